@@ -46,29 +46,6 @@ def private_form(manifest: str) -> str:
     return f"{raw['method']['name']} takes its private form: {changes}" if changes else ""
 
 
-def start_json(manifest: str) -> Mapping[str, object] | None:
-    """Say from which run and model a run started; None where it began with fresh weights. manifest: JSON."""
-    start = json.loads(manifest).get("start")
-    return start and {name: start[name] for name in ("run", "rounds", "model", "private")}
-
-
-def started_from(manifest: str, parent: str = "") -> str:
-    """Say the same in words; empty where it is None. parent: that run's manifest, to name who is new or gone."""
-    start = start_json(manifest)
-    if start is None:
-        return ""
-    text = f"starts from {start['run']} after round {start['rounds']}, model {start['model']}"
-    if not start["private"]:
-        text += "; that model was trained without differential privacy"
-    if json.loads(manifest)["privacy"]["name"] != "none":
-        text += "; epsilon counts this run's own rounds, and each hospital's ledger adds them to those before"
-    if parent:
-        now, then = ([member["name"] for member in json.loads(text)["members"]] for text in (manifest, parent))
-        new, gone = [name for name in now if name not in then], [name for name in then if name not in now]
-        text += f"; new: {', '.join(new) or 'nobody'}; not in it: {', '.join(gone) or 'nobody'}"
-    return text
-
-
 def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> str:
     """Say what the aggregator of a run costs, if anything. manifest: JSON; holds: classes that silos declare."""
     raw = json.loads(manifest)

@@ -25,7 +25,7 @@ from protos.storage.private_files import Credentials
 from protos.tls import connect
 from protos.wire import status
 from protos.wire.channel_options import LEAD_OPTIONS
-from protos.wire.chunks import append_chunk
+from protos.wire.chunks import append_chunk, read_chunks
 
 ADDRESS_FILE = "service.json"
 """Where the service listens, in its home; written once it does."""
@@ -35,6 +35,8 @@ _DEADLINE_S = 20.0
 _SUBMIT_DEADLINE_S = 120.0  # the service builds the model and runs it dry once
 _WATCH_RETRY_S = 1.0
 _WATCH_PATIENCE_S = 120.0
+_DAMAGED = 2
+"""Uploads that are begun anew because other bytes arrived."""
 _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where a service on all addresses is reached from here
 
 
@@ -85,6 +87,42 @@ class LeadClient:
 
     def close(self) -> None:
         self._channel.close()
+
+    def send_weights(self, digest: str, file: Path) -> None:
+        """Send weights until the service has them all; after a cut only what is missing.
+
+        Raises UnavailableError when no byte gets through for two minutes; ProtocolError (E-WIRE-01) where the service
+        is of a version that takes none.
+        """
+        size, best, since, damaged = file.stat().st_size, -1, time.monotonic(), 0
+        while True:
+            try:
+                have = self._open_weights(digest, size)
+                if have >= size:
+                    return
+                if have > best:
+                    best, since = have, time.monotonic()
+                with self._errors():
+                    self._lead.PutWeights(read_chunks(file, digest, have))
+            except ProtocolError as error:
+                damaged += 1
+                if error.code != "E-WIRE-04" or damaged > _DAMAGED:
+                    raise
+            except UnavailableError:
+                if time.monotonic() - since > _WATCH_PATIENCE_S:
+                    raise
+                threading.Event().wait(_WATCH_RETRY_S)
+
+    def _open_weights(self, digest: str, size: int) -> int:
+        try:
+            return self._call(self._lead.OpenWeights, pb.OpenWeightsRequest(digest=digest, size=size)).have
+        except FederationError as error:
+            cause = error.__cause__
+            if not isinstance(cause, grpc.Call) or cause.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            raise ProtocolError(
+                "E-WIRE-01", "expected a service that takes weights, found an older one: upgrade the coordinator"
+            ) from error
 
     def submit(self, spec_json: str, request_id: str, start_from: str = "") -> pb.RunInfo:
         """Submit a configuration. start_from: the id of a run whose last model it starts from."""

@@ -33,6 +33,8 @@ ALLOWED_ROLES: Mapping[str, frozenset[Kind]] = {
     "Transfer/Put": SILO,
     "Transfer/Commit": SILO,
     "Transfer/Get": SILO | LEAD,
+    "Lead/OpenWeights": LEAD,
+    "Lead/PutWeights": LEAD,
     "Lead/Submit": LEAD,
     "Lead/Runs": LEAD,
     "Lead/Show": LEAD,

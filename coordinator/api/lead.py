@@ -11,15 +11,19 @@ from dataclasses import replace
 from coordinator.api import messages
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers, wait_for, waker
+from coordinator.api.transfer import PutStream
 from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.storage.records import Contribution, Run
 from coordinator.storage.store import Store
-from fl_core.errors import ConfigError
+from coordinator.storage.weights import WeightsUploads
+from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.storage.partial_file import open_partial
+from protos.wire.chunks import append_chunk
 
 BuildManifest = Callable[[str, list[pb.SiloInfo]], RunManifest]
 """From a submitted configuration (JSON) and the members of the consortium to the frozen manifest, or ConfigError."""
@@ -31,7 +35,7 @@ _LAST_EVENT = 2**63 - 1
 
 
 class LeadService(rpc.LeadServicer):
-    """Submit, Runs, Show, Watch, Abort, Resume, Exclude, Extend and Silos."""
+    """OpenWeights, PutWeights, Submit, Runs, Show, Watch, Abort, Resume, Exclude, Extend and Silos."""
 
     def __init__(
         self,
@@ -41,13 +45,43 @@ class LeadService(rpc.LeadServicer):
         runs: RunScheduler,
         build_manifest: BuildManifest,
         workers: Workers,
+        weights: WeightsUploads,
+        put_idle_s: float,
     ) -> None:
+        """put_idle_s: seconds without a byte after which an upload of weights is given up."""
+        self._weights = weights
+        self._put_idle_s = put_idle_s
         self._authorizer = authorizer
         self._store = store
         self._dispatcher = dispatcher
         self._runs = runs
         self._build_manifest = build_manifest
         self._workers = workers
+
+    async def OpenWeights(self, request: pb.OpenWeightsRequest, context: Context) -> pb.OpenReply:  # noqa: N802
+        """Take the announcement of weights and say how much of them is here."""
+        lead = self._authorizer.caller(context).identity.name
+        return pb.OpenReply(have=await self._workers.run(self._weights.open, lead, request.digest, request.size))
+
+    async def PutWeights(self, request_iterator: object, context: Context) -> pb.PutReply:  # noqa: ARG002, N802
+        """Append chunks to weights; what has arrived is kept, however the stream ends, and whole ones are an object."""
+        lead = self._authorizer.caller(context).identity.name
+        stream = PutStream(context, self._put_idle_s)
+        async with self._weights.stream():
+            chunk = await stream.next()
+            digest = chunk.object if chunk is not None else ""
+            size = self._weights.announced(lead, digest)
+            async with self._weights.uploads.writing(digest, stream.end):
+                with open_partial(self._weights.uploads.path(lead, digest)) as file:
+                    while chunk is not None:
+                        if chunk.object not in ("", digest):
+                            raise ProtocolError("E-WIRE-06", "expected one object in a stream, found a second")
+                        await self._workers.run(append_chunk, chunk, file, file.size, size)
+                        chunk = await stream.next()
+                    have, found = file.size, file.digest()
+                if have == size:
+                    await self._workers.run(self._weights.finish, lead, digest, found)
+        return pb.PutReply(have=have)
 
     def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.RunInfo:  # noqa: N802
         """Freeze a run and queue it; the same request id is the same run."""

@@ -36,8 +36,9 @@ from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate, server_credentials
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
-from coordinator.storage.store import OBJECTS, Store, lock_home
+from coordinator.storage.store import OBJECTS, WEIGHTS, Store, lock_home
 from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
+from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -212,7 +213,16 @@ class CoordinatorServer:
             self.runs.checks,
         )
         rpc.add_TransferServicer_to_server(transfer, server)
-        lead = LeadService(authorizer, self.store, self.dispatcher, self.runs, self._build_manifest, self._leads)
+        lead = LeadService(
+            authorizer,
+            self.store,
+            self.dispatcher,
+            self.runs,
+            self._build_manifest,
+            self._leads,
+            WeightsUploads(self.home / WEIGHTS, self.objects, self.store.contributions.referenced_digests),
+            limits.put_idle_s,
+        )
         rpc.add_LeadServicer_to_server(lead, server)
 
     def _add_standard_services(self) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from coordinator.api import accuracy
-from coordinator.console import private_form, started_from
+from coordinator.console import private_form
+from coordinator.reports.start import started_from
 from fl_core.errors import ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps

@@ -49,10 +49,11 @@ def preview(
 
     Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
     """
+    from coordinator.config import weights
     from privacy.compiled_run import CompiledRun
     from privacy.reports.projection import preview
 
-    spec = compose_spec(overrides or [])
+    spec = weights.without_file(compose_spec(overrides or []))
     if sizes is not None and online:
         raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)

@@ -18,6 +18,7 @@ from coordinator import console
 from coordinator.api import accuracy
 from coordinator.cli.options import Extensions, Home, Json, home_of
 from coordinator.lead_client import LeadClient
+from coordinator.reports.start import start_json, started_from
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import local_time, make_table, print_json
@@ -44,6 +45,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running."""
+    from coordinator.config import weights
     from coordinator.config.hydra_config import compose_from, compose_spec
     from coordinator.config.run_spec import RunSpec
 
@@ -59,14 +61,18 @@ def run(
             "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
             "names its own images (silo serve --data)",
         )
+    spec, taken = weights.take(spec)
     with _client(home) as client:
+        if taken is not None:
+            with weights.written(taken) as file:
+                client.send_weights(taken.named.object, file)
         info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
         if not as_json:
             console.ERR.print(f"submitted {info.run_id} ({info.rounds} rounds); manifest {info.manifest_digest[:16]}")
             manifest = client.show(info.run_id).manifest_json
             holds = {silo.name: silo.data.holds for silo in client.silos().silos}
             notes = (
-                console.started_from(manifest, "" if parent is None else parent.manifest_json),
+                started_from(manifest, "" if parent is None else parent.manifest_json),
                 console.private_form(manifest),
                 console.aggregator_warning(manifest, holds),
             )
@@ -150,11 +156,11 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
         detail = client.show(run)
     if as_json:
         rounds = [console.round_json(r) for r in detail.rounds]
-        start = console.start_json(detail.manifest_json)
+        start = start_json(detail.manifest_json)
         print_json({**console.run_json(detail.info), "start": start, "round": rounds, "manifest": detail.manifest_json})
         return
     _show_info(detail.info, as_json)
-    for text in (console.started_from(detail.manifest_json), console.private_form(detail.manifest_json)):
+    for text in (started_from(detail.manifest_json), console.private_form(detail.manifest_json)):
         if text:
             console.OUT.print(text, soft_wrap=True)
     rows = [

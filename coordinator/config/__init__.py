@@ -1,1 +1,1 @@
-"""From words on the command line to the frozen manifest: Hydra, then RunSpec, then the manifest."""
+"""From words on the command line to the frozen manifest: Hydra, RunSpec, weights from a file, the manifest."""

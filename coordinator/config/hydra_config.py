@@ -18,7 +18,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from coordinator.config.run_spec import RunSpec
+from coordinator.config.run_spec import WEIGHTS, RunSpec
 from coordinator.config.table_schema import with_schema
 from fl_core.aggregation.options import AGGREGATORS
 from fl_core.errors import ConfigError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
+_NONE = "none"
 _CONTINUED = ("method", "data", "model", "privacy", "aggregator")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
@@ -47,7 +48,7 @@ def _store_dataclasses() -> None:
         schedule = {"train": dict(method.schedule)} if method.schedule else {}
         store(name, {"method": {"name": name, **_defaults(method)}, **schedule}, group="method", package="_global_")
     for name, model in MODELS.items():
-        store(name, {"name": name, **_defaults(model)}, group="model")
+        store(name, {"name": name, "weights": _NONE, "weights_source": "", **_defaults(model)}, group="model")
     for name, profile in PROFILES.items():
         store(name, {"name": name, **(_defaults(profile.config) if profile.config else {})}, group="privacy")
     for name, aggregator in AGGREGATORS.items():
@@ -75,6 +76,8 @@ def _own_choice(group: str, word: str) -> str | None:
         return None
     store, kind = ConfigStore.instance().store, extensions.loaded(_EXTENSIBLE[group], reference)
     name, options = _OWN + blake3(reference.encode()).hexdigest()[:16], {"name": reference, **_options(kind)}
+    if group == "model" and "weights" not in options:  # else they are an option of its own
+        options |= {"weights": _NONE, "weights_source": ""}
     if group == "method":
         schedule = dict(getattr(kind, "schedule", {}))
         store(name, {"method": options, **({"train": schedule} if schedule else {})}, group=group, package="_global_")
@@ -123,6 +126,7 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
         chosen["name"] = str(chosen["name"])  # name=7 is a name
     if isinstance(chosen["data"], Mapping):
         chosen["data"] = with_schema(chosen["data"])
+    _move_weights(chosen)
     return RunSpec.from_mapping(chosen)
 
 
@@ -134,6 +138,10 @@ def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
     """
     words = [checked for word in overrides for checked in _validate_override(word)]
     keys = [word.partition("=")[0] for word in words]
+    if weights := [key for key in keys if key.startswith("model.weights")]:
+        raise ConfigError(
+            "E-CFG-08", f"expected no {weights[0]} beside --from, found one: the run begins with the other one's model"
+        )
     if several := sorted({"experiment", "scale"} & set(keys)):
         raise ConfigError(
             "E-CFG-01", f"expected single keys beside --from, found {several[0]}=, which replaces many: name each key"
@@ -153,6 +161,25 @@ def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
             to, of = to[step], of[step]
         to[last] = of[last]
     return RunSpec.from_mapping(raw)
+
+
+def _move_weights(chosen: dict[str, object]) -> None:
+    """Take the weights that a run begins with out of its model's options, which are what the model is."""
+    model = dict(chosen["model"])  # type: ignore[call-overload]
+    if "weights_source" not in model:
+        return
+    chosen["model"] = model
+    file, source = model.pop("weights", _NONE), model.pop("weights_source", "")
+    if "weights" in getattr(MODELS.get(model["name"]), "__dataclass_fields__", ()):
+        model["weights"] = _NONE
+    if not isinstance(file, str) or not isinstance(source, str) or not file.strip():
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected model.weights=FILE and a text of its source, found {file!r} and {source!r}: correct them",
+        )
+    if source and file == _NONE:
+        raise ConfigError("E-CFG-02", "expected model.weights=FILE beside model.weights_source, found none: add it")
+    chosen |= {"weights_file": "" if file == _NONE else file, "weights_source": source}
 
 
 def _compose(words: Sequence[str], config_dir: Path | None = None) -> Mapping[str, object]:
@@ -193,6 +220,8 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
     if prefix == "~":
         raise ConfigError("E-CFG-01", f"keys can be changed or added, not removed: write {key}={value}")
     first, known = key.split(".")[0], {*GROUPS, *(f.name for f in fields(RunSpec))}
+    if first in WEIGHTS:
+        raise ConfigError("E-CFG-01", f"there is no key {key!r}: write model.weights=FILE")
     if first not in known:
         raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, known)}")
     if key not in GROUPS:

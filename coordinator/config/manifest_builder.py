@@ -13,11 +13,11 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, shown, structure
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
-from fl_core.models import build_model
+from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities, extensions
 from fl_core.rounds.extensions import Extension
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training import optimizers
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
@@ -96,14 +96,15 @@ def manifest_from(
     A run with record-level privacy takes the private form of its method, and the manifest says so.
     Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
     (E-PRIV-01) for a profile that this version does not know, (E-PRIV-20) on a number outside its range, (E-RUN-38) on
-    a model that cannot be trained in the memory that is free here, which the check of the layout does once.
+    a model that cannot be trained in the memory that is free here, which the check of the layout does once. A start is
+    named by its weights alone: who has them completes it.
     """
     schema = schema_of(spec)
     optimizers.check(spec.train)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names)
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
-    model = _choice(spec.model)
+    model = _model_choice(spec)
     require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
@@ -126,6 +127,7 @@ def manifest_from(
         image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
         software=software(),
         private_form=was,
+        start=None if spec.weights is None else StartPoint(weights=spec.weights),
         aggregator=_aggregator(spec),
         metrics=metrics,
         extensions=_extensions(method, model),
@@ -165,6 +167,18 @@ def _extensions(method: NamedOptions, model: NamedOptions) -> tuple[Extension, .
     """Say what of a run is no code of ours: each hospital decides about it."""
     found = (extensions.identity("method", method.name), extensions.identity("model", model.name))
     return tuple(extension for extension in found if extension is not None)
+
+
+def _model_choice(spec: RunSpec) -> NamedOptions:
+    """Return the model; raises ConfigError (E-CFG-02) where weights are still a file, which is the lead's to read."""
+    choice = _choice(spec.model)
+    if spec.weights_file:
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected weights by their digest, found model.weights={spec.weights_file!r}: such a file is read by "
+            "`coordinator run` and `coordinator simulate` alone",
+        )
+    return NamedOptions(choice.name, stated_options(choice.name, choice.options))
 
 
 def _aggregator(spec: RunSpec) -> NamedOptions:

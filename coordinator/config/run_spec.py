@@ -10,11 +10,13 @@ from fl_core import validate
 from fl_core.aggregation import options as aggregators
 from fl_core.converter import ConversionError, parse_json, shown, structure
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE
+from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE, Weights
 from fl_core.types.clinical import METRICS_KINDS
 from fl_core.types.records import TrainConfig
 
 AUTO = "auto"
+WEIGHTS = ("weights_file", "weights_source", "weights")
+"""Fields that are no keys of their own, and are left out of the JSON where they say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,9 @@ class RunSpec:
     number   personal: also measure personal models (PA, PM, fairness), after every round's training   lost_state:
     refuse or restart, see `RunManifest`   silos: the roster, by name; None for every enrolled silo whose data fits
     aggregator: how a round's updates become one   metrics: what evaluations measure, "basic" or "clinical"; "auto" is
-    clinical where the run's classes, silos and privacy allow it.
+    clinical where the run's classes, silos and privacy allow it   weights_file, weights_source: `model.weights` and
+    `model.weights_source`, a file of the lead's and where it came from, until `coordinator.config.weights` has read
+    it   weights: what it held, by digest.
 
     Raises ConfigError (E-CFG-02, E-CFG-01) on a number out of range or a group without a name.
     """
@@ -53,9 +57,16 @@ class RunSpec:
     metrics: str = AUTO
     silos: tuple[str, ...] | None = None
     aggregator: Mapping[str, object] = field(default_factory=lambda: {"name": aggregators.DEFAULT})
+    weights_file: str = ""
+    weights_source: str = ""
+    weights: Weights | None = None
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        raw = asdict(self)
+        for name in WEIGHTS:
+            if not raw[name]:
+                del raw[name]
+        return json.dumps(raw, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> RunSpec:

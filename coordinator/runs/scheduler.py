@@ -74,7 +74,8 @@ class RunScheduler:
     def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> Run:
         """Take a run and queue it; a repeated submission with one request id is one run.
 
-        start_from: the id of a run whose last model this one starts from, see `start_point.resolve`.
+        start_from: the id of a run whose last model this one starts from. A start that the manifest names by its
+        weights alone is completed, as one from a run is: see `start_point.resolve`.
         Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration,
         E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile) and as `resolve`.
         """
@@ -86,14 +87,19 @@ class RunScheduler:
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
         state: State | None = None
-        if start_from:
+        weights = None if manifest.start is None else manifest.start.weights
+        if start_from or weights is not None:
+            parent = self.store.runs.get(start_from) if start_from else None
             with self.model_lock:
-                manifest, state = start_point.resolve(self.store.runs.get(start_from), manifest, self.objects)
+                manifest, state = start_point.resolve(parent, manifest, self.objects)
         text = manifest.to_json().encode()
         with self.objects.lock:
+            filled = None if weights is None else StoredObject(weights.object, weights.size)
+            if filled is not None:
+                self.objects.path(filled.digest)  # newer uploads may have taken its place
             digest = self.objects.put(text)
             start = None if state is None else StoredObject.stored(state, self.objects)
-            run = self.store.runs.add(_new_run(manifest, digest, spec, request_id), len(text), sizes, start)
+            run = self.store.runs.add(_new_run(manifest, digest, spec, request_id), len(text), sizes, start, filled)
         self.dispatcher.changes.notify()
         self._enqueue(run)
         return run

@@ -1,4 +1,4 @@
-"""A run that goes on from another one: what it takes over, and what makes the two unfit for each other."""
+"""Where a run begins that does not begin with fresh weights: the last model of another run, or weights from a file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from coordinator.storage.records import Run
 from fl_core.errors import ConfigError, ProtocolError, StateError
-from fl_core.rounds.manifest import RunManifest, StartPoint
+from fl_core.rounds.manifest import RunManifest, StartPoint, Weights
 from fl_core.types import tensor_maps
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from protos.storage.object_store import ObjectStore
-from protos.wire.codec import read_state
+from protos.wire import codec
 
 
 def require_over(parent: Run) -> None:
@@ -28,21 +28,49 @@ def require_over(parent: Run) -> None:
         )
 
 
-def resolve(parent: Run, manifest: RunManifest, objects: ObjectStore) -> tuple[RunManifest, State]:
+def resolve(parent: Run | None, manifest: RunManifest, objects: ObjectStore) -> tuple[RunManifest, State]:
     """Return the manifest with its start point, and the server state that its first round begins with.
 
-    The model is the parent's, bit for bit. Where the method is the same, the server's other tensors (prototypes, a
+    Without a parent the model is filled with the weights that the manifest's start names, an object that is here.
+    With one it is the parent's, bit for bit. Where the method is the same, the server's other tensors (prototypes, a
     momentum, a generator) are too, if they have the same shapes and no silo keeps a counterpart of its own: silos keep
     nothing across runs, so control variates begin anew. So do the settings of guards, the bound on norms and all that
     depends on the number of the round.
-    Raises StateError as `require_over`, E-STATE-63 when the model is damaged; ConfigError: E-CFG-23 on other classes or
-    another architecture, E-CFG-08 on a seed or a method that does not fit; ProtocolError (E-WIRE-05) on NaN.
+    Raises StateError as `require_over`, E-STATE-22, E-STATE-63 when what it begins with is missing or damaged;
+    ConfigError: E-CFG-23 on other classes or another architecture, E-CFG-08 on a seed, weights or a method that do not
+    fit; ProtocolError: E-WIRE-05 on NaN, E-WIRE-06 on weights that do not fit the model.
     """
+    compiled, named = CompiledRun.of(manifest), manifest.start
+    if named is not None and named.weights is not None:
+        compiled = compiled.with_weights(read_weights(objects, named.weights))
+    if parent is not None:
+        state, start = _from_parent(parent, compiled, objects)
+    else:
+        assert named is not None
+        state, start = compiled.initial_state(), named
+    return replace(manifest, start=compiled.pinned_start(state, start)), state
+
+
+def read_weights(objects: ObjectStore, weights: Weights) -> Tensors:
+    """Read an object of weights.
+
+    Raises StateError: E-STATE-22 where it is not here, E-STATE-63 where it is damaged; ProtocolError (E-WIRE-06) on
+    another object.
+    """
+    if not objects.has(weights.object):
+        raise StateError("E-STATE-22", f"expected {weights} to be here, found none: send them again (coordinator run)")
+    file = objects.verified(weights.object)
+    if (size := file.stat().st_size) != weights.size:
+        raise ProtocolError("E-WIRE-06", f"expected {weights.size} bytes of weights, found {size}: ask the lead")
+    return codec.read_weights(file)
+
+
+def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tuple[State, StartPoint]:
     require_over(parent)
     assert parent.state_object is not None
-    before, compiled = RunManifest.from_json(parent.manifest), CompiledRun.of(manifest)
+    manifest, before = compiled.manifest, RunManifest.from_json(parent.manifest)
     _require_same_model(parent, before, manifest)
-    kept, fresh = read_state(objects.verified(parent.state_object)), compiled.initial_state()
+    kept, fresh = codec.read_state(objects.verified(parent.state_object)), compiled.initial_state()
     if _shapes(kept["w"]) != _shapes(fresh["w"]):
         raise ConfigError(
             "E-CFG-08",
@@ -61,10 +89,9 @@ def resolve(parent: Run, manifest: RunManifest, objects: ObjectStore) -> tuple[R
     same = manifest.method.name == before.method.name and not compiled.method.server_tracks_state
     taken = [g for g in fresh if g == "w" or (same and g in kept and _shapes(kept[g]) == _shapes(fresh[g]))]
     state = {**fresh, **{g: kept[g] for g in taken}}
-    sent = {group: tensor_maps.digest(values) for group, values in compiled.method.broadcast(state).items()}
     private = CompiledRun.of(before).private and (before.start is None or before.start.private)
-    start = StartPoint(parent.id, parent.closed, tensor_maps.digest(kept["w"]), sent, private)
-    return replace(manifest, start=start), state
+    weights = None if manifest.start is None else manifest.start.weights
+    return state, StartPoint(parent.id, parent.closed, private=private, weights=weights)
 
 
 def _require_same_model(parent: Run, before: RunManifest, now: RunManifest) -> None:
@@ -78,6 +105,13 @@ def _require_same_model(parent: Run, before: RunManifest, now: RunManifest) -> N
                 f"expected the {what} of {parent.id} ({then}), found {found}: a run goes on with the same classes, in "
                 "the same order, and the same model",
             )
+    first, second = (None if m.start is None else m.start.weights for m in (before, now))
+    if first != second:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected the weights that {parent.id} began with ({first or 'fresh ones'}), found "
+            f"{second or 'fresh ones'}: a run goes on with the model of the other one, leave model.weights out",
+        )
 
 
 def _shapes(values: Tensors) -> dict[str, object]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from coordinator.config import weights
 from coordinator.config.manifest_builder import OWN, declared_columns, manifest_from, window_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation.checkpoints import Checkpoints, Identity, Progress, run_with_checkpoints
@@ -272,10 +273,10 @@ def run(
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
     processes with these names; a run that goes on ends in the bits of one that was not interrupted.
     """
-    manifest, sets = build_simulation(spec, data_root)
+    compiled, sets = prepare_simulation(spec, data_root)
+    manifest = compiled.manifest
     if out is not None:
         ResultFolder(out).claim(spec, manifest, words)
-    compiled = CompiledRun.of(manifest)
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
     factories = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
     shares, engine = [SiloShare(s.train, s.test, s.public) for s in sets], engine or SimulationEngine()
@@ -337,13 +338,20 @@ def _class_counts(dataset: datasets.SiloDataset) -> tuple[list[int], list[int]]:
 
 def build_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:
     """Split the spec's data over its silos and freeze the run over them."""
+    compiled, sets = prepare_simulation(spec, data_root)
+    return compiled.manifest, sets
+
+
+def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[CompiledRun, list[datasets.SiloDataset]]:
+    """Do as `build_simulation`, and fill the model with the weights of the file that the spec names, if any."""
     sets = read_silos(spec, data_root, datasets.load_all)
     if not spec.data.get("classes") and spec.data["name"] in OWN:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
     if spec.data["name"] == "table":
         spec = _with_columns(spec, sets[0].schema.columns)
     sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]
-    return manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), sets
+    spec, taken = weights.take(spec)
+    return weights.begin(manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), taken), sets
 
 
 def _with_columns(spec: RunSpec, own: Sequence[Column]) -> RunSpec:

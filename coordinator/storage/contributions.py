@@ -19,7 +19,7 @@ from protos.storage.sqlite import Database
 
 KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
-_OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value)
+_OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value, ObjectKind.WEIGHTS.value)
 _TEMPORARY = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
 
@@ -116,7 +116,7 @@ class ContributionStore:
             return True
 
     def readable(self, digest: str, silo: str | None) -> str | None:
-        """Return the run of a readable object: for a lead (None) any, for a silo its runs' manifests and bases."""
+        """Return the run of a readable object: for a lead (None) any, for a silo what its runs send it."""
         named = select(objects.c.run_id, objects.c.kind, runs.c.members).join(runs).where(objects.c.digest == digest)
         with self._db.read() as db:
             rows = db.execute(named.order_by(runs.c.created.desc())).all()

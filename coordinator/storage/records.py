@@ -38,6 +38,7 @@ class ObjectKind(Enum):
     BASE = "base"
     BUNDLE = "bundle"
     STATE = "state"
+    WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,11 +53,13 @@ class RunStore:
         manifest_size: int,
         sizes: Mapping[str, tuple[float, float]] | None = None,
         start: tuple[str, int] | None = None,
+        weights: tuple[str, int] | None = None,
     ) -> Run:
         """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if it asked for another.
 
         sizes: training and test examples that its silos declare, 0 where they do not say.
-        start: the server state that a run begins with (digest, size) which goes on from another one.
+        start: the server state (digest, size) that a run begins with whose manifest names its start
+        weights: the object that silos fill the model with before round 0.
         """
         with self._db.write() as db:
             known = _of_request(db, run.request_id)
@@ -78,6 +80,8 @@ class RunStore:
             note_object(db, run.manifest_digest, run.id, ObjectKind.MANIFEST, 0, manifest_size)
             if start is not None:
                 note_object(db, start[0], run.id, ObjectKind.STATE, 0, start[1])
+            if weights is not None:
+                note_object(db, weights[0], run.id, ObjectKind.WEIGHTS, 0, weights[1])
             text = f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
             self._event(db, run.id, "submitted", text=f"{text}, from {run.parent}" if run.parent else text)
             for name, (train, test) in (sizes or {}).items():

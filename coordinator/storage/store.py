@@ -21,6 +21,8 @@ from protos.storage.sqlite import Database
 
 FILE = "coordinator.sqlite"
 OBJECTS = "blobs/objects"
+WEIGHTS = "blobs/weights"
+"""Unfinished uploads of leads."""
 LOCK_FILE = "service.lock"
 """Held by the one service of a home."""
 

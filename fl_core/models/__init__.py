@@ -1,12 +1,13 @@
 """The registry of models: frozen dataclasses of options, built from the schema of the run's examples.
 
 Every model is features and a head (`split_model.py`). One file per family; `small/` has the papers' small networks.
+`pretrained.py` reads weights from files, under our names and torchvision's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, fields
 from typing import ClassVar, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fl_core import rng
-from fl_core.converter import read_options, shown
+from fl_core.converter import Option, read_options, shown
 from fl_core.errors import ConfigError
 from fl_core.models.efficientnet import EfficientNetB0
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
@@ -29,7 +30,16 @@ from fl_core.rounds import extensions
 from fl_core.training import memory
 from fl_core.types.records import Schema
 
-__all__ = ["MODELS", "ModelFacts", "ModelOptions", "SplitModel", "build_model", "describe", "model_options"]
+__all__ = [
+    "MODELS",
+    "ModelFacts",
+    "ModelOptions",
+    "SplitModel",
+    "build_model",
+    "describe",
+    "model_options",
+    "stated_options",
+]
 
 
 _ALWAYS_FREE = 16 << 20
@@ -92,6 +102,17 @@ def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
         raise extensions.unknown("model", name, list(MODELS))
     options_: ModelOptions = read_options(found, name, options)
     return options_
+
+
+def stated_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
+    """Leave out options that a model gained later where they have their default: its manifests keep their digests.
+
+    Raises ConfigError as `model_options`.
+    """
+    kind = type(model_options(name, options))
+    gained: frozenset[str] = getattr(kind, "omitted_at_default", frozenset())
+    default = {f.name: f.default for f in fields(kind) if f.name in gained}
+    return {key: value for key, value in options.items() if key not in gained or value != default[key]}
 
 
 def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: int) -> SplitModel:

@@ -1,4 +1,4 @@
-"""The CIFAR forms of ResNet. He et al. (2016); stem without max-pool as MOON and FedMR use it.
+"""ResNet. He et al. (2016); in the CIFAR form the stem has no max-pool, as MOON and FedMR use it.
 
 conv3x3(cin,w)-norm-ReLU, stages of blocks of which the first halves the side from the second stage on, a 1x1
 convolution with norm where the shape changes, global average pool.
@@ -21,10 +21,14 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.errors import ConfigError
+from fl_core.models.pretrained import TorchvisionNames
 from fl_core.models.split_model import HeadOptions, SplitModel, image_shape, kaiming
 from fl_core.types.records import Schema
 
 Norm = Callable[[int], nn.Module]
+_STEMS = {"cifar": (3, 1, 1), "imagenet": (7, 2, 3)}
+"""Kernel, stride and padding of the first convolution."""
+_TORCHVISION = ("resnet18", "resnet50")
 
 
 class Plan(NamedTuple):
@@ -82,22 +86,30 @@ class ResNet18(HeadOptions):
 
     norm: "batch", or "group" with `groups` groups (FedNH: 2), which keeps no buffers and mixes no examples.
     head_bias: False for FedNH, FedRS and MAP.
+    stem: "cifar" (conv3x3), or "imagenet" (conv7x7 of stride 2, then a max-pool), which is torchvision's network and
+    suits images of 64 pixels or more.
     """
 
     norm: str = "batch"
     groups: int = 2
+    stem: str = "cifar"
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"stem"})
     _plan: ClassVar[Plan] = Plan("resnet18", (2, 2, 2, 2), (64, 128, 256, 512))
 
     def build(self, schema: Schema) -> SplitModel:
         plan = self._plan
         before = plan.widths[0]
-        validate.one_of("E-CFG-02", plan.name, norm=(self.norm, ("batch", "group")))
+        validate.one_of("E-CFG-02", plan.name, norm=(self.norm, ("batch", "group")), stem=(self.stem, tuple(_STEMS)))
         if self.groups < 1 or before % self.groups:
             raise ConfigError(
                 "E-CFG-02", f"{plan.name}.groups: expected a divisor of {before}, found {self.groups}: change it"
             )
         channels, _ = image_shape(plan.name, schema, channels={1, 3}, sizes=range(8, 1025))
-        layers: list[nn.Module] = [nn.Conv2d(channels, before, 3, 1, 1, bias=False), self._norm(before), nn.ReLU()]
+        kernel, stride, padding = _STEMS[self.stem]
+        stem = nn.Conv2d(channels, before, kernel, stride, padding, bias=False)
+        layers: list[nn.Module] = [stem, self._norm(before), nn.ReLU()]
+        if self.stem == "imagenet":
+            layers.append(nn.MaxPool2d(3, 2, 1))
         for stage, (blocks, width) in enumerate(zip(plan.blocks, plan.widths, strict=True)):
             after = width * (Bottleneck.expansion if plan.bottleneck else 1)
             for block in range(blocks):
@@ -106,6 +118,27 @@ class ResNet18(HeadOptions):
                 before = after
         body = kaiming(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
         return self.complete(body, before, schema)
+
+    def torchvision_names(self) -> TorchvisionNames | None:
+        """Return torchvision's names; the CIFAR form has another stem, which therefore begins anew."""
+        plan = self._plan
+        if plan.name not in _TORCHVISION:
+            return None
+        prefixes, place = {"bn1.": "body.1."}, 3
+        if self.stem == "imagenet":
+            prefixes["conv1."], place = "body.0.", 4
+        inner = ("first", "second", "third") if plan.bottleneck else ("first", "second")
+        for stage, blocks in enumerate(plan.blocks, start=1):
+            for block in range(blocks):
+                theirs, ours = f"layer{stage}.{block}", f"body.{place}"
+                for number, name in enumerate(inner, start=1):
+                    prefixes |= {f"{theirs}.conv{number}.": f"{ours}.{name}.0."}
+                    prefixes |= {f"{theirs}.bn{number}.": f"{ours}.{name}.1."}
+                prefixes |= {f"{theirs}.downsample.{i}.": f"{ours}.shortcut.{i}." for i in (0, 1)}
+                place += 1
+        if self.stem == "imagenet":
+            return TorchvisionNames(prefixes, ("fc.",))
+        return TorchvisionNames(prefixes, ("fc.", "conv1."), ("body.0.",))
 
     def _norm(self, width: int) -> nn.Module:
         return nn.BatchNorm2d(width) if self.norm == "batch" else nn.GroupNorm(self.groups, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -23,8 +24,10 @@ FORMAT = 1
 PATIENCE_S = 60.0
 MOST_ROUNDS, MOST_THREADS, MOST_NAME_CHARS = 100_000, 1024, 200
 MOST_STEPS = 2**31 - 1
+MOST_WEIGHTS_BYTES, MOST_SOURCE_CHARS = 1 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _ABSENT: Mapping[str, object] = {
     "lead": "",
     "private_form": {},
@@ -58,21 +61,62 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class StartPoint:
-    """Where a run that goes on from another one begins: with what that run (the parent) ended in.
+class Weights:
+    """Weights that were trained elsewhere, which the model of a run begins with.
 
-    run, rounds: the parent's id, and its closed rounds   model: digest of its model, as the coordinator shows it
-    broadcast: digest of each group of tensors that the first round sends, which silos hold it against
-    private: whether all training that led to this model was under differential privacy.
+    object, size: digest (BLAKE3) and bytes of the object that holds them under the model's own names
+    file: SHA-256 of the file that the lead took them from   source: where that came from; both as the lead states
+    fresh: modules of the model that are not among them, and begin with the weights of the run's seed.
     """
 
-    run: str
-    rounds: int
-    model: str
-    broadcast: Mapping[str, str]
-    private: bool = False
+    object: str
+    size: int
+    file: str
+    source: str = ""
+    fresh: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        source = f" ({self.source!r}, as the lead states)" if self.source else ""
+        return f"pretrained weights {self.object[:16]} of a file with SHA-256 {self.file[:16]}{source}"
+
+    def require_possible(self) -> None:
+        """Raise ConfigError (E-CFG-02) on digests, a size or a text that no weights have."""
+        for name, found in (("object", self.object), ("file", self.file)):
+            if not _DIGEST.fullmatch(found):
+                raise ConfigError(
+                    "E-CFG-02", f"expected weights.{name} of 64 hex digits, found {shown(found)}: give the file again"
+                )
+        validate.between("E-CFG-02", "weights", 1, MOST_WEIGHTS_BYTES, size=self.size)
+        if len(self.source) > MOST_SOURCE_CHARS or not self.source.isprintable():
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected a source of at most {MOST_SOURCE_CHARS} visible characters on one line, found "
+                f"{shown(self.source)}: shorten it",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StartPoint:
+    """Where a run begins that does not begin with fresh weights: what another run (the parent) ended in, or a file.
+
+    run, rounds: the parent's id, and its closed rounds; none and 0 where there is no parent
+    model: digest of the model that the first round begins with, as the coordinator shows it
+    broadcast: digest of each group of tensors that the first round sends, which silos hold it against
+    private: whether all training that led to this model was under differential privacy
+    weights: what the model was filled with before round 0 of this run, or of the first of its parents: silos make from
+    it what is never sent to them, as they do from the seed.
+    """
+
+    run: str = ""
+    rounds: int = 0
+    model: str = ""
+    broadcast: Mapping[str, str] = field(default_factory=dict)
+    private: bool = False
+    weights: Weights | None = None
+
+    def __str__(self) -> str:
+        if not self.run:
+            return str(self.weights)
         trained = "" if self.private else ", trained without differential privacy"
         return f"{self.run} after round {self.rounds} (model {self.model[:16]}{trained})"
 
@@ -135,6 +179,8 @@ class RunManifest:
                 del raw["schema"][name]
         if self.aggregator == NamedOptions(aggregators.DEFAULT):
             del raw["aggregator"]
+        if self.start is not None and self.start.weights is None:
+            del raw["start"]["weights"]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def digest(self) -> str:
@@ -182,6 +228,8 @@ class RunManifest:
                 "E-CFG-02",
                 f"expected name=... of at most {MOST_NAME_CHARS} characters, found {len(self.name)}: shorten",
             )
+        if self.start is not None and self.start.weights is not None:
+            self.start.weights.require_possible()
 
     def index(self, silo: str) -> int:
         """Return a member's index in the roster; raises ConfigError (E-RUN-05) for any other name."""

@@ -17,16 +17,16 @@ from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.methods import build_method
-from fl_core.models import build_model
+from fl_core.models import build_model, pretrained
 from fl_core.rounds import extensions, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Guard, Method, SiloPort
-from fl_core.types.values import RoundContext, State
+from fl_core.types.values import RoundContext, State, Tensors
 
 
 class Guards(NamedTuple):
@@ -40,10 +40,12 @@ class Guards(NamedTuple):
 class RunSetup:
     """A manifest and what it names, built when it is first asked for and then kept.
 
-    It knows no privacy profile: services use `privacy.compiled_run.CompiledRun`.
+    It knows no privacy profile: services use `privacy.compiled_run.CompiledRun`. weights: those that the manifest's
+    start names, given by `with_weights`; without them nothing can be made of such a run that depends on them.
     """
 
     manifest: RunManifest
+    weights: Tensors | None = None
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
@@ -63,6 +65,29 @@ class RunSetup:
     @cached_property
     def guards(self) -> Guards:
         return Guards((), (FixedPoint(self.manifest.grid),))
+
+    def with_weights(self, weights: Tensors) -> Self:
+        """Return the run with the weights that its start names.
+
+        Raises ProtocolError (E-WIRE-06) unless they fit the model and leave out what the manifest says that they do.
+        """
+        found = copy.copy(self)
+        found.__dict__.update(weights=weights, model=self.new_model())
+        if unfit := pretrained.problem(weights, found.model):
+            raise ProtocolError("E-WIRE-06", f"expected weights of {self.manifest.model.name}, found {unfit}")
+        start, fresh = self.manifest.start, pretrained.fresh_modules(weights, found.model)
+        if start is None or start.weights is None or start.weights.fresh != fresh:
+            raise ProtocolError(
+                "E-WIRE-06",
+                f"expected weights that leave out what the manifest says, found {len(fresh)} modules without any "
+                f"({', '.join(fresh[:3])}): ask the lead",
+            )
+        tensor_maps.load_state(found.model, weights)
+        if not pretrained.answers_numbers(found.model, self.manifest.schema.shape):
+            raise ProtocolError(
+                "E-WIRE-06", "expected a model that answers images with numbers, found NaN or infinity: ask the lead"
+            )
+        return found
 
     @cached_property
     def model(self) -> nn.Module:
@@ -92,6 +117,7 @@ class RunSetup:
         return plain | {torch.int32, torch.int64} if on_grid else plain
 
     def silo_runtime(self) -> SiloRuntime:
+        self._require_weights()
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }
@@ -148,6 +174,17 @@ class RunSetup:
 
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""
+        self._require_weights()
         manifest = self.manifest
         context = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds)
         return self.method.init_server(self.new_model(), context)
+
+    def pinned_start(self, state: State, start: StartPoint) -> StartPoint:
+        """Complete a start by digests of the state that round 0 begins with, and of what is sent of it."""
+        sent = {group: tensor_maps.digest(values) for group, values in self.method.broadcast(state).items()}
+        return replace(start, model=tensor_maps.digest(state["w"]), broadcast=sent)
+
+    def _require_weights(self) -> None:
+        start = self.manifest.start
+        if start is not None and start.weights is not None and self.weights is None:
+            raise StateError("E-STATE-22", f"expected {start.weights} to be here, found none: fetch the object first")

@@ -30,7 +30,7 @@ from fl_core.simulation.in_process import (
 )
 from fl_core.simulation.silo_states import MemoryStateStore, PassedState, StateStore
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import Bundle, Examples, RoundContext, State
+from fl_core.types.values import Bundle, Examples, RoundContext, State, Tensors
 
 Handle: TypeAlias = Any
 """An actor of Ray, which has no types here."""
@@ -54,13 +54,21 @@ class SiloActor:
     """The silos of one actor; every method runs there."""
 
     def __init__(
-        self, manifest_json: str, shares: dict[int, SiloShare], public: Examples | None, threads: int, cuda: bool
+        self,
+        manifest_json: str,
+        weights: Tensors | None,
+        shares: dict[int, SiloShare],
+        public: Examples | None,
+        threads: int,
+        cuda: bool,
     ) -> None:
         torch.set_num_threads(threads)
         manifest = RunManifest.from_json(manifest_json)
         extensions.load_again(manifest.extensions)
+        run = RunSetup.of(manifest)
+        run = run if weights is None else run.with_weights(weights)
         self._states = PassedState()
-        device, runtime = torch.device("cuda" if cuda else "cpu"), RunSetup.of(manifest).silo_runtime()
+        device, runtime = torch.device("cuda" if cuda else "cpu"), run.silo_runtime()
         runtime.model.to(device)
         self._ports = {
             k: InProcessSilo(manifest, k, share, runtime, public, states=self._states, device=device)
@@ -142,10 +150,11 @@ def simulate_ray(
     try:
         kind = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus)(SiloActor)
         public = ray.put(public_test(shares)) if manifest.personal else None
+        weights = None if run.weights is None else ray.put(dict(run.weights))
         number = min(cluster.actors, len(shares))
         for j in range(number):
             own = {k: shares[k] for k in range(j, len(shares), number)}
-            actors.append(kind.remote(manifest.to_json(), own, public, threads, cluster.gpus > 0))
+            actors.append(kind.remote(manifest.to_json(), weights, own, public, threads, cluster.gpus > 0))
         messages = _MessageCache(ray)
         ports = [
             RayPort(m.name, k, actors[k % number], messages, states, run.method.server_tracks_state)

@@ -27,7 +27,7 @@ from fl_core.types.values import RoundContext
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker begins with. examples: the file that `write_examples` wrote   threads: of a silo's round."""
+    """What a worker begins with. examples: a file of them, the official test set and weights   threads: of a round."""
 
     manifest_json: str
     examples: Path
@@ -94,8 +94,9 @@ class _Worker:
         torch.set_num_threads(setup.threads)
         manifest = RunManifest.from_json(setup.manifest_json)
         extensions.load_again(manifest.extensions)
-        runtime, self._state = RunSetup.of(manifest).silo_runtime(), PassedState()
-        shares, public = torch.load(setup.examples, mmap=True, weights_only=False)
+        shares, public, weights = torch.load(setup.examples, mmap=True, weights_only=False)
+        run = RunSetup.of(manifest)
+        runtime, self._state = (run if weights is None else run.with_weights(weights)).silo_runtime(), PassedState()
         self._ports = [
             InProcessSilo(manifest, k, share, runtime, public, states=self._state) for k, share in enumerate(shares)
         ]

@@ -211,7 +211,7 @@ class WorkerPool:
         public = public_test(self._shares) if self._run.manifest.personal else None
         file = folder / "examples"
         try:
-            torch.save((list(self._shares), public), file)
+            torch.save((list(self._shares), public, self._run.weights), file)
         except OSError:
             raise
         except Exception as error:  # whatever a class of the caller's raises when it is written

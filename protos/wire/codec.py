@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from fl_core.errors import ProtocolError
-from fl_core.types.values import Bundle, State
+from fl_core.types.values import Bundle, State, Tensors
 from protos.storage.digests import file_digest
 
 TensorPath = Sequence[str]
@@ -166,3 +166,22 @@ def read_state(file: Path) -> State:
             raise ProtocolError("E-WIRE-06", f"expected group and name, found the path {path}")
         state[path[0]][path[1]] = tensors.read(place)
     return state
+
+
+WEIGHTS = "weights"
+"""The one group of an object of weights that a run begins with; a server's state never has it alone."""
+
+
+def write_weights(weights: Tensors, file: Path) -> tuple[str, int]:
+    """Write weights that a run begins with, as `write_state` does."""
+    return write_state({WEIGHTS: weights}, file)
+
+
+def read_weights(file: Path) -> Tensors:
+    """Read what `write_weights` wrote; raises ProtocolError (E-WIRE-06) when the file holds something else."""
+    state = read_state(file)
+    if list(state) != [WEIGHTS]:
+        raise ProtocolError(
+            "E-WIRE-06", f"expected an object of weights, found one of {', '.join(state)[:80] or 'none'}"
+        )
+    return state[WEIGHTS]

@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from fl_core.errors import DataError, FederationError, ProtocolError, RefusedError, StateError
-from fl_core.rounds.manifest import RESTART, RunManifest
+from fl_core.rounds.manifest import MOST_WEIGHTS_BYTES, RESTART, RunManifest, Weights
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import State
+from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
@@ -92,7 +92,7 @@ class TaskRunner:
         key, digest = preflight_task.key, preflight_task.request.manifest_digest
         self.queue.set_activity(preflight_task, pb.FETCHING)
         run = self._admitted_run(preflight_task, digest)
-        prepared = self.trainer.prepare(run)
+        prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task))
         try:
             preflight.require(prepared, self.outbox.objects.folder, self.trainer.device)
         except RefusedError as error:
@@ -181,7 +181,7 @@ class TaskRunner:
 
     def _prepare(self, task: Task) -> PreparedRun:
         run = self._admitted_run(task, task.offer.manifest_digest)
-        prepared = self.trainer.prepare(run)
+        prepared = self.trainer.prepare(run, self._fetch_weights(task))
         if not self.outbox.store.fix_data(task.key.run_id, prepared.data_version):
             raise DataError(
                 "E-DATA-10",
@@ -212,6 +212,14 @@ class TaskRunner:
         if run is None:
             raise _AwaitingApprovalError
         return run
+
+    def _fetch_weights(self, task: Task | PreflightTask) -> Callable[[Weights], Tensors]:
+        def fetch(weights: Weights) -> Tensors:
+            progress = self._progress(task, pb.FETCHING)
+            path = self.transfer.fetch(weights.object, weights.size, task.stop, progress, MOST_WEIGHTS_BYTES)
+            return codec.read_weights(path)
+
+        return fetch
 
     def _send(self, task: Task, entry: OutboxEntry, ready: Callable[[], None]) -> None:
         """Upload until the receipt is here; what the coordinator refuses waits for the round's close.

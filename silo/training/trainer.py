@@ -17,7 +17,7 @@ from fl_core.datasets import ImageLoader, SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
@@ -25,7 +25,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
-from fl_core.types.values import Bundle, Progress, RoundContext, State
+from fl_core.types.values import Bundle, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
@@ -181,12 +181,14 @@ class Trainer:
         self._run_round = run_round
         self._prepared: tuple[str, PreparedRun] | None = None
 
-    def prepare(self, run: CompiledRun) -> PreparedRun:
+    def prepare(self, run: CompiledRun, fetch_weights: Callable[[Weights], Tensors]) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
+
+        fetch_weights: called, where the run begins with weights from elsewhere, once all else fits.
 
         Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access`; ConfigError
         (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
-        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout.
+        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model.
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
         with _hide_details(run.private, ConfigError):
@@ -211,6 +213,8 @@ class Trainer:
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
+        if manifest.start is not None and manifest.start.weights is not None:
+            run = run.with_weights(fetch_weights(manifest.start.weights))
         runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
         runtime.model.to(self.device)
         with _hide_details(run.private, ConfigError, RefusedError):
@@ -279,7 +283,7 @@ class Trainer:
 
     @staticmethod
     def _check_start(prepared: PreparedRun, key: TaskKey, msg: State) -> None:
-        """Refuse a first round with another model than that of the run which this one goes on from."""
+        """Refuse a first round with another model than the manifest's start names."""
         start = prepared.run.manifest.start
         if start is None or key.round:
             return

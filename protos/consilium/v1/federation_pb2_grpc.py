@@ -448,6 +448,16 @@ class LeadStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.OpenWeights = channel.unary_unary(
+                '/consilium.v1.Lead/OpenWeights',
+                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.OpenWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.OpenReply.FromString,
+                _registered_method=True)
+        self.PutWeights = channel.stream_unary(
+                '/consilium.v1.Lead/PutWeights',
+                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.Chunk.SerializeToString,
+                response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.PutReply.FromString,
+                _registered_method=True)
         self.Submit = channel.unary_unary(
                 '/consilium.v1.Lead/Submit',
                 request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.SubmitRequest.SerializeToString,
@@ -499,6 +509,20 @@ class LeadServicer:
     """---- Lead: the consortium's own commands, opened by a lead certificate. ------------------------------------------
 
     """
+
+    def OpenWeights(self, request, context):
+        """Announce weights that a run is to begin with, and learn how much of them is already here. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutWeights(self, request_iterator, context):
+        """Send the rest, in order, under their digest. They are an object, and may be named by Submit, once all bytes are here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -561,6 +585,16 @@ class LeadServicer:
 
 def add_LeadServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'OpenWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenWeights,
+                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.OpenWeightsRequest.FromString,
+                    response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.OpenReply.SerializeToString,
+            ),
+            'PutWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutWeights,
+                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.Chunk.FromString,
+                    response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.PutReply.SerializeToString,
+            ),
             'Submit': grpc.unary_unary_rpc_method_handler(
                     servicer.Submit,
                     request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.SubmitRequest.FromString,
@@ -618,6 +652,60 @@ class Lead:
     """---- Lead: the consortium's own commands, opened by a lead certificate. ------------------------------------------
 
     """
+
+    @staticmethod
+    def OpenWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/consilium.v1.Lead/OpenWeights',
+            protos_dot_consilium_dot_v1_dot_federation__pb2.OpenWeightsRequest.SerializeToString,
+            protos_dot_consilium_dot_v1_dot_federation__pb2.OpenReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/consilium.v1.Lead/PutWeights',
+            protos_dot_consilium_dot_v1_dot_federation__pb2.Chunk.SerializeToString,
+            protos_dot_consilium_dot_v1_dot_federation__pb2.PutReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Submit(request,

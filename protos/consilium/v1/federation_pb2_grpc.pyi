@@ -173,6 +173,10 @@ class LeadStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LeadAsyncStub: ...
+    OpenWeights: _grpc.UnaryUnaryMultiCallable[_federation_pb2.OpenWeightsRequest, _federation_pb2.OpenReply]
+    """Announce weights that a run is to begin with, and learn how much of them is already here. Idempotent."""
+    PutWeights: _grpc.StreamUnaryMultiCallable[_federation_pb2.Chunk, _federation_pb2.PutReply]
+    """Send the rest, in order, under their digest. They are an object, and may be named by Submit, once all bytes are here."""
     Submit: _grpc.UnaryUnaryMultiCallable[_federation_pb2.SubmitRequest, _federation_pb2.RunInfo]
     Runs: _grpc.UnaryUnaryMultiCallable[_federation_pb2.RunsRequest, _federation_pb2.RunList]
     Show: _grpc.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunDetail]
@@ -192,6 +196,10 @@ class LeadAsyncStub(LeadStub):
     """---- Lead: the consortium's own commands, opened by a lead certificate. ------------------------------------------"""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    OpenWeights: _aio.UnaryUnaryMultiCallable[_federation_pb2.OpenWeightsRequest, _federation_pb2.OpenReply]  # type: ignore[assignment]
+    """Announce weights that a run is to begin with, and learn how much of them is already here. Idempotent."""
+    PutWeights: _aio.StreamUnaryMultiCallable[_federation_pb2.Chunk, _federation_pb2.PutReply]  # type: ignore[assignment]
+    """Send the rest, in order, under their digest. They are an object, and may be named by Submit, once all bytes are here."""
     Submit: _aio.UnaryUnaryMultiCallable[_federation_pb2.SubmitRequest, _federation_pb2.RunInfo]  # type: ignore[assignment]
     Runs: _aio.UnaryUnaryMultiCallable[_federation_pb2.RunsRequest, _federation_pb2.RunList]  # type: ignore[assignment]
     Show: _aio.UnaryUnaryMultiCallable[_federation_pb2.RunQuery, _federation_pb2.RunDetail]  # type: ignore[assignment]
@@ -208,6 +216,22 @@ class LeadAsyncStub(LeadStub):
 
 class LeadServicer(metaclass=_abc_1.ABCMeta):
     """---- Lead: the consortium's own commands, opened by a lead certificate. ------------------------------------------"""
+
+    @_abc_1.abstractmethod
+    def OpenWeights(
+        self,
+        request: _federation_pb2.OpenWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_federation_pb2.OpenReply, _abc.Awaitable[_federation_pb2.OpenReply]]:
+        """Announce weights that a run is to begin with, and learn how much of them is already here. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def PutWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_federation_pb2.Chunk],
+        context: _ServicerContext,
+    ) -> _typing.Union[_federation_pb2.PutReply, _abc.Awaitable[_federation_pb2.PutReply]]:
+        """Send the rest, in order, under their digest. They are an object, and may be named by Submit, once all bytes are here."""
 
     @_abc_1.abstractmethod
     def Submit(

@@ -119,6 +119,8 @@ def test_roles_are_kept_apart(world: World) -> None:
         "Put": lambda ch: rpc.TransferStub(ch).Put(iter([])),
         "Commit": lambda ch: rpc.TransferStub(ch).Commit(pb.CommitRequest()),
         "Get": lambda ch: list(rpc.TransferStub(ch).Get(pb.GetRequest())),
+        "OpenWeights": lambda ch: rpc.LeadStub(ch).OpenWeights(pb.OpenWeightsRequest()),
+        "PutWeights": lambda ch: rpc.LeadStub(ch).PutWeights(iter([])),
         "Submit": lambda ch: rpc.LeadStub(ch).Submit(pb.SubmitRequest()),
         "Runs": lambda ch: rpc.LeadStub(ch).Runs(pb.RunsRequest()),
         "Show": lambda ch: rpc.LeadStub(ch).Show(pb.RunQuery()),
@@ -130,6 +132,7 @@ def test_roles_are_kept_apart(world: World) -> None:
         "Silos": lambda ch: rpc.LeadStub(ch).Silos(pb.SilosRequest()),
     }
     lead = {"Get", "Submit", "Runs", "Show", "Watch", "Abort", "Resume", "Exclude", "Extend", "Silos"}
+    lead |= {"OpenWeights", "PutWeights"}
     allowed = {"north": {"Renew", "Session", "Open", "Put", "Commit", "Get"}, "lead": lead, "west": set()}
     for who, may in allowed.items():
         with channel(world.port, world.people[who]) as ch:

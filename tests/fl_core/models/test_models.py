@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from fl_core.errors import ConfigError
@@ -91,48 +88,6 @@ def test_a_resnet_block_is_the_published_sum() -> None:
     y = norm(f.conv2d(y, block.second[0].weight, padding=1), block.second[1])
     y = f.relu(y + norm(f.conv2d(x, block.shortcut[0].weight, stride=2), block.shortcut[1]))
     assert torch.allclose(block(x), y, atol=1e-12)
-
-
-def test_efficientnet_equals_torchvision(tmp_path: Path) -> None:
-    """The same features as the package's own network with the same weights, loaded from a local file."""
-    from torchvision.models import efficientnet_b0
-
-    torch.manual_seed(1)
-    theirs = efficientnet_b0(weights=None).eval()
-    x = torch.rand(2, 3, 64, 64)
-    with torch.no_grad():
-        for bn in theirs.modules():  # statistics that are not the neutral ones
-            if isinstance(bn, nn.BatchNorm2d):
-                bn.running_mean.normal_(0, 0.05)
-                bn.running_var.uniform_(0.8, 1.2)
-        expected = theirs.avgpool(theirs.features(x)).flatten(1)
-    torch.save(theirs.state_dict(), tmp_path / "b0.pth")
-    save_file({k: v.clone() for k, v in theirs.state_dict().items()}, tmp_path / "b0.safetensors")
-    for file in ("b0.pth", "b0.safetensors"):
-        ours = small("efficientnet_b0", weights=str(tmp_path / file), projection=[]).eval()
-        assert torch.allclose(ours.features(x), expected, atol=1e-6)
-    frozen = small("efficientnet_b0", weights=str(tmp_path / "b0.pth"), norm="frozen", projection=[]).eval()
-    assert torch.allclose(frozen.features(x), expected, atol=1e-5)
-    assert not frozen.has_batch_norm
-    assert frozen.train().features(x).shape == (2, 1280)
-    assert sum(p.numel() for p in frozen.body.parameters()) + 1280 * 8 + 8 == 3_975_780  # privacy: 8 classes
-
-
-def test_efficientnet_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
-    def refuse(match: str, **options: object) -> None:
-        with pytest.raises(ConfigError, match=match) as caught:
-            small("efficientnet_b0", **options)
-        assert caught.value.code == "E-CFG-02"
-
-    refuse("found none", weights=str(tmp_path / "absent.pth"))
-    junk = tmp_path / "junk.pth"
-    junk.write_bytes(b"not a state dict")
-    refuse("junk.pth", weights=str(junk))
-    torch.save({"features.0.0.weight": torch.zeros(3)}, tmp_path / "other.pth")
-    refuse("tensors missing", weights=str(tmp_path / "other.pth"))
-    torch.save([1, 2], tmp_path / "list.pth")
-    refuse("name -> tensor", weights=str(tmp_path / "list.pth"))
-    refuse("norm=frozen", weights=str(tmp_path / "other.pth"), norm="group")
 
 
 def test_efficientnet_takes_any_side_from_32() -> None:

@@ -7,6 +7,7 @@ from collections import namedtuple
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fl_core.models import build_model
 from fl_core.rounds.manifest import NamedOptions
@@ -147,17 +148,19 @@ def test_software_policy_layout_and_roster_are_looked_at(make, tmp_path, changed
     assert ledger.entries(TRAIN) == ledger.entries(TEST) == []
 
 
-def test_weights_that_are_not_here_are_missed_before_round_0_and_their_place_is_not_told(make, tmp_path, monkeypatch):
+def test_a_manifest_that_names_a_file_of_this_machine_is_refused_unread(make, tmp_path, monkeypatch):
     ledger = budgeted(tmp_path / "home0")
     hospital = make(private())
     hospital.start()
     monkeypatch.setattr("fl_core.models.efficientnet.image_shape", lambda *_, **__: None)  # digits are too small for it
-    pretrained = NamedOptions("efficientnet_b0", {"weights": str(tmp_path / "doe.pth"), "norm": "frozen"})
+    secret = tmp_path / "doe.pth"
+    torch.save({"features.0.0.weight": torch.zeros(3)}, secret)
+    pretrained = NamedOptions("efficientnet_b0", {"weights": str(secret), "norm": "frozen"})
     hospital.digest = hospital.transfer.offer(replace(hospital.manifest, model=pretrained).to_json().encode())
     ask(hospital)
     found = answered(hospital)
     assert (found.ready, found.code) == (False, "E-CFG-02")
-    assert "doe" not in found.reason
+    assert "tensors" not in found.reason
     assert ledger.entries(TRAIN) == []
 
 

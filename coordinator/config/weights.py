@@ -1,0 +1,72 @@
+"""`model.weights=FILE`: weights from a file of the lead's become an object that a run names by its digest.
+
+The file is read once, by the lead's command or the simulation. What travels is the object alone: float tensors under
+the model's own names. Neither configuration nor manifest has the file's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from coordinator.config.manifest_builder import schema_of
+from coordinator.config.run_spec import RunSpec
+from fl_core.models import build_model, model_options, pretrained
+from fl_core.rounds.manifest import RunManifest, Weights
+from fl_core.types.values import Tensors
+from privacy.compiled_run import CompiledRun
+from protos.wire import codec
+
+
+@dataclass(frozen=True, slots=True)
+class TakenWeights:
+    """Weights that a model takes from a file, and what a manifest says of them."""
+
+    tensors: Tensors
+    named: Weights
+
+
+def without_file(spec: RunSpec) -> RunSpec:
+    """Return a configuration that names no file of weights."""
+    return replace(spec, weights_file="", weights_source="")
+
+
+def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
+    """Read the weights that a configuration names; return it with their digest in the place of their path.
+
+    Raises ConfigError (E-CFG-02) on a file that is not what the model takes.
+    """
+    if not spec.weights_file:
+        return spec, None
+    options = {k: v for k, v in spec.model.items() if k != "name"}
+    name, schema = str(spec.model["name"]), schema_of(spec)
+    model = build_model(name, options, schema, spec.seed)
+    file = pretrained.read_file(Path(spec.weights_file))
+    tensors = pretrained.fit(file, model_options(name, options), model, schema.classes, name)
+    with TemporaryDirectory() as folder:
+        digest, size = codec.write_weights(tensors, Path(folder) / "weights")
+    named = Weights(digest, size, file.sha256, spec.weights_source, pretrained.fresh_modules(tensors, model))
+    named.require_possible()
+    return replace(without_file(spec), weights=named), TakenWeights(tensors, named)
+
+
+@contextmanager
+def written(taken: TakenWeights) -> Iterator[Path]:
+    """Write the object that silos fetch to a file, which is gone after the block."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "weights"
+        codec.write_weights(taken.tensors, file)
+        yield file
+
+
+def begin(manifest: RunManifest, taken: TakenWeights | None) -> CompiledRun:
+    """Compile a run and complete its start, as the service does when a run is submitted."""
+    compiled = CompiledRun.of(manifest)
+    if taken is None or manifest.start is None:
+        return compiled
+    compiled = compiled.with_weights(taken.tensors)
+    start = compiled.pinned_start(compiled.initial_state(), manifest.start)
+    return CompiledRun.of(replace(manifest, start=start)).with_weights(taken.tensors)

@@ -1,0 +1,111 @@
+"""Weights that leads send before they submit a run: resumable at every byte, and objects once they are whole."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from coordinator.storage.uploads import UploadRegistry
+from fl_core.errors import ProtocolError, UnavailableError
+from fl_core.rounds.manifest import MOST_WEIGHTS_BYTES
+from protos.storage import disk
+from protos.storage.object_store import ObjectStore
+
+QUOTA_BYTES = 2 << 30
+"""Room for one lead's unfinished weights."""
+UNUSED = 4
+"""Objects that wait for a run that begins with them; the oldest make room for new ones."""
+STREAMS = 2
+_ANNOUNCED = 64
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class WeightsUploads:
+    """Uploads of weights by leads. Calls may come from any thread; `uploads` and `stream` belong to the event loop.
+
+    Guarantees: an object that no run begins with is deleted at the next start of the service at the latest.
+    """
+
+    def __init__(self, folder: Path, objects: ObjectStore, referenced: Callable[[], set[str]]) -> None:
+        """referenced: gives the digests of all objects that runs need."""
+        self.uploads = UploadRegistry(folder, QUOTA_BYTES)
+        self._objects = objects
+        self._referenced = referenced
+        self._announced: dict[tuple[str, str], int] = {}
+        self._unused: list[str] = []
+        self._streams = 0
+        self._lock = threading.Lock()
+
+    def open(self, lead: str, digest: str, size: int) -> int:
+        """Take an announcement and return how much of it is here.
+
+        Raises ProtocolError (E-WIRE-06) on a digest that is none or a size that no weights have; UnavailableError
+        (E-RUN-38) when the disk's reserve would be used.
+        """
+        if not _DIGEST.fullmatch(digest):
+            raise ProtocolError("E-WIRE-06", f"expected a digest in lower-case hex, found {digest[:80]!r}")
+        if not 0 < size <= MOST_WEIGHTS_BYTES:
+            raise ProtocolError("E-WIRE-06", f"expected at most {MOST_WEIGHTS_BYTES} bytes of weights, found {size}")
+        with self._lock:
+            with self._objects.lock:
+                if self._objects.holds(digest):
+                    return size
+            have = self.uploads.size(lead, digest)
+            if have > size:
+                self.uploads.discard(lead, digest)
+                have = 0
+            if self.uploads.pending(lead) - have + size > self.uploads.quota:
+                for of, other in self.uploads.all():
+                    if of == lead and other != digest:
+                        self.uploads.discard(lead, other)
+            if size - have > disk.available(self._objects.folder):
+                raise UnavailableError(
+                    "E-RUN-38", "the coordinator's disk has no room for these weights: try again later"
+                )
+            while len(self._announced) >= _ANNOUNCED:
+                del self._announced[next(iter(self._announced))]
+            self._announced[lead, digest] = size
+            return have
+
+    def announced(self, lead: str, digest: str) -> int:
+        """Return the size of weights that a lead has opened; raises ProtocolError (E-WIRE-06) where it has not."""
+        with self._lock:
+            size = self._announced.get((lead, digest))
+        if size is None:
+            raise ProtocolError(
+                "E-WIRE-06", f"expected weights that were opened, found {digest[:16]!r}: open them first"
+            )
+        return size
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[None]:
+        """Hold one of the streams that bring weights; raises UnavailableError (E-NET-12) when all are taken."""
+        if self._streams >= STREAMS:
+            raise UnavailableError("E-NET-12", f"expected at most {STREAMS} uploads of weights at once: try again")
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    def finish(self, lead: str, digest: str, found: str | None) -> None:
+        """Turn a whole upload into an object. found: the digest of its bytes, computed here when it is None.
+
+        Raises ProtocolError (E-WIRE-04) and forgets the bytes when they have another digest.
+        """
+        with self._lock:
+            with self._objects.lock:
+                self._objects.commit(self.uploads.path(lead, digest), digest, found)
+            self._announced.pop((lead, digest), None)
+            self.uploads.forget(digest)
+            self._unused = [d for d in self._unused if d != digest] + [digest]
+            if len(self._unused) <= UNUSED:
+                return
+            with self._objects.lock:
+                needed = self._referenced()
+                self._unused = [d for d in self._unused if d not in needed]
+                while len(self._unused) > UNUSED:
+                    self._objects.remove(self._unused.pop(0))

@@ -1,0 +1,264 @@
+"""Weights from a file: what may be in it, and how its names become those of our models.
+
+Two kinds of names are known: our own, as `coordinator export` writes them, and those of torchvision's classification
+models, whose heads are left out. No code in a file is ever run: a state dict is read by torch's `weights_only` loader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from fl_core.errors import ConfigError
+from fl_core.types import tensor_maps
+from fl_core.types.values import Tensors
+
+MOST_BYTES = 1 << 30
+MOST_VALUE = 2.0**24
+"""Of a weight: beyond it the grid on which updates are summed clips."""
+_MOST_HEADER_BYTES = 16 << 20
+_COUNTER = "num_batches_tracked"
+_NAMED = 3
+"""Tensors that a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchvisionNames:
+    """How torchvision names the tensors of a model.
+
+    prefixes: torchvision's -> ours   left_out: torchvision's prefixes that are not taken   fresh: our prefixes that
+    therefore begin anew. Each ends with a dot.
+    """
+
+    prefixes: Mapping[str, str]
+    left_out: tuple[str, ...]
+    fresh: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class HasTorchvisionNames(Protocol):
+    """Options of a model of which torchvision publishes weights."""
+
+    def torchvision_names(self) -> TorchvisionNames | None:
+        """Return the names, None where this form of the model is none of torchvision's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """What was read from a file of weights. sha256: of its bytes; classes: of its head, where the file names them."""
+
+    tensors: Tensors
+    sha256: str
+    classes: tuple[str, ...] | None = None
+
+
+def read_file(path: Path) -> WeightsFile:
+    """Read a safetensors file or a state dict that `torch.save` wrote.
+
+    Raises ConfigError (E-CFG-02) on anything else: no file, more than 1 GiB, pickled objects beside tensors, compressed
+    parts, a damaged file.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            "E-CFG-02", f"expected a file of weights at {path}, found none: model.weights is a local path"
+        )
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ConfigError("E-CFG-02", f"expected at most {MOST_BYTES} bytes of weights in {path}, found {size}")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError("E-CFG-02", f"expected a readable file at {path}, found {error.strerror}") from error
+    facts: Mapping[str, object] = {}
+    try:
+        if path.suffix == ".safetensors":
+            found, facts = _from_safetensors(raw)
+        else:
+            found = _from_torch(raw)
+    except _UnsoundError as error:
+        raise ConfigError("E-CFG-02", f"expected a state dict in {path}, found {error}") from error
+    classes = facts.get("classes")
+    named = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    return WeightsFile(found, hashlib.sha256(raw).hexdigest(), tuple(classes) if named else None)  # type: ignore[arg-type]
+
+
+class _UnsoundError(ValueError):
+    pass
+
+
+def _from_safetensors(raw: bytes) -> tuple[Tensors, Mapping[str, object]]:
+    length = int.from_bytes(raw[:8], "little")
+    if length > _MOST_HEADER_BYTES:  # to parse one takes many times its length in memory
+        raise _UnsoundError(f"a header of {length} bytes: no model has so many tensors")
+    try:
+        tensors = load(raw)
+        header = json.loads(raw[8 : 8 + length])
+        facts = json.loads(header.get("__metadata__", {}).get("consilium", "{}"))
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, AttributeError) as error:
+        raise _UnsoundError(f"no sound safetensors file ({error}): write it again") from error
+    return tensors, facts if isinstance(facts, Mapping) else {}
+
+
+def _from_torch(raw: bytes) -> Tensors:
+    if zipfile.is_zipfile(io.BytesIO(raw)):
+        try:
+            with zipfile.ZipFile(io.BytesIO(raw)) as parts:
+                packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist())
+                size = sum(part.file_size for part in parts.infolist())
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise _UnsoundError(f"a damaged file ({error}): copy or write it again") from error
+        if packed or size > MOST_BYTES:
+            raise _UnsoundError("compressed parts, which torch.save never writes: save it again")
+    try:
+        found = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
+    except Exception as error:  # torch raises what its readers do
+        if type(error).__name__ != "UnpicklingError":
+            raise _UnsoundError(f"a damaged file ({type(error).__name__}): copy or write it again") from error
+        raise _UnsoundError(
+            "objects beside tensors, or no file of torch.save at all. It may run code, and is not opened: save "
+            "model.state_dict() alone, or convert it to safetensors"
+        ) from error
+    if not isinstance(found, dict):
+        raise _UnsoundError(f"{type(found).__name__}, not name -> tensor: save model.state_dict()")
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout is not torch.strided:
+            raise _UnsoundError(f"{type(value).__name__} under {str(name)[:60]!r}, no tensor: save model.state_dict()")
+    return found
+
+
+@dataclass(slots=True)
+class _Fitting:
+    """What of a file fits a model, and what does not."""
+
+    taken: dict[str, Tensor] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[str], owner: str) -> Tensors:
+    """Return what of a file's weights a model takes, as float32 under the model's names.
+
+    The features must be there whole. A projection or a head of other shapes begins anew, and so does a head of other
+    classes. options: of the model, which know torchvision's names; owner: the model's name, for messages.
+    Raises ConfigError (E-CFG-02) that says which tensors are missing, unknown or of another shape, or are no numbers
+    that a model can have.
+    """
+    wanted = tensor_maps.copy_state(model)
+    own = any(name.startswith(("body.", "head.", "projection.")) for name in file.tensors)
+    names = TorchvisionNames({"": ""}, (), ()) if own else _torchvision(options, owner)
+    found = _rename(file.tensors, names)
+    for name in [n for n in found.taken if n not in wanted]:
+        if not name.startswith(("head.", "projection.")):
+            found.wrong.append(f"{name[:80]!r} unknown")
+        del found.taken[name]
+    for part in ("projection.", "head."):
+        fits = all(
+            n in found.taken and found.taken[n].shape == v.shape for n, v in wanted.items() if n.startswith(part)
+        )
+        if not fits or (part == "head." and file.classes != tuple(classes)):
+            found.taken = {n: v for n, v in found.taken.items() if not n.startswith(part)}
+    for name, value in wanted.items():
+        if name.startswith(("projection.", "head.", *names.fresh)):
+            continue
+        if (given := found.taken.get(name)) is None:
+            found.wrong.append(f"{name} missing")
+        elif given.shape != value.shape:
+            found.wrong.append(f"{name} of shape {_short(given.shape)} for {_short(value.shape)}")
+    if found.wrong:
+        what = "the model's own names" if own else "torchvision's weights of it"
+        raise ConfigError(
+            "E-CFG-02",
+            f"{owner}.weights: expected {what}, found {len(found.wrong)} tensors missing, unknown or of another shape "
+            f"({'; '.join(found.wrong[:_NAMED])}): give the file of this architecture, with these options",
+        )
+    taken = {name: value.detach().to(torch.float32).contiguous().clone() for name, value in found.taken.items()}
+    if unfit := problem(taken, model):
+        raise ConfigError("E-CFG-02", f"{owner}.weights: expected weights of a trained model, found {unfit}")
+    return taken
+
+
+def _torchvision(options: object, owner: str) -> TorchvisionNames:
+    names = options.torchvision_names() if isinstance(options, HasTorchvisionNames) else None
+    if names is None:
+        raise ConfigError(
+            "E-CFG-02",
+            f"{owner}.weights: expected tensors under the model's own names (body..., head...), as `coordinator "
+            "export` writes them, found others: torchvision's are known for efficientnet_b0, resnet18 and resnet50",
+        )
+    if getattr(options, "norm", None) == "group":
+        raise ConfigError(
+            "E-CFG-02",
+            f"{owner}: pretrained weights were found together with norm=group, which throws the pretrained features "
+            "away: use norm=frozen (efficientnet_b0 in private runs) or norm=batch, or weights=none",
+        )
+    return names
+
+
+def _rename(tensors: Tensors, names: TorchvisionNames) -> _Fitting:
+    found = _Fitting()
+    for name, value in tensors.items():
+        if name.endswith(_COUNTER) or name.startswith(names.left_out):  # a counter is read by no forward pass
+            continue
+        prefix = next((p for p in names.prefixes if name.startswith(p)), None)
+        if prefix is None or not value.is_floating_point():
+            found.wrong.append(f"{name[:80]!r} unknown")
+        else:
+            found.taken[names.prefixes[prefix] + name.removeprefix(prefix)] = value
+    return found
+
+
+def problem(weights: Tensors, model: nn.Module) -> str:
+    """Say what makes weights unfit for a model; empty where nothing does. Names, shapes, kinds and ranges are checked.
+
+    They may be a part of the model's, never none.
+    """
+    wanted = tensor_maps.copy_state(model)
+    if not weights:
+        return "none"
+    for name, value in weights.items():
+        place = wanted.get(name)
+        if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
+            have = "no such tensor" if place is None else f"{_short(place.shape)} of {place.dtype}"
+            return f"{name[:80]!r} of shape {_short(value.shape)} and {value.dtype}, where the model has {have}"
+        if not bool(torch.isfinite(value).all()):
+            return f"NaN or infinity in {name}"
+        if value.numel() and float(value.abs().max()) > MOST_VALUE:
+            return f"numbers above {MOST_VALUE:.0f} in {name}"
+        if name.endswith("running_var") and value.numel() and float(value.min()) < 0:
+            return f"a negative variance in {name}"
+    return ""
+
+
+def fresh_modules(weights: Tensors, model: nn.Module) -> tuple[str, ...]:
+    """Name the modules of a model of which weights hold not everything."""
+    missing = (name for name in tensor_maps.copy_state(model) if name not in weights)
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in missing))
+
+
+def answers_numbers(model: nn.Module, shape: Sequence[int]) -> bool:
+    """Tell whether a model answers random images (of other shapes: zeros) with finite numbers when it is evaluated."""
+    draw: Callable[[int], Tensor] = lambda n: torch.zeros(n, *shape)  # noqa: E731
+    if len(shape) == 3:
+        draw = lambda n: torch.randn(n, *shape, generator=torch.Generator().manual_seed(0))  # noqa: E731
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return bool(torch.isfinite(model(draw(2))).all())
+    finally:
+        model.train(was)
+
+
+def _short(shape: Sequence[int]) -> str:
+    text = "x".join(map(str, shape[:8])) or "a single number"
+    return f"{text}..." if len(shape) > 8 else text

@@ -1,0 +1,287 @@
+"""Runs that begin with weights from a file of the lead's: sent once, by digest, the same bits as in a simulation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from coordinator.cli import runs as lead
+from coordinator.config import weights
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import build_manifest, manifest_from
+from coordinator.config.run_spec import RunSpec
+from coordinator.lead_client import LeadClient
+from coordinator.simulation import runner
+from coordinator.simulation.engine import SimulationEngine
+from coordinator.storage.weights import UNUSED
+from fl_core.errors import ConfigError, ProtocolError
+from fl_core.models import build_model
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types import tensor_maps
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.storage.digests import file_digest
+from protos.wire import codec
+from tests.support import until
+from tests.support.coordinator import Site, World, enrolled, online
+from tests.support.federations import schema
+
+SMALL = ["data=digits", "model=digits_linear", "method=fedper", "rounds=1", "train.epochs=1", "threads=1"]
+SOURCE = "model.weights_source='trained in 2025, CC BY 4.0'"
+
+
+def file_of(folder: Path, seed: int = 9, **facts: object) -> Path:
+    """A model as `coordinator export` writes it, head and all."""
+    model = build_model("digits_linear", {}, schema((1, 8, 8)), seed)
+    file = folder / f"secret-{seed}.safetensors"
+    facts = {"classes": [str(k) for k in range(10)], **facts}
+    save_file(tensor_maps.copy_state(model), file, metadata={"consilium": json.dumps(facts)})
+    return file
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World.create(tmp_path / "coordinator", ())
+    world.compose = build_manifest  # type: ignore[method-assign, assignment]
+    world.start()
+    yield world
+    world.stop()
+
+
+@pytest.fixture
+def client(world: World) -> Iterator[LeadClient]:
+    client = LeadClient.open(world.home)
+    yield client
+    client.close()
+
+
+def test_hospitals_begin_with_weights_that_the_lead_sent_and_end_in_the_bits_of_a_simulation(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("hospital0", "hospital1")
+    sites = [Site(world, enrolled(world, n, tmp_path / n), f"digits/p2c5/{k}") for k, n in enumerate(names)]
+    file = file_of(tmp_path)
+    words = [*SMALL, f"model.weights={file}", SOURCE]
+    try:
+        for name, site in zip(names, sites, strict=True):
+            site.start()
+            until(online(world, name), name)
+        lead.run(words, home=world.home, as_json=True)
+        first = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
+        simulated = runner.run(compose_spec([*words, "federation=p2c5"]))
+        assert first.model_digest == simulated.model_digest  # FedPer's heads are sent by nobody: silos had the file's
+        fresh = runner.run(compose_spec([*SMALL, "federation=p2c5"]))
+        both = SimulationEngine(workers=2)
+        assert runner.run(compose_spec([*words, "federation=p2c5"]), engine=both).model_digest == first.model_digest
+        assert fresh.model_digest != simulated.model_digest
+        agreed = RunManifest.from_json(first.manifest)
+        assert agreed.start == simulated.manifest.start
+        named = agreed.start.weights
+        assert (named.source, named.fresh) == ("trained in 2025, CC BY 4.0", ())
+        assert "secret" not in first.spec + first.manifest
+        for where in (world.home, *(site.home.path for site in sites)):
+            said = [p for p in where.rglob("*") if p.is_file() and b"secret-9" in p.read_bytes()]
+            assert said == []
+        # A run that goes on from this one needs no file, and neither does a second one with the same weights.
+        file.unlink()
+        lead.run(["train.lr=0.02"], start_from=first.id, home=world.home, detach=True)
+        second = world.finished(world.server.store.runs.find("latest").id)
+        start = RunManifest.from_json(second.manifest).start
+        assert (start.run, start.weights) == (first.id, named)
+        with pytest.raises(ConfigError, match=r"E-CFG-08.*model.weights beside --from"):
+            lead.run([f"model.weights={file}"], start_from=first.id, home=world.home)
+        capsys.readouterr()
+        lead.show(second.id, home=world.home)
+        said = capsys.readouterr().out
+        assert f"starts from {first.id} after round 1" in said
+        assert f"the first run of the chain began with pretrained weights {named.object}" in said
+        lead.export(first.id, out=tmp_path / "models", home=world.home)
+        card = (tmp_path / "models" / f"{first.id}.md").read_text()
+        assert f"| start | starts from pretrained weights {named.object} (SHA-256 of the file: {named.file}" in card
+        assert "by the lead from 'trained in 2025, CC BY 4.0'" in card
+    finally:
+        for site in sites:
+            site.stop()
+
+
+def test_a_path_is_in_no_configuration_that_is_sent_and_a_service_refuses_one(tmp_path: Path) -> None:
+    spec = compose_spec([*SMALL, f"model.weights={file_of(tmp_path)}"])
+    sent, taken = weights.take(spec)
+    assert "secret" not in sent.to_json()
+    assert RunSpec.from_json(sent.to_json()) == sent
+    assert sent.weights == taken.named
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*by their digest"):
+        manifest_from(spec, ["a", "b"])
+    plain = compose_spec(SMALL)
+    no_keys = {"weights", "weights_file", "weights_source"}  # that an older service knows
+    assert not no_keys & set(json.loads(plain.to_json()))
+    assert weights.take(plain) == (plain, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.weights_source=x"], r"E-CFG-02.*beside model.weights_source"),
+        (["model.weights=3"], r"E-CFG-02.*model.weights=FILE"),
+        (["model.weights=''"], r"E-CFG-02.*model.weights=FILE"),
+        (["weights=x.pth"], r"E-CFG-01.*write model.weights=FILE"),
+        (["weights_file=x.pth"], r"E-CFG-01.*write model.weights=FILE"),
+    ],
+)
+def test_words_that_name_no_file_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compose_spec([*SMALL, *words])
+
+
+def test_a_source_that_is_no_line_of_text_is_refused(tmp_path: Path) -> None:
+    spec = compose_spec([*SMALL, f"model.weights={file_of(tmp_path)}"])
+    for source in ("a\nb", "a\x1b[2J", "‮x", "y" * 201):
+        with pytest.raises(ConfigError, match=r"E-CFG-02.*source of at most 200 visible"):
+            weights.take(replace(spec, weights_source=source))
+
+
+def test_existing_configurations_keep_the_digests_of_their_manifests() -> None:
+    """Of models that gained an option or the weights; the numbers are those of the version before."""
+    for words, digest in (
+        (["model=resnet18", "data=cifar10"], RESNET),
+        (["model=efficientnet_b0", "data=isic2019", "data.image_size=32"], EFFICIENTNET),
+    ):
+        agreed = manifest_from(
+            compose_spec([*words, "method=fedavg", "seed=0", "rounds=3", "metrics=basic"]), ["a", "b"]
+        )
+        assert replace(agreed, software="").digest() == digest
+
+
+RESNET = "d858b7d1fccb40a948bbe7760210a043641b840217e0babf1a5d3d9586690f7d"
+EFFICIENTNET = "b6b85ed6cc86161b7251d9ad45c6eadcc8e9e2a7fb1df0f75b177dcb225bb81c"
+
+
+# ---- sending --------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, seed: int = 9, numbers: int = 0) -> tuple[Path, str]:
+    tensors = tensor_maps.copy_state(build_model("digits_linear", {}, schema((1, 8, 8)), seed))
+    if numbers:
+        tensors["filler"] = torch.full((numbers,), float(seed))
+    file = folder / f"object-{seed}"
+    digest, _ = codec.write_weights(tensors, file)
+    return file, digest
+
+
+def test_an_upload_that_was_cut_goes_on_where_it_was_also_after_a_restart(world: World, tmp_path: Path) -> None:
+    file, digest = written(tmp_path, numbers=1 << 20)
+    data = file.read_bytes()
+    lead_stub = world.lead()
+    assert lead_stub.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=len(data))).have == 0
+    first = pb.Chunk(object=digest, offset=0, data=data[: 1 << 20])
+    assert lead_stub.PutWeights(iter([first])).have == 1 << 20
+    world.stop()
+    world.start()
+    with pytest.raises(grpc.RpcError, match=r"E-WIRE-06.*open them first"):
+        world.lead().PutWeights(iter([first]))
+    assert world.lead().OpenWeights(pb.OpenWeightsRequest(digest=digest, size=len(data))).have == 1 << 20
+    client = LeadClient.open(world.home)
+    client.send_weights(digest, file)
+    assert world.server.objects.verified(digest).read_bytes() == data
+    client.send_weights(digest, file)  # is here: nothing is sent
+    client.close()
+    assert not [p for p in (world.home / "blobs" / "weights").rglob("*") if p.is_file()]
+
+
+def test_bytes_of_another_digest_are_forgotten_and_more_than_announced_are_refused(
+    world: World, client: LeadClient, tmp_path: Path
+) -> None:
+    file, digest = written(tmp_path)
+    size = file.stat().st_size
+    stub = world.lead()
+    stub.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size))
+    with pytest.raises(grpc.RpcError, match="E-WIRE-04"):
+        stub.PutWeights(iter([pb.Chunk(object=digest, data=bytes(size))]))
+    assert not world.server.objects.has(digest)
+    assert stub.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == 0
+    with pytest.raises(grpc.RpcError, match=r"E-WIRE-06.*found more"):
+        stub.PutWeights(iter([pb.Chunk(object=digest, data=bytes(size + 1))]))
+    with pytest.raises(grpc.RpcError, match=r"E-WIRE-06.*a second"):
+        stub.PutWeights(iter([pb.Chunk(object=digest, data=b"x"), pb.Chunk(object="a" * 64, offset=1, data=b"y")]))
+    for wrong, most in (("../../x", 1), ("A" * 64, 1), (digest, 0), (digest, (1 << 30) + 1)):
+        with pytest.raises(grpc.RpcError, match="E-WIRE-06"):
+            stub.OpenWeights(pb.OpenWeightsRequest(digest=wrong, size=most))
+    client.send_weights(digest, file)
+    assert world.server.objects.verified(digest).read_bytes() == file.read_bytes()
+
+
+def test_weights_that_no_run_begins_with_make_room_and_are_gone_after_a_restart(
+    world: World, client: LeadClient, tmp_path: Path
+) -> None:
+    sent = [written(tmp_path, seed) for seed in range(UNUSED + 2)]
+    for file, digest in sent:
+        client.send_weights(digest, file)
+    here = [world.server.objects.has(digest) for _, digest in sent]
+    assert here == [False, False, *[True] * UNUSED]
+    world.stop()
+    world.start()
+    assert not any(world.server.objects.has(digest) for _, digest in sent)
+
+
+def submitted(world: World, client: LeadClient, named: object, **changed: object) -> str:
+    """Submit a run of hospitals that are not there; returns what it is refused with."""
+    spec = replace(compose_spec([*SMALL, "silos=[north,east]"]), weights=replace(named, **changed))
+    try:
+        client.submit(spec.to_json(), str(changed))
+    except (ConfigError, ProtocolError) as error:
+        return str(error)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_lead_that_lies_about_weights_gets_no_run(world: World, client: LeadClient, tmp_path: Path) -> None:
+    for name in ("north", "east"):
+        site = Site(world, enrolled(world, name, tmp_path / name), "digits/p2c5/0")
+        site.start()
+        until(online(world, name), name)
+        site.stop()
+    _, taken = weights.take(compose_spec([*SMALL, f"model.weights={file_of(tmp_path)}"]))
+    assert "E-STATE-22" in submitted(world, client, taken.named)  # never sent
+    with weights.written(taken) as file:
+        client.send_weights(taken.named.object, file)
+    assert "E-WIRE-06" in submitted(world, client, taken.named, size=taken.named.size - 1)
+    assert "E-WIRE-06" in submitted(world, client, taken.named, fresh=("head",))
+    assert "E-CFG-02" in submitted(world, client, taken.named, object="x" * 64)
+    assert "E-CFG-02" in submitted(world, client, taken.named, size=1 << 40)
+    assert "E-CFG-02" in submitted(world, client, taken.named, source="a\nb")
+    for number, change in enumerate(
+        (
+            {"head.weight": torch.full((10, 64), torch.nan)},
+            {"head.weight": torch.full((10, 64), 1e38)},
+            {"head.weight": torch.zeros(3)},
+            {"head.weight": torch.zeros(10, 64, dtype=torch.float64)},
+            {"nowhere": torch.zeros(3)},
+        )
+    ):
+        place = tmp_path / f"lie-{number}"
+        digest, size = codec.write_weights({**taken.tensors, **change}, place)
+        client.send_weights(digest, place)
+        assert "E-WIRE-06" in submitted(world, client, taken.named, object=digest, size=size)
+    digest, size = codec.write_state({"w": dict(taken.tensors)}, place)
+    client.send_weights(digest, place)
+    assert "expected an object of weights" in submitted(world, client, taken.named, object=digest, size=size)
+    place.write_bytes(b"x" * 100)
+    client.send_weights(file_digest(place), place)
+    assert "E-WIRE-06" in submitted(world, client, taken.named, object=file_digest(place), size=100)
+    assert world.server.store.runs.all() == []
+    with weights.written(taken) as file:  # the lies took its place
+        client.send_weights(taken.named.object, file)
+    assert submitted(world, client, taken.named) == ""
+    (run,) = world.server.store.runs.all()
+    assert world.server.store.contributions.readable(taken.named.object, "north") == run.id
+    assert world.server.store.contributions.readable(taken.named.object, "stranger") is None
+    world.server.runs.abort(run.id)
+    world.ended(run.id)
+    assert world.server.objects.has(taken.named.object)
