@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,9 +40,11 @@ def test_its_cells_run_on_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_notebook_runs_in_a_kernel_from_its_first_cell_to_its_last() -> None:
     book = nbformat.read(FILE, as_version=4)
-    NotebookClient(book, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # no port
+    NotebookClient(book, km=kernel, timeout=400, resources={"metadata": {"path": str(ROOT)}}).execute()
     shown = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in shown)
     assert not [output for output in shown if output.output_type == "error"]
