@@ -19,7 +19,7 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import runner
 from coordinator.simulation.checkpoints import EVERY, Checkpoints
 from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.results import ResultFolder, has_parquet
+from coordinator.simulation.results import ResultFolder, left_out
 from coordinator.simulation.sweep import Job, SweepTable, combinations, folder_name, is_sweep, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
@@ -142,7 +142,7 @@ def _print(result: runner.Result) -> None:
 
 
 def _say_where(out: Path) -> None:
-    less = "" if has_parquet() else "; without Parquet, which needs consilium-fl[tables]"
+    less = "".join(f"; without {file}, which needs {extra}" for file, extra in left_out().items())
     console.ERR.print(f"results in {out}{less}", soft_wrap=True)
 
 
@@ -284,7 +284,7 @@ def _published_rows() -> list[dict[str, Any]]:
 def _chosen_rows(spec: RunSpec) -> list[dict[str, Any]]:
     schema = schema_of(spec)
     rows = []
-    for name in MODELS:
+    for name in dict.fromkeys([*MODELS, str(spec.model["name"])]):
         options = {k: v for k, v in spec.model.items() if k != "name"} if name == spec.model["name"] else {}
         try:
             facts = describe(name, schema, options)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from coordinator.simulation.runner import Result
 
 CONFIG, MANIFEST, SUMMARY, MODEL, PLOT = "config.yaml", "manifest.json", "summary.json", "model.safetensors", "plot.png"
-HISTORY = "history"
+HISTORY, PARQUET = "history", "*.parquet"
 _LARGEST = 64 << 20
 """Bytes of a file of results that is read back; ours are far smaller."""
 
@@ -122,7 +122,7 @@ class ResultFolder:
     history.csv     the rounds (`history`), and history.parquet where pyarrow is there
     silos.csv       examples per silo and class
     model.safetensors   what the method needs to classify (Method.exported)
-    plot.png        accuracy by round
+    plot.png        accuracy by round, where matplotlib is there
     checkpoints/    from which the same command goes on (`checkpoints.Checkpoints`)
 
     Guarantees: results of another configuration are never overwritten; each file is whole or not there.
@@ -191,11 +191,11 @@ class ResultFolder:
         if result.method.has_global_model:
             private_files.write_public(self.folder / MODEL, model_bytes(result))
             written.append(MODEL)
-        picture = io.BytesIO()
-        draw(result).savefig(picture, dpi=120, format="png")
-        private_files.write_public(self.folder / PLOT, picture.getvalue())
+        if PLOT not in left_out():
+            private_files.write_public(self.folder / PLOT, png(draw(result)))
+            written.append(PLOT)
         self._write(SUMMARY, json.dumps(result.summary(), sort_keys=True, indent=1) + "\n")
-        return [*written, PLOT, SUMMARY]
+        return [*written, SUMMARY]
 
     def _write(self, name: str, text: str) -> None:
         private_files.write_public(self.folder / name, text.encode())
@@ -215,7 +215,7 @@ def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -
     table.writeheader()
     table.writerows(rows)
     private_files.write_public(folder / f"{name}.csv", text.getvalue().encode())
-    if not has_parquet():
+    if PARQUET in left_out():
         return [f"{name}.csv"]
     import pyarrow
     from pyarrow import parquet
@@ -233,8 +233,10 @@ def typed(row: Mapping[str, str]) -> dict[str, object]:
     return found | {name: float(row[name]) if row[name] else None for name in ("value", "low", "high")}
 
 
-def has_parquet() -> bool:
-    return find_spec("pyarrow") is not None
+def left_out() -> dict[str, str]:
+    """Name the files that cannot be written here, with the extra that each needs."""
+    needed = {PARQUET: ("pyarrow", "tables"), PLOT: ("matplotlib", "plots")}
+    return {file: f"consilium-fl[{extra}]" for file, (module, extra) in needed.items() if find_spec(module) is None}
 
 
 def model_bytes(result: Result) -> bytes:
@@ -254,14 +256,25 @@ def model_bytes(result: Result) -> bytes:
     return save(tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
 
 
+def png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    return picture.getvalue()
+
+
 def draw(result: Result) -> Figure:
     """Draw accuracy and balanced accuracy by round, with the band of privacy's noise where there is one."""
-    mpl = require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
-    mpl.use("Agg")
+    require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    class Picture(Figure):
+        """A figure that a notebook shows by itself, whatever its backend."""
+
+        def _repr_png_(self) -> bytes:
+            return png(self)
+
+    figure = Picture(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     rows = history(result)
     for measure in ("accuracy", "balanced_accuracy", "pa"):

@@ -1,4 +1,4 @@
-"""The reference, made of the code: both command lines, a run's configuration, methods and models."""
+"""The reference, made of the code: both command lines, a run's configuration, methods and models, Python."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.main import get_command
 
+import consilium.extending
+import consilium.testing
 from coordinator.cli.main import COMMANDS, build
 from coordinator.config.run_spec import RunSpec
 from fl_core.methods import METHODS
@@ -28,10 +30,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "configuration.md": _configuration(),
         "methods.md": _registry("Methods", "method", METHODS),
         "models.md": _registry("Models", "model", MODELS),
+        "python.md": _python(),
     }
     for name, content in made.items():
         files.append(File.generated(config, f"reference/{name}", content=content))
     return files
+
+
+def _python() -> str:
+    """List what `__all__` of the package and of its modules names."""
+    lines = ["# Python", "", "The public interface of the package `consilium`."]
+    for module in (consilium, consilium.extending, consilium.testing):
+        lines += ["", f"## `{module.__name__}`"]
+        for name in module.__all__:
+            found = getattr(module, name)
+            lines += ["", f"### `{name}`", "", *_signature(name, found), *_prose(inspect.getdoc(found) or "")]
+            for member, part in vars(found).items() if found is consilium.Simulation else ():
+                shown = part.fget if isinstance(part, property) else part
+                if not member.startswith("_") and inspect.isfunction(shown) and shown.__doc__:
+                    lines += ["", f"#### `.{member}`", "", *_prose(inspect.getdoc(shown) or "")]
+    return "\n".join([*lines, ""])
+
+
+def _signature(name: str, found: object) -> list[str]:
+    if not inspect.isfunction(found):
+        return []
+    words = [str(p) for p in inspect.signature(found).parameters.values()]
+    return ["```python", f"{name}(", *(f"    {word}," for word in words), ")", "```", ""]
 
 
 def _names() -> list[str]:

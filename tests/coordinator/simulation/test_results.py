@@ -7,13 +7,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import pandas as pd
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from coordinator.cli.research import RunFolders, _summary, simulate
+from coordinator.cli.research import RunFolders, _say_where, _summary, simulate
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import results, runner
@@ -217,3 +218,24 @@ def test_the_command_says_where_the_results_are(tmp_path: Path, capsys: pytest.C
             *("auc_macro", "auc", "specificity", "calibration_error"),
         }
     assert torch.isfinite(load_file(tmp_path / "x/model.safetensors")["head.weight"]).all()
+
+
+def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_is_there(
+    made: tuple[Path, runner.Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
+    place = ResultFolder(tmp_path)
+    place.claim(compose_spec(SHORT), made[1].manifest)
+    assert set(place.write(made[1])) == {file.name for file in tmp_path.iterdir()}
+    assert not [file for file in tmp_path.iterdir() if file.suffix in (".parquet", ".png")]
+    _say_where(tmp_path)
+    assert "without *.parquet, which needs consilium-fl[tables]; without plot.png" in capsys.readouterr().err
+
+
+def test_a_plot_shows_itself_in_a_notebook_and_leaves_the_backend_alone(made: tuple[Path, runner.Result]) -> None:
+    before = matplotlib.get_backend()
+    assert results.draw(made[1])._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    assert matplotlib.get_backend() == before
