@@ -130,7 +130,9 @@ class Application:
         version = await self._version()  # before the facts: what changes meanwhile is another version
         parameters = {**request.query_params, **request.path_params}
         facts = await self._run(view.facts, parameters)
-        notice, session.notice = session.notice, ""
+        notice = session.notice
+        if request.method == "GET" and request.headers.get("sec-fetch-dest", "document") == "document":
+            session.notice = ""  # a page that looks for news in the background does not take it away
         return await self._page(request, view.template, 200, {**facts, "version": version, "notice": notice})
 
     async def _page(self, request: Request, template: str, status: int, facts: Mapping[str, object]) -> Response:

@@ -24,7 +24,8 @@ _SAYABLE = math.log(1e6)
 class Spending:
     """A collection's spending, by RDP. budget, delta: of its ledger's budget, None and 1e-5 without one.
 
-    cap: epsilon of the policy's own budget   used: share of whichever of both is used up first, None without any.
+    cap: epsilon of the policy's own budget   used: share of whichever of both is used up first, None without any, or
+    where one is too small for anything (`closed`).
     """
 
     collection: str
@@ -34,6 +35,7 @@ class Spending:
     budget: float | None
     cap: float | None
     used: float | None
+    closed: bool = False
 
     @property
     def limit(self) -> float | None:
@@ -45,7 +47,9 @@ class Spending:
         unit = whom.get(self.unit, f"each {self.unit}")
         if not self.spent:
             start = f"Nothing has been spent for {unit}."
-            return start if self.limit is not None else f"{start} There is no budget: private runs are refused."
+            if self.limit is None:
+                return f"{start} There is no budget: private runs are refused."
+            return f"{start} The budget of epsilon {self.limit:g} is too small for any run." if self.closed else start
         of = "" if self.limit is None else f" of {self.limit:g}"
         factor = f"a factor of {math.exp(self.spent):,.2g}" if self.spent < _SAYABLE else "a factor beyond a million"
         if self.spent < math.log(100):
@@ -79,10 +83,9 @@ class Preview:
 
 def spending(ledger: Ledger, policy: Policy | None, name: str, asked: Sequence[Mechanism] = ()) -> Spending:
     """Read a collection's spending; asked: as if that were spent as well. policy: None where it cannot be read."""
-    status, caps = ledger.status(name, prv=False, asked=asked), {} if policy is None else policy.caps()
-    cap, shares = caps.get(name), [] if status.used is None else [status.used]
-    if cap is not None:
-        shares.append(cap.used([*ledger.history(name), *asked]))
+    status, cap = ledger.status(name, prv=False, asked=asked), None if policy is None else policy.caps().get(name)
+    limits = [limit for limit in (ledger.budget(name), cap) if limit is not None]
+    closed, spent = any(limit.bound <= 0 for limit in limits), [*ledger.history(name), *asked]
     return Spending(
         collection=name,
         unit=status.unit,
@@ -90,7 +93,8 @@ def spending(ledger: Ledger, policy: Policy | None, name: str, asked: Sequence[M
         delta=status.delta or 1e-5,
         budget=status.epsilon,
         cap=None if cap is None else cap.epsilon,
-        used=max(shares, default=None),
+        used=None if closed else max((limit.used(spent) for limit in limits), default=None),
+        closed=closed,
     )
 
 

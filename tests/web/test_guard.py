@@ -139,6 +139,8 @@ def test_a_form_does_what_its_button_says_and_the_page_says_so_once(server, brow
     assert (answer.status, answer.header("location")) == (303, "/")
     assert [done["digest"] for done in thing.done] == ["d1"]
     assert "token" not in thing.done[0]
+    browser.get(Sec_Fetch_Dest="empty")  # another tab looks for news
+    browser.get(method="HEAD")
     assert "It was done." in browser.get().text
     assert "It was done." not in browser.get().text
 

@@ -7,6 +7,8 @@
 
   // Take over each part marked live that differs; the keyboard's place stays where it was.
   const take = (fresh) => {
+    // Whoever else listens here once this page's program has ended does not know the session's token.
+    if (fresh.body?.dataset.session !== document.body.dataset.session) return;
     for (const part of fresh.querySelectorAll("[data-live]")) {
       const old = document.getElementById(part.id);
       if (!old || old.isEqualNode(part)) continue;

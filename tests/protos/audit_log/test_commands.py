@@ -14,7 +14,7 @@ from fl_core.errors import FederationError
 from protos.audit_log.heads import SignedHead
 from protos.audit_log.lines import Entry, Line
 from protos.audit_log.log import AuditLog, LogFolder
-from protos.audit_log.verification import read_lines
+from protos.audit_log.verification import last_lines, read_lines
 from silo.cli.service import run as silo
 from tests.support.pki import authority, join, today
 
@@ -103,3 +103,32 @@ def test_a_file_without_the_other_sides_lines_is_refused(hospital, tmp_path, cap
     assert silo(["log", "verify", "--against", str(tmp_path / "lie"), *home]) == 2
     assert capsys.readouterr().err.startswith("E-CFG-02: --against")
     assert silo(["log", "verify", "--against", str(tmp_path / "none"), *home]) == 2
+
+
+def test_the_newest_lines_are_shown_alone_whatever_else_the_files_hold(hospital, capsys):
+    folder = hospital.home / "audit"
+    with closing(AuditLog(folder, file_bytes=2000)) as log:
+        for k in range(40):
+            log.append(Entry("silo://demo/h1", f"event {k}", "x" * 300 if k == 39 else ""))
+    assert len(LogFolder(folder).numbers()) > 3
+    with (folder / "000001.jsonl").open("ab") as file:
+        file.write(b"no line\n")
+    home = ["--home", str(hospital.home)]
+    assert silo(["log", "show", "--last", "3", "--json", *home]) == 0
+    shown = [Line.decode(raw.encode()) for raw in capsys.readouterr().out.splitlines()]
+    assert [line.entry.what for line in shown] == ["event 37", "event 38", "event 39"]
+    assert last_lines(LogFolder(folder), 3) == shown
+    assert silo(["log", "show", "--last", "1", "--what", "event 1", *home]) == 0
+    assert "event 19" in capsys.readouterr().out
+    assert silo(["log", "show", "--last", "0", *home]) == 2
+
+
+def test_the_newest_lines_of_no_log_or_of_one_in_pieces_are_those_that_can_be_read(tmp_path):
+    tmp_path.chmod(0o700)
+    assert last_lines(LogFolder(tmp_path), 5) == []
+    with closing(AuditLog(tmp_path)) as log:
+        log.append(Entry("a", "one"), Entry("a", "two"))
+    with (tmp_path / "000001.jsonl").open("ab") as file:
+        file.write(b'{"number": 3, "torn')
+    assert [line.entry.what for line in last_lines(LogFolder(tmp_path), 5)] == ["one", "two"]
+    assert [line.entry.what for line in last_lines(LogFolder(tmp_path), 1)] == ["two"]

@@ -49,7 +49,7 @@ def test_usage_and_data_errors_are_one_line_and_status_2(capsys, tmp_path, words
     fails(capsys, code, 2, *words)
 
 
-@pytest.mark.parametrize("words", [["status"], ["fingerprint"], ["serve", "--data", "digits/hospital0"]])
+@pytest.mark.parametrize("words", [["status"], ["fingerprint"], ["page"], ["serve", "--data", "digits/hospital0"]])
 def test_a_home_that_has_not_joined_is_status_1(capsys, tmp_path, words):
     fails(capsys, "E-STATE-44", 1, *words, "--home", str(tmp_path / "home"))
     assert not (tmp_path / "home").exists()
@@ -135,6 +135,7 @@ def test_status_and_fingerprint_of_a_silo_that_has_worked(capsys, tmp_path):
             {"run": "run-1", "round": 0, "kind": "train", "refused": None, "receipt": True}
             | {"bytes": found["outbox"][0]["bytes"]}
         ]
+        (waited,) = found["outbox"]
         hospital.close()
         hospital.settled()
     finally:
@@ -145,6 +146,8 @@ def test_status_and_fingerprint_of_a_silo_that_has_worked(capsys, tmp_path):
     (evaluation,) = one["evaluations"]
     assert (one["run"], one["name"], found["receipts"], found["outbox"]) == ("run-1", "small", 1, [])
     assert evaluation["included"] is True
+    assert found["left"]["verdict"] == "No image has left this hospital"
+    assert (found["left"]["updates"], found["left"]["bytes"]) == (1, waited["bytes"])
     assert len(evaluation["correct"]) == len(evaluation["examples"]) == 10
     assert run(["status", "--home", str(tmp_path / "home")]) == 0
     assert "round 1" in capsys.readouterr().out

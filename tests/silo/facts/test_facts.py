@@ -159,3 +159,24 @@ def test_a_known_error_is_kept_as_words(tmp_path) -> None:
     found = Known.of(home)
     assert found.ledger is None
     assert found.ledger_error.startswith("E-BUDGET-")
+
+
+@pytest.mark.parametrize("epsilon", [1e-40, 1e-3])
+def test_a_budget_too_small_for_anything_is_said_to_be_and_fits_nothing(tmp_path, epsilon) -> None:
+    ledger = budgeted(tmp_path / "home", epsilon=epsilon, policy=SECURE)
+    found = spending(ledger, None, TRAIN)
+    assert (found.closed, found.used) == (True, None)
+    assert "too small for any run" in found.sentence()
+    request = request_of(CompiledRun.of(private(rng="secure")), "center1", submits=True)
+    (train,) = [p for p in preview(ledger, None, request) or () if p.before.collection == TRAIN]
+    assert (train.fits, train.more) == (False, 0.0)
+
+
+def test_a_budget_used_up_many_times_over_is_still_a_share(tmp_path) -> None:
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    spent(ledger)
+    ledger.set_budget(TRAIN, 0.1, 1e-5, "dpo", "less")
+    found = spending(ledger, None, TRAIN)
+    assert found.used is not None
+    assert found.used > 1
+    assert "of 0.1 is spent" in found.sentence()

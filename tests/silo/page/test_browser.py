@@ -16,6 +16,7 @@ from silo.storage.store import Store
 from tests.support import until
 from tests.support.chromium import Visit, chromium
 from tests.support.hospital_page import furnished
+from tests.support.web import address_of
 from web.serve import PageServer
 
 ASKS, OTHER = "fedmr-digits-7f3c", "fedavg-digits-90d2"
@@ -161,6 +162,34 @@ def test_a_page_whose_program_has_ended_says_so_with_a_date(browser, server) -> 
     server.stop()
     visit.page.locator("#lost").wait_for(state="visible")
     assert "What you see was looked up at 20" in visit.page.locator("#lost").inner_text()
+    visit.context.close()
+
+
+@pytest.mark.slow
+def test_whoever_listens_there_after_the_page_has_ended_puts_nothing_into_an_open_tab(browser, server) -> None:
+    visit = Visit(browser, server)
+    asked: list[str] = []
+
+    class Heir(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            stream = self.path == "/changed"
+            body = b"event: changed\ndata: new\n\n" if stream else b'<div id="headline" data-live><h1>evil</h1></div>'
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream" if stream else "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server.stop()
+    with http.server.ThreadingHTTPServer(address_of(server), Heir) as heir:
+        threading.Thread(target=heir.serve_forever, daemon=True).start()
+        until(lambda: visit.page.title() and asked.count("/") >= 2)
+        assert "evil" not in visit.page.content()
+        heir.shutdown()
     visit.context.close()
 
 

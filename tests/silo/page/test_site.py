@@ -225,6 +225,15 @@ def test_a_run_whose_name_is_shown_escaped_can_still_be_decided_about(home, show
     assert decisions(home)["run\u202e1"] is False
 
 
+@pytest.mark.parametrize("epsilon", [1e-40, 1e-3, 0.1, 1e300])
+def test_a_page_of_any_budget_is_shown(home, show, epsilon) -> None:
+    from privacy.ledger.ledger import Ledger
+
+    Ledger(home.ledger, home.ledger_key).set_budget(TRAIN, epsilon, 1e-5, "dpo", "other")
+    answer = show(home).browser.get()
+    assert (answer.status, f"of {epsilon:g}" in answer.text) == (200, True)
+
+
 @pytest.mark.parametrize("what", ["policy", "ledger"])
 def test_what_cannot_be_read_is_said_where_it_stands_and_the_rest_is_shown(home, show, what) -> None:
     if what == "policy":
