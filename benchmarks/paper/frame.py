@@ -30,6 +30,7 @@ from benchmarks.paper.study import NewestState, runtime_and_tests, seeded, whole
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
 from fl_core.methods.disjoint.fedgela import adaptation
+from fl_core.types.clinical import macro_mean
 
 TABLE, SETTING, BATCH = "fedgela_3", "ISIC2019 subset, centres 1, 2, 3, 5", 500
 
@@ -85,10 +86,10 @@ def ways(logits: Tensor, counts: Tensor) -> Mapping[str, Tensor]:
 def score(logits: Tensor, labels: Tensor, counts: Tensor) -> dict[str, float]:
     """Score answers: accuracy, the mean of the accuracies per class, and how many answers are the commonest class."""
     predicted = logits.argmax(1)
-    per_class = [(predicted[labels == c] == c).float().mean() for c in labels.unique()]
+    per_class = [float((predicted[labels == c] == c).float().mean()) for c in labels.unique()]
     return {
         "accuracy": round(float((predicted == labels).float().mean()), 4),
-        "balanced": round(float(torch.stack(per_class).mean()), 4),
+        "balanced": round(macro_mean(per_class) or 0.0, 4),
         "commonest": round(float((predicted == counts.argmax()).float().mean()), 4),
     }
 

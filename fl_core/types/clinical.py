@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ CALIBRATION_BINS = 15
 def macro_mean(values: Iterable[float | None]) -> float | None:
     """Return the mean over the classes that have a value, each counted alike; None where none has."""
     known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None
+    return math.fsum(known) / len(known) if known else None
 
 
 class Range(NamedTuple):

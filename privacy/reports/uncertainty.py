@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 
+from fl_core.types.clinical import macro_mean
 from privacy.reports.ratio import interval
 
 NOISY = "noise larger than signal"
@@ -191,10 +192,7 @@ def _exact(right: float, of: float) -> Estimate:
 
 
 def _mean(found: Sequence[Estimate]) -> Estimate:
-    if not found:
+    low, point, high = (macro_mean(getattr(e, end) for e in found) for end in ("low", "point", "high"))
+    if low is None or point is None or high is None:
         return NOTHING
-    low, point, high = (
-        math.fsum(e or 0.0 for e in of) / len(found)
-        for of in ([e.low for e in found], [e.point for e in found], [e.high for e in found])
-    )
     return Estimate(withheld=NOISY) if low != high and high - low > WIDEST else Estimate(point, low, high)

@@ -131,7 +131,10 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:
             head, by_class = clinical_report.CLASS_HEAD, clinical_report.class_rows(newest.clinical, newest.classes)
-            show_rows("The newest model on the own test images", head, by_class)
+            newest_title = "The newest model on the own test images"
+            if not OUT.is_terminal:
+                OUT.print(newest_title)
+            show_rows(newest_title, head, by_class)
 
 
 _FATES = {

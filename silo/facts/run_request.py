@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from fl_core.converter import structure
+from fl_core.types.clinical import CLINICAL
 from privacy.accounting.accountant import Mechanism
-from privacy.policy import Policy
+from privacy.policy import ACCURACY, NOTHING, Policy
 from silo.facts.leaving import Leaves
 
 
@@ -89,7 +90,7 @@ class RunRequest:
         ]
         if self.epsilon is None or self.delta is None:
             asked, allowed = "no differential privacy", f"only {floors.require}" if floors.require else "also without"
-            return [*rows, Comparison("Privacy", asked, allowed), self._prototypes(policy)]
+            return [*rows, Comparison("Privacy", asked, allowed), self._results(policy), self._prototypes(policy)]
         rows += [
             Comparison(
                 "Privacy",
@@ -108,6 +109,13 @@ class RunRequest:
             ),
         ]
         return [*rows, self._prototypes(policy)]
+
+    def _results(self, policy: Policy) -> Comparison:
+        """Say what an exact evaluation sends of the results on this hospital's test images."""
+        accuracies = "correct answers per class"
+        more = ", confusion matrix, scores and confidence in bins" if "clinical" in self.parts else ""
+        leaves = {CLINICAL: "all of it leaves", ACCURACY: f"only {accuracies} leave", NOTHING: "nothing leaves"}
+        return Comparison("Results on test images", f"{accuracies}{more}", leaves[policy.evaluation.send])
 
     def _prototypes(self, policy: Policy) -> Comparison:
         said = policy.prototypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,16 +13,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coordinator.cli.export import check_detail, export_model
+from coordinator.api.accuracy import clinical_message
+from coordinator.cli.export import check_detail, export_model, model_card
 from coordinator.lead_client import LeadClient
 from coordinator.pki.authority import Authority
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.training.clinical import clinical_counts, clinical_metrics
 from fl_core.types import tensor_maps
-from fl_core.types.values import State
+from fl_core.types.clinical import ClinicalMetrics
+from fl_core.types.records import Schema
+from fl_core.types.values import Part, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Address
@@ -143,3 +149,42 @@ def test_a_fetch_ends_at_its_limit(tmp_path: Path) -> None:
             liar.close()
         finally:
             server.stop(0).wait(10)
+
+
+def card(found: ClinicalMetrics | None, **other: object) -> str:
+    run = replace(manifest(metrics="clinical" if found else "basic"), **other)
+    last = pb.RoundInfo(kind=pb.EVALUATE, correct=[1, 1, 0, 0], examples=[2, 2, 0, 3])
+    if found is not None:
+        last.clinical.CopyFrom(clinical_message(found))
+    return model_card(pb.RunInfo(run_id="r1", name="test", rounds=1), run, [last])
+
+
+def test_a_card_has_sensitivity_specificity_auc_confusion_and_reliability() -> None:
+    counts = clinical_counts(torch.tensor([[2.0, 1, 0, 0], [0, 2, 1, 0], [1, 0, -3, 0]]), torch.tensor([0, 0, 1]), 4)
+    found = clinical_metrics(Part(counts, counts["confusion"].sum()))
+    text = card(found)
+    assert "| class | test examples | sensitivity | specificity | AUC |" in text
+    assert "| a | 2 | 50.0 % | 0.0 % |" in text
+    assert "| c | 0 | - | 100.0 % | - |" in text
+    assert "over 2 of 4 classes that have test examples: balanced accuracy 25.0 %" in text
+    assert "without 4 test examples whose hospitals send accuracies alone" in text
+    assert "| a | 1 | 1 | 0 | 0 |" in text
+    assert text.count("| 60 to 67 % |") == 1
+
+
+def test_a_card_says_why_there_is_no_specificity() -> None:
+    assert "not measured (metrics=basic)" in card(None)
+    assert "withheld: they are not measured under differential privacy" in card(
+        None, privacy=NamedOptions("dp_record", {})
+    )
+    assert "No hospital sent specificity" in card(None, metrics="clinical")
+
+
+def test_names_of_classes_on_a_card_end_no_cell_and_are_no_markup() -> None:
+    counts = clinical_counts(torch.eye(4), torch.arange(4), 4)
+    hostile = Schema((1, 8, 8), ("a|b", "<img src=x onerror=alert(1)>", "c\nd", "\u202ee"))
+    text = card(clinical_metrics(Part(counts, counts["confusion"].sum())), schema=hostile)
+    tables = text.partition("## Sensitivity")[2].partition("## Who")[0]
+    assert all(row.replace("\\|", "").count("|") in (5, 6) for row in tables.splitlines() if row.startswith("|"))
+    assert "<img" not in tables
+    assert "\u202e" not in tables

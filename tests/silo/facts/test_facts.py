@@ -58,6 +58,30 @@ def test_a_request_is_read_as_it_was_written_down() -> None:
             assert (request.charges is None) is (silo == "stranger")
 
 
+def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() -> None:
+    run = manifest(metrics="clinical")
+    layout = derive_layout(build_method("fedavg", {}), build_model("digits_cnn", {}, run.schema, 3), run.schema)
+    every = derive_layout(
+        build_method("fedavg", {}), build_model("digits_cnn", {}, run.schema, 3), run.schema, metrics="clinical"
+    )
+    said = {
+        (metrics, send): next(
+            (row.asked, row.policy)
+            for row in request_of(
+                CompiledRun.of(replace(run, metrics=metrics, layout=found)), "center1", submits=True
+            ).compare(Policy.parse(f"[evaluation]\nsend = '{send}'\n".encode()))
+            if row.what == "Results on test images"
+        )
+        for metrics, found in (("basic", layout), ("clinical", every))
+        for send in ("clinical", "accuracy", "nothing")
+    }
+    assert said["basic", "clinical"] == ("correct answers per class", "all of it leaves")
+    assert "confusion matrix" in said["clinical", "accuracy"][0]
+    assert said["clinical", "accuracy"][1] == "only correct answers per class leave"
+    assert said["clinical", "nothing"][1] == "nothing leaves"
+    assert sum("how sure it was" in words for words in leaves_of(replace(run, layout=every)).words()) == 1
+
+
 @pytest.mark.parametrize(("budget", "before"), [(8.0, 0), (8.0, 40), (3.0, 40), (0.5, 0), (2.0, 0)])
 def test_a_run_fits_on_the_page_just_when_the_preflight_would_let_it_begin(tmp_path, budget, before) -> None:
     ledger = budgeted(tmp_path / "home", epsilon=max(budget, 8.0 if before else budget), policy=SECURE)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import stat
 import threading
+from dataclasses import replace
 
 import pytest
 
 from fl_core.errors import StateError
+from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
 from fl_core.types.enums import TaskKind
 from protos.storage import digests
 from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
+from tests.support import hospital
 from tests.support.hospital import FACTS, B, M, finished, key, opened, stage, value
+
+CLINICAL = ClinicalMetrics(((1, 1), (0, 0)), (Range(0.25, 0.5), None), (ReliabilityBin(2, 1, 1.5),) * 15)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,10 @@ def test_included_updates_without_a_receipt_are_listed_until_it_is_there(tmp_pat
     assert outbox.store.receipts() == [b"receipt"]
 
 
-def test_history_tells_what_was_measured(tmp_path):
+@pytest.mark.parametrize("clinical", [None, CLINICAL])
+def test_history_tells_what_was_measured(tmp_path, monkeypatch, clinical):
+    measured = replace(FACTS, clinical=clinical)
+    monkeypatch.setattr(hospital, "FACTS", measured)
     outbox = opened(tmp_path)
     outbox.store.record_run("run-1", "fedavg-digits", M, B)
     stage(outbox)
@@ -157,7 +165,7 @@ def test_history_tells_what_was_measured(tmp_path):
     (run,) = outbox.store.history()
     (task,) = run.tasks
     assert (run.name, run.state, run.state_round) == ("fedavg-digits", "running", 0)
-    assert task.evaluation == FACTS
+    assert task.evaluation == measured
     assert task.included is True
 
 
