@@ -16,6 +16,7 @@ from benchmarks.round_trip.models import RESNET18, workload
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from fl_core.rounds.run_setup import RunSetup
+from fl_core.training.evaluation import GLOBAL_PARTS
 from fl_core.types.values import Part
 from protos.wire.codec import pack_bundle, pack_state
 
@@ -32,6 +33,8 @@ KEYS = {
     "run_bytes_down",
     "round_seconds",
     "bare_stream_seconds",
+    "line_seconds",
+    "delay_ms",
     "ratio",
     "coordinator_peak_mib",
     "round_seconds_each",
@@ -70,7 +73,7 @@ def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
     }
     up, down = len(pack_bundle(parts)), len(pack_state(state))
     assert (found["bytes_up"], found["bytes_down"]) == (up, down)
-    closing = len(pack_bundle({"metrics": parts["metrics"]}))
+    closing = len(pack_bundle({name: parts[name] for name in GLOBAL_PARTS}))
     rounds = 3 + 12 + 3 + 1  # of two starts, with those that warm up
     assert found["run_bytes_up"] == 2 * (rounds * up + 2 * closing)
     broadcasts = 2 * (rounds + 2) * down  # with the closing evaluations; beside them each silo reads the manifest

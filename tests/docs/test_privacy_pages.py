@@ -225,7 +225,7 @@ def test_what_is_written_as_code_exists(page: str, code: str) -> None:
         for kind in made:
             beside = {"bit_noise": 1.0} if key == "clipping" else {}
             kind.of({**beside, key: math.inf if value == "inf" else value})
-    elif re.fullmatch(r"(runs|privacy|prototypes)\.\w+( = .+)?", code):
+    elif re.fullmatch(r"(runs|privacy|prototypes|evaluation)\.\w+( = .+)?", code):
         section, key = code.split(" ")[0].split(".")
         assert hasattr(getattr(Policy(), section), key) or any(
             hasattr(kind(), key) for kind in (RecordDpConfig, SiloDpConfig)
