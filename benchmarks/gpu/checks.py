@@ -1,0 +1,54 @@
+"""The same small runs on a device and on the CPU: they agree as far as each kind of run promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulation import runner
+from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulation.runner import Result
+from fl_core.rounds.run_setup import RunSetup
+
+BASE = ("data=digits", "federation=iid-4", "rounds=3", "train.max_steps=8", "seed=1", "threads=1")
+PRIVATE = ("privacy=dp_record", "privacy.rng=test", "privacy.epsilon=50")
+HALF = ("train.amp=bf16", "train.channels_last=true")
+KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, object], float]] = {
+    "plain": (("method=fedmr",), (), {}, 0.02),
+    "bf16": (("method=fedavg",), HALF, {}, 0.3),
+    "private": (("method=fedavg", *PRIVATE), (), {}, 0.02),
+    "deterministic": (("method=moon",), (), {"exact": True}, 0.02),
+    "batched": (("method=fedprox",), (), {"engine": "batched"}, 0.02),
+}
+"""Words of both runs, more words and options of the engine on the device, and how far the models may be apart, as a
+share of what training moved.
+
+Float32 sums of other kernels differ in the seventh digit, and three rounds of ReLU networks let that grow; bfloat16 has
+three digits.
+"""
+
+
+def check(device: str) -> dict[str, object]:
+    """Return how far each kind of run is from the CPU's, and which are too far or do not repeat."""
+    found: dict[str, object] = {}
+    wrong: list[str] = []
+    for name, (words, more, options, most) in KINDS.items():
+        here = runner.run(compose_spec([*BASE, *words]), engine=SimulationEngine(workers=1))
+        spec = compose_spec([*BASE, *words, *more])
+        there = runner.run(spec, engine=SimulationEngine(device=device, workers=1, **options))  # type: ignore[arg-type]
+        found[name] = round(apart := _apart(here, there), 6)
+        if not apart <= most:
+            wrong.append(f"{name}: {apart:.3g} from the CPU's model, expected at most {most}")
+        if options.get("exact"):
+            again = runner.run(spec, engine=SimulationEngine(device=device, workers=1, **options))  # type: ignore[arg-type]
+            if again.model_digest != there.model_digest:
+                wrong.append(f"{name}: two runs end in different bits")
+    return {"apart": found, "wrong": wrong}
+
+
+def _apart(here: Result, there: Result) -> float:
+    """Return the distance of two final models as a share of how far training moved one."""
+    start = RunSetup.of(here.manifest).initial_state()["w"]
+    pairs = [(v, there.server["w"][name], start[name]) for name, v in here.server["w"].items()]
+    moved = sum(float((a - s).square().sum()) for a, _, s in pairs)
+    return (sum(float((a - b).square().sum()) for a, b, _ in pairs) / moved) ** 0.5

@@ -1,0 +1,104 @@
+"""What a GPU is needed for, on a CPU: each step once, further rounds at each visit, and a step that fails is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import checks, runs, throughput
+from coordinator.config.hydra_config import compose_spec
+from fl_core.errors import ConfigError
+
+
+class Visit:
+    """A visit whose time is counted in rounds."""
+
+    device, data_root = "cpu", None
+
+    def __init__(self, out: Path, rounds: int) -> None:
+        self.out, self.left, self.noted = out, float(rounds), list[Mapping[str, object]]()
+
+    def note(self, file: str, line: Mapping[str, object]) -> None:
+        self.noted.append(line)
+        self.left -= "after" in line
+
+
+def test_each_visit_does_further_rounds_of_the_run_with_the_fewest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "TURN", 1)
+    asked, seen = runs.listed(True, "")[:2], []
+    for rounds in (1, 2, 9):
+        visit = Visit(tmp_path, rounds)
+        found = runs.go_on(asked, visit)
+        seen += [(line["run"], line["after"]) for line in visit.noted if "after" in line]
+    first, second = (run.name for run in asked)
+    assert seen == [(first, 0), (second, 0), (first, 1), (second, 1), (first, 2), (second, 2)]
+    assert found == {"complete": True, "rounds": {first: 2, second: 2}}
+
+
+def test_the_runs_are_the_papers_with_their_forms_of_fedmr() -> None:
+    listed = runs.listed(False, "data=cifar10")
+    assert len({run.name for run in listed}) == 16
+    some = {run.name: run.words for run in listed if run.name in ("FedMR code p5c2", "FedMR paper p10c3")}
+    specs = {name: compose_spec(["experiment=fedmr_1", *words, *runs.FAST]) for name, words in some.items()}
+    assert {(s.model["name"], s.data["name"], s.train.epochs, s.train.amp) for s in specs.values()} == {
+        ("resnet18", "cifar10", 10, "bf16")
+    }
+    code, paper = specs["FedMR code p5c2"].method, specs["FedMR paper p10c3"].method
+    assert (code["intra"], code["mu1"], code["mu2"]) == ("code", 0.01, 0)
+    assert (paper["intra"], paper["mu1"], paper["mu2"]) == ("paper", 1e-5, 0.1)
+
+
+def test_a_step_is_done_once_and_one_that_fails_is_told_and_tried_again(tmp_path: Path) -> None:
+    calls = []
+
+    def sound(_: gpu.Visit) -> dict[str, object]:
+        calls.append("sound")
+        return {"number": 1}
+
+    def failing(_: gpu.Visit) -> dict[str, object]:
+        calls.append("failing")
+        raise ConfigError("E-CFG-02", "no such device")
+
+    visit = gpu.Visit(tmp_path, "cpu", float("inf"), True, None, "")
+    assert [gpu.visit(visit, {"a": sound, "b": failing}) for _ in range(2)] == [1, 1]
+    assert calls == ["sound", "failing", "failing"]
+    kept = gpu.lines(tmp_path / "steps.jsonl")
+    assert [(line["step"], line["complete"]) for line in kept] == [("a", True), ("b", False), ("b", False)]
+    assert kept[1]["wrong"] == ["ConfigError: E-CFG-02: no such device"]
+    assert all({"date", "device"} <= set(line) for line in kept)
+    over = gpu.Visit(tmp_path / "over", "cpu", 0.0, True, None, "")
+    assert gpu.visit(over, {"a": sound}) == 0
+    assert gpu.lines(tmp_path / "over/steps.jsonl") == []
+
+
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert gpu.main(["--device", "cuda:99", "--out", str(tmp_path)]) == 2
+    assert "E-CFG-02" in capsys.readouterr().err
+
+
+def test_a_bare_loop_and_a_silos_training_are_timed_in_turn() -> None:
+    found = throughput.measure("cpu", small=True)
+    assert set(found["images_per_second"]) == {"off", "off, channels_last", "bf16", "bf16, channels_last"}  # type: ignore[call-overload]
+
+
+def test_a_check_names_what_is_too_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, more, options, _ = checks.KINDS["plain"]
+    monkeypatch.setattr(checks, "BASE", (*checks.BASE, "rounds=1", "train.max_steps=1"))
+    monkeypatch.setattr(
+        checks, "KINDS", {"same": (words, more, options, 0.0), "other": (words, ("seed=2",), options, 0.02)}
+    )
+    found = checks.check("cpu")
+    assert found["apart"]["same"] == 0.0  # type: ignore[index]
+    assert [text.partition(":")[0] for text in found["wrong"]] == ["other"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_small_mode_does_all_steps_on_a_cpu(tmp_path: Path) -> None:
+    assert gpu.main(["--small", "--device", "cpu", "--minutes", "30", "--out", str(tmp_path)]) == 0
+    assert [line["step"] for line in gpu.lines(tmp_path / "steps.jsonl")] == [*gpu.STEPS]
+    assert all(line["complete"] and not line.get("wrong") for line in gpu.lines(tmp_path / "steps.jsonl"))
