@@ -68,9 +68,10 @@ class Extension:
 
 
 class _Loaded:
-    """What this process has imported or was given, by kind and name."""
+    """What this process has imported or was given, by kind and name; packages: digests of what was imported."""
 
     def __init__(self) -> None:
+        self.packages: dict[str, str] = {}
         self.found: dict[tuple[str, str], tuple[object, Extension]] = {}
 
 
@@ -271,7 +272,10 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
         raise _refused(f"expected an installed distribution that declares {extension}, found none")
     if (found := identify(extension.kind, extension.name)) != extension:
         raise _refused(f"expected {extension}, found {found}")
-    _import(found)
+    try:
+        _import(found)
+    except ConfigError as error:  # the run is sound, this installation is not
+        raise _refused(error.message) from error
 
 
 def load_distributions(names: Sequence[str] | None) -> list[Extension]:
@@ -306,6 +310,11 @@ def _import(extension: Extension) -> None:
     if identity(extension.kind, extension.name) == extension:
         return
     place, _, name = extension.name.partition(":")
+    package = place.partition(".")[0]
+    if _LOADED.packages.setdefault(package, extension.digest) != extension.digest:  # Python would run what it has
+        raise ConfigError(
+            "E-CFG-08", f"expected the files of {package} that this process has imported, found others: start it again"
+        )
     try:
         found = getattr(importlib.import_module(place), name, None)
     except (Exception, SystemExit) as error:  # whatever its author wrote

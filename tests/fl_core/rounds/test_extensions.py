@@ -169,6 +169,25 @@ def test_permission_is_asked_for_each_time_and_code_that_changed_meanwhile_is_an
     extensions.load_allowed(first, ["mine-package"])  # what runs here is still the first
 
 
+def test_files_that_changed_since_their_package_was_imported_are_not_taken_for_what_runs(mine: Installed) -> None:
+    compose_spec([f"method={mine.reference}"])
+    mine.module.write_text(mine.module.read_text() + "\n")
+    other = "mine_package.method:Undeclared"
+    with pytest.raises(ConfigError, match="start it again") as caught:
+        compose_spec([f"method={other}"])
+    assert caught.value.code == "E-CFG-08"
+    point = mine.folder / "mine_package-1.2.dist-info/entry_points.txt"
+    point.write_text(point.read_text() + f"other = {other}\n")
+    assert "start it again" in refused(extensions.identify("method", other), "mine-package")
+
+
+def test_code_that_does_not_import_is_refused_for_this_hospital_and_no_mistake_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = install(tmp_path, monkeypatch, source="import not_there")
+    assert "not_there" in refused(found.identity(), "mine-package")
+
+
 # ---- manifests -----------------------------------------------------------------------------------------------------
 
 
