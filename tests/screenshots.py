@@ -1,18 +1,25 @@
-"""Write the pictures of pages that the documentation shows: `python -m tests.screenshots`. Look at them afterwards."""
+"""Write the pictures of pages that the documentation shows: `python -m tests.screenshots [NAME ...]`. Look at them.
+
+Without names all of them are written.
+"""
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 
 from silo.page.site import HospitalPage
 from tests.support.chromium import Visit, chromium
 from tests.support.hospital_page import furnished
+from tests.support.lead_page import shown
+from tests.support.made_up_consortium import FEDAVG, FEDMR, WAITS, consortium
 from web.serve import PageServer
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pages"
@@ -21,8 +28,8 @@ SCREENS = {
     "dark": {"viewport": {"width": 1100, "height": 1500}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 375, "height": 812}, "device_scale_factor": 2},
 }
-COLOURS = 64
-"""Of the palette: a picture of text stays sharp, and a quarter as large."""
+COLOURS = 200
+"""Of the palette: colours stay what they are, and the picture half as large."""
 
 
 @contextmanager
@@ -36,18 +43,43 @@ def hospital() -> Iterator[PageServer]:
         page.close()
 
 
-PAGES: dict[str, Callable[[], object]] = {"hospital": hospital}
+@contextmanager
+def lead() -> Iterator[PageServer]:
+    """Serve the page of a lead whose service's answers are made up."""
+    with tempfile.TemporaryDirectory() as folder, shown(consortium(), Path(folder) / "page") as (server, _):
+        yield server
+
+
+class Picture(NamedTuple):
+    """Of which page: who serves it, its path, and on which screens."""
+
+    serve: Callable[[], AbstractContextManager[PageServer]]
+    path: str = "/"
+    screens: tuple[str, ...] = tuple(SCREENS)
+
+
+PICTURES = {
+    "hospital": Picture(hospital),
+    "lead": Picture(lead, screens=("light", "phone")),
+    "lead-run": Picture(lead, f"/runs/{WAITS}", ("light", "dark")),
+    "lead-compare": Picture(lead, f"/compare?a={FEDAVG}&b={FEDMR}", ("light",)),
+}
 
 
 def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
+    wanted = arguments.parse_args().names or list(PICTURES)
     FOLDER.mkdir(exist_ok=True)
     with chromium() as browser:
-        for name, serve in PAGES.items():
-            with serve() as server:  # type: ignore[attr-defined]
-                for screen, how in SCREENS.items():
-                    visit = Visit(browser, server, **how)
-                    picture = Image.open(BytesIO(visit.page.screenshot())).convert("RGB").quantize(COLOURS)
-                    picture.save(FOLDER / f"{name}-{screen}.png", optimize=True)
+        for name in wanted:
+            picture = PICTURES[name]
+            with picture.serve() as server:
+                for screen in picture.screens:
+                    visit = Visit(browser, server, **SCREENS[screen])
+                    visit.page.goto(f"http://{server.host}{picture.path}")
+                    shot = Image.open(BytesIO(visit.page.screenshot())).convert("RGB").quantize(COLOURS)
+                    shot.save(FOLDER / f"{name}-{screen}.png", optimize=True)
                     visit.context.close()
 
 

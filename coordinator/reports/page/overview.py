@@ -108,7 +108,7 @@ def hospital(info: pb.SiloInfo) -> Hospital:
         last_seen=info.last_seen_unix,
         policy=info.policy_digest[:12],
         software=info.software,
-        fingerprint=info.fingerprint[:23],
+        fingerprint=info.fingerprint[:16],
         alarm=info.alarm,
     )
 

@@ -102,8 +102,9 @@ class RunRecord:
         found = accuracy.clinical_of(rounds[-1]) if rounds else None
         if found is None or len(classes) != len(found.confusion):
             return None
+        sentence = clinical_report.sentence(found, sum(rounds[-1].examples))
         return Clinical(
-            sentence=clinical_report.sentence(found, sum(rounds[-1].examples)),
+            sentence=f"{sentence[:1].upper()}{sentence[1:]}",
             head=clinical_report.CLASS_HEAD,
             by_class=tuple(clinical_report.class_rows(found, classes)),
             classes=classes,
