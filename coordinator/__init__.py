@@ -8,6 +8,7 @@ storage/     what is kept: SQLite tables and transactions, objects, uploads
 reports/     what runs have brought: curves, comparison, pictures, the log of a run
 operations/  health of the running service
 pki/         the certificate authority and the membership
+export/      models for programs that do not know this one
 simulation/  `coordinator simulate`, sweeps, the privacy ablation
 demo/        `coordinator demo`: a real federation on one machine
 """

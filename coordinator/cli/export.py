@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from coordinator.api import accuracy
 from coordinator.console import private_form
+from coordinator.export import portable
 from coordinator.reports.start import started_from
 from fl_core.errors import ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest
@@ -63,8 +64,10 @@ def state_limit(manifest: RunManifest) -> int:
     return _STATE_COPIES * size + _STATE_EXTRA
 
 
-def export_model(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Path, Path]:
-    """Write `<out>/<run>.safetensors` and `<out>/<run>.md`; return both paths.
+def export_model(
+    detail: pb.RunDetail, state_file: Path, out: Path, formats: Sequence[str] = (), licence: str = ""
+) -> tuple[Path, Path, list[Path]]:
+    """Write `<out>/<run>.safetensors`, the card `<out>/<run>.md` and a file for each other format; return the paths.
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's.
     Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; as `check_detail`.
@@ -89,8 +92,14 @@ def export_model(detail: pb.RunDetail, state_file: Path, out: Path) -> tuple[Pat
         "model_digest": info.model_digest,
     }
     save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
-    card.write_text(model_card(info, manifest, detail.rounds))
-    return tensors, card
+    text, others = model_card(info, manifest, detail.rounds), list[Path]()
+    for kind in dict.fromkeys(formats):
+        others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
+        named = portable.facts(manifest, info.run_id, info.model_digest, licence)
+        portable.write(kind, manifest, server, named, others[-1])
+        text += "\n".join(map(printable, portable.lines(kind, others[-1].name, manifest)))
+    card.write_text(text)
+    return tensors, card, others
 
 
 def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> str:

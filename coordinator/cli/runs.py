@@ -237,15 +237,23 @@ def extend(
 def export(
     run: Run = "latest",
     out: Annotated[Path, typer.Option(help="Folder for the model and its card.")] = Path("models"),
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="Also as onnx, or as torch (a program of plain torch); may be repeated."),
+    ] = None,
+    licence: Annotated[str, typer.Option(help="Of the model, in your words, for the files of --format.")] = "",
     extension: Extensions = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's newest model as safetensors, with a model card."""
+    """Write a run's newest model as safetensors, with a model card; with --format also for other programs."""
     from coordinator.cli.export import check_detail, export_model, state_limit
+    from coordinator.export import portable
     from fl_core.rounds import extensions
 
     extensions.load_distributions(extension)
+    more = [name for name in formats or () if name != "safetensors"]
+    portable.require(more)
 
     with _client(home) as client, TemporaryDirectory() as scratch:
         detail = client.show(run)
@@ -255,11 +263,12 @@ def export(
             )
         state = Path(scratch) / "state"
         client.fetch(detail.info.model_object, state, state_limit(check_detail(detail)))
-        tensors, card = export_model(detail, state, out)
+        tensors, card, others = export_model(detail, state, out, more, licence)
     if as_json:
-        print_json({"model": str(tensors), "card": str(card), "model_digest": detail.info.model_digest})
+        files = {"model": str(tensors), "card": str(card), "others": [str(file) for file in others]}
+        print_json({**files, "model_digest": detail.info.model_digest})
     else:
-        console.OUT.print(f"wrote {tensors} and {card}", soft_wrap=True)
+        console.OUT.print(f"wrote {', '.join(map(str, (tensors, *others)))} and {card}", soft_wrap=True)
 
 
 def silos(home: Home = None, as_json: Json = False) -> None:
