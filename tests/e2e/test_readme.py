@@ -22,15 +22,15 @@ QUICKSTART = README[README.index("## Quickstart") :] + OPERATIONS
 BLOCK = re.compile(r"```sh(?: ([a-z ]+))?\n(.*?)```", re.DOTALL)
 
 
-def _blocks(text: str) -> list[tuple[list[str], str]]:
+def blocks(text: str) -> list[tuple[list[str], str]]:
     return [(match[1].split() if match[1] else [], match[2]) for match in BLOCK.finditer(text)]
 
 
-def _images(folder: Path, classes: dict[str, tuple[int, int, int]]) -> None:
+def images(folder: Path, classes: dict[str, tuple[int, int, int]], each: int = 20) -> None:
     for name, colour in classes.items():
         (folder / name).mkdir(parents=True)
-        for k in range(20):
-            shade = tuple(min(255, c + 3 * k) for c in colour)
+        for k in range(each):
+            shade = tuple(min(255, c + k) for c in colour)
             Image.new("RGB", (48, 40), shade).save(folder / name / f"{k}.jpg")  # type: ignore[arg-type]
 
 
@@ -66,11 +66,11 @@ class Machine:
 def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
     port = free_port()
     machines = {"north": Machine(tmp_path / "north"), "south": Machine(tmp_path / "south")}
-    _images(tmp_path / "north/images", {"melanoma": (60, 20, 20), "nevus": (120, 80, 40)})
-    _images(tmp_path / "south/images", {"nevus": (120, 80, 40), "keratosis": (200, 180, 150)})
+    images(tmp_path / "north/images", {"melanoma": (60, 20, 20), "nevus": (120, 80, 40)})
+    images(tmp_path / "south/images", {"nevus": (120, 80, 40), "keratosis": (200, 180, 150)})
     ran = 0
     try:
-        for words, script in _blocks(QUICKSTART):
+        for words, script in blocks(QUICKSTART):
             script = script.replace("consilium.example.org:8443", f"127.0.0.1:{port}")
             script = script.replace("0.0.0.0:8443", f"127.0.0.1:{port}")
             if words == ["both"]:
@@ -95,16 +95,16 @@ def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", ["2", "20"])
 def test_every_command_for_researchers_works(rounds: str, tmp_path: Path) -> None:
-    ((words, script),) = _blocks(RESEARCH)
+    ((words, script),) = blocks(RESEARCH)
     assert words == ["simulate"]
     assert "rounds=20" in script
     assert "global accuracy" in Machine(tmp_path / "r").run(script.replace("rounds=20", f"rounds={rounds}"))
 
 
 def test_no_command_of_the_readme_is_without_a_test() -> None:
-    kinds = [" ".join(words) for words, _ in _blocks(README)]
-    quickstart = [" ".join(words) for words, _ in _blocks(QUICKSTART)]
-    operations = [" ".join(words) for words, _ in _blocks(OPERATIONS)]
+    kinds = [" ".join(words) for words, _ in blocks(README)]
+    quickstart = [" ".join(words) for words, _ in blocks(QUICKSTART)]
+    operations = [" ".join(words) for words, _ in blocks(OPERATIONS)]
     assert [*kinds, *operations] == ["", "", *quickstart]
     assert set(operations) == {"north", "south"}
-    assert [script.strip() for _, script in _blocks(README)][:2] == ["make demo", "make test"]
+    assert [script.strip() for _, script in blocks(README)][:2] == ["make demo", "make test"]

@@ -1,0 +1,114 @@
+"""The tutorials are run as they stand, but for an address: each by the role that it is for, the others beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_readme import Machine, blocks, images
+from tests.support import until
+from tests.support.processes import ROOT, free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+COLOURS = {"melanoma": (60, 20, 20), "nevus": (120, 80, 40), "keratosis": (200, 180, 150)}
+
+
+@contextmanager
+def machines(folder: Path, *names: str) -> Iterator[dict[str, Machine]]:
+    found = {name: Machine(folder / name) for name in names}
+    try:
+        yield found
+    finally:
+        for machine in found.values():
+            machine.stop()
+
+
+def serves(machine: Machine, script: str) -> None:
+    log = machine.serve(script)
+    until(lambda: b"serving" in log.read_bytes() or b"connected" in log.read_bytes(), f"{script}: {log.read_text()}")
+
+
+def tutorial(name: str, port: int) -> list[tuple[list[str], str]]:
+    text = (ROOT / f"docs/tutorials/{name}.md").read_text()
+    for address in ("consilium.example.org:8443", "0.0.0.0:8443"):
+        text = text.replace(address, f"127.0.0.1:{port}")
+    found = blocks(text)
+    assert len(found) == text.count("```sh")
+    return found
+
+
+def state(lead: Machine) -> str:
+    return str(json.loads(lead.run("coordinator runs --json"))[0]["state"])
+
+
+def joined(machine: Machine, lead: Machine, name: str, classes: list[str]) -> None:
+    """Let another hospital take part that the tutorial is not about."""
+    images(machine.folder / "images", {c: COLOURS[c] for c in classes})
+    token = lead.folder / f"{name}.token"
+    if not token.exists():
+        lead.run(f"coordinator invite {name} --out {name}.token")
+    machine.run(f"silo join --token-file {token}")
+    serves(machine, "silo serve --data folder:images")
+
+
+def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
+    port = free_port()
+    with machines(tmp_path, "lead", "south", "other") as there:
+        lead, south, other = there["lead"], there["south"], there["other"]
+        lead.run(f"coordinator init study --address 127.0.0.1:{port}")
+        lead.run(f"coordinator invite south --out {south.folder}/south.token")
+        serves(lead, f"coordinator serve --bind 127.0.0.1:{port}")
+        images(south.folder / "images", {c: COLOURS[c] for c in ("nevus", "keratosis")}, 50)
+        joined(other, lead, "other", ["melanoma", "nevus"])
+        other.run("silo ledger register --data folder:images --name skin")
+        other.run("silo ledger budget set skin --epsilon 8 --delta 1e-5 --reason trial")
+        for words, script in tutorial("hospital", port):
+            machine = there[words[0]]
+            if "service" in words:
+                serves(machine, script)
+            elif "waits" in words:
+                until(lambda: "fedavg" in south.run("silo approve"), "a run that waits")
+                assert "epsilon" in south.run("silo approve")
+                machine.run(script)
+            else:
+                if "after" in words:
+                    until(lambda: state(lead) in ("finished", "failed", "paused"), "the run's end")
+                    assert state(lead) == "finished"
+                machine.run(script)
+        spent = south.run("silo ledger show --json")
+        assert '"skin' in spent
+
+
+def test_the_tutorial_for_leads(tmp_path: Path) -> None:
+    port = free_port()
+    with machines(tmp_path, "north", "hospital-a", "hospital-b") as there:
+        north = there["north"]
+        for words, script in tutorial("lead", port):
+            if "service" in words:
+                serves(north, script)
+                continue
+            if "joined" in words:
+                joined(there["hospital-a"], north, "hospital-a", ["melanoma", "nevus"])
+                joined(there["hospital-b"], north, "hospital-b", ["nevus", "keratosis"])
+            north.run(script)
+        assert list((north.folder / "models").glob("*.safetensors"))
+        assert (north.folder / "curves.png").stat().st_size > 1000
+
+
+def test_the_tutorial_for_administrators(tmp_path: Path) -> None:
+    port = free_port()
+    with machines(tmp_path, "north", "south") as there:
+        for words, script in tutorial("administrator", port):
+            if "service" in words:
+                if words[0] == "south":
+                    images(there["south"].folder / "images", COLOURS)
+                serves(there[words[0]], script)
+                continue
+            token = there["north"].folder / "clinic.token"
+            if words == ["south"] and token.exists():
+                (there["south"].folder / "clinic.token").write_text(token.read_text())
+            there[words[0]].run(script)
