@@ -27,8 +27,8 @@ class RunRequest:
     """A run as a hospital decides about it.
 
     profile: of privacy; epsilon, delta, subject only of a private one   rng, test_data: its options   prototypes: the
-    run takes them from this hospital   charges: (noise, rate, steps) of all rounds, by split, at most; None where this
-    hospital is no member.
+    run takes them from this hospital   extensions: code that is not of this software   charges: (noise, rate, steps) of
+    all rounds, by split, at most; None where this hospital is no member.
     """
 
     method: str
@@ -39,6 +39,7 @@ class RunRequest:
     hospitals: int
     lead: str = ""
     start: str = ""
+    extensions: tuple[str, ...] = ()
     profile: str = "none"
     epsilon: float | None = None
     delta: float | None = None
@@ -88,6 +89,9 @@ class RunRequest:
             Comparison("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
             Comparison("Length", f"{self.rounds} rounds with {self.hospitals} hospitals, {self.model}{start}", "–"),
         ]
+        if self.extensions:
+            allowed = ", ".join(runs.extensions) or "none"
+            rows.append(Comparison("Code of others", "; ".join(self.extensions), allowed))
         if self.epsilon is None or self.delta is None:
             asked, allowed = "no differential privacy", f"only {floors.require}" if floors.require else "also without"
             return [*rows, Comparison("Privacy", asked, allowed), self._results(policy), self._prototypes(policy)]

@@ -44,6 +44,7 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         hospitals=len(manifest.members),
         lead=manifest.lead,
         start="" if manifest.start is None else str(manifest.start),
+        extensions=tuple(map(str, manifest.extensions)),
         profile=manifest.privacy.name,
         epsilon=None if terms is None else terms.epsilon,
         delta=None if terms is None else terms.delta,

@@ -204,3 +204,30 @@ def test_a_budget_used_up_many_times_over_is_still_a_share(tmp_path) -> None:
     assert found.used is not None
     assert found.used > 1
     assert "of 0.1 is spent" in found.sentence()
+
+
+def test_a_request_stands_beside_what_the_policy_says_of_it() -> None:
+    policy = Policy.parse(
+        b"[runs]\nleads = ['anna']\nmethods = ['fedmr']\nextensions = ['their-methods']\n"
+        b"[privacy]\nrequire = 'dp_record'\nepsilon = 4\n[prototypes]\nhidden = ['3']\nmin_count = 5\n"
+    )
+    run = private(epsilon=2.0, rng="secure")
+    request = replace(request_of(CompiledRun.of(run), "center1", True), lead="bob", extensions=("a:B of d 1",))
+    found = {c.what: (c.asked, c.policy) for c in request.compare(policy)}
+    assert found["Asked for by"] == ("bob", "anna")
+    assert found["Method"] == ("fedavg", "fedmr")
+    assert found["Code of others"] == ("a:B of d 1", "their-methods")
+    assert found["Privacy"] == (
+        "epsilon 2 at delta 1e-05 for each record (dp_record)",
+        "at most epsilon 4 at delta 1e-05, only dp_record",
+    )
+    assert found["Noise"] == ("from a secret source", "only secret noise")
+    assert found["Class prototypes"] == (
+        "not asked for",
+        "may leave, but not of 3, but only of classes with at least 5",
+    )
+    plain = {
+        c.what: (c.asked, c.policy) for c in request_of(CompiledRun.of(manifest()), "center1", True).compare(policy)
+    }
+    assert plain["Privacy"] == ("no differential privacy", "only dp_record")
+    assert "Code of others" not in plain

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import re
 import threading
+from contextlib import closing
 from pathlib import Path
 from shutil import copytree
 
@@ -16,7 +18,9 @@ from silo.storage.store import Store
 from tests.support import until
 from tests.support.chromium import Visit, chromium
 from tests.support.hospital_page import furnished
+from tests.support.privacy import SEEDED_POLICY, TRAIN, budgeted, private
 from tests.support.web import address_of
+from web.rendering import size
 from web.serve import PageServer
 
 ASKS, OTHER = "fedmr-digits-7f3c", "fedavg-digits-90d2"
@@ -87,6 +91,38 @@ def test_a_run_is_approved_and_the_page_follows_what_happens_without_being_loade
     assert "command approve" in page.locator("#log").inner_text()
     assert (visit.elsewhere, visit.complaints) == ([], [])
     visit.context.close()
+
+
+@pytest.mark.slow
+def test_a_service_waits_for_the_button_trains_and_the_page_says_what_left_and_what_was_spent(
+    browser, make, tmp_path
+) -> None:
+    ledger = budgeted(tmp_path / "home0", policy=SEEDED_POLICY + '[runs]\napprove = "by hand"\n')
+    hospital = make(private(epsilon=2.0))
+    hospital.start()
+    shown = HospitalPage(Home(tmp_path / "home0"))
+    with closing(shown), PageServer(shown.site(), tmp_path / "home0") as server:
+        visit = Visit(browser, server)
+        page = visit.page
+        assert page.get_by_role("heading", level=1).inner_text() == "Nothing has left this hospital"
+        hospital.offer()
+        page.locator("#decide").get_by_text("run-1, asked").wait_for()
+        said = page.locator("#decide").inner_text()
+        assert ledger.history(TRAIN) == []
+        button(page, "Approve", "run-1").click()
+        hospital.sent()
+        hospital.close()
+        hospital.settled()
+        page.get_by_text("No image has left this hospital").wait_for()
+        page.locator("#spent").get_by_text("is spent for each record: whatever").first.wait_for()
+        status = ledger.status(TRAIN)
+        assert f"Epsilon {status.spent_rdp:.2f} of 8 is spent" in page.locator("#spent").inner_text()
+        most = float(re.findall(r"center1/train: epsilon (\d+\.\d\d) of 8 would be spent", said)[0])
+        assert 0 < status.spent_rdp <= most <= 2.0
+        (update,) = hospital.transfer.opened.values()
+        assert f"1 update left, {size(update.size)}" in page.locator("#headline").inner_text()
+        assert visit.complaints == []
+        visit.context.close()
 
 
 SCREENS = {
