@@ -264,6 +264,15 @@ def place(event: pb.Event, rounds: int) -> str:
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
 
+def clinical_text(info: pb.RoundInfo) -> str:
+    """Say balanced accuracy and AUC, which may cover fewer hospitals; empty where accuracies alone were measured."""
+    found, tested = accuracy.clinical_of(info), sum(info.examples)
+    if found is None:
+        return ""
+    part = f" on {found.examples} of {tested:.0f} test images" if found.examples < tested else ""
+    return f"  balanced {accuracy.balanced(info).text()}  AUC {clinical_report.auc(found.macro_auc)}{part}"
+
+
 def clinical_tables(info: pb.RoundInfo, classes: Sequence[str]) -> list[Table | str]:
     """Say what a round's evaluation measured, by class and over all; empty where it measured accuracies alone."""
     found = accuracy.clinical_of(info)
@@ -301,8 +310,7 @@ class Watcher:
         if event.HasField("closed"):
             self._personal = personal_text(event.closed.personal, event.closed.withheld)
             self._accuracies[event.closed.round] = accuracy.of_round(event.closed).point
-            measured = accuracy.clinical_of(event.closed)
-            self._clinical = f"  {clinical_report.short(measured)}" if measured else ""
+            self._clinical = clinical_text(event.closed)
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
         if event.silo:

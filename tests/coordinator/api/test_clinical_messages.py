@@ -71,7 +71,14 @@ def test_watch_shows_the_newest_metrics() -> None:
     out = Console(width=200, force_terminal=False)
     with out.capture() as captured, console.Watcher(out) as watcher:
         watcher.show(pb.Event(kind="closed", closed=sent(measured()), info=pb.RunInfo(run_id="r", accuracy=0.5)))
-    assert "balanced 50.0 %  AUC 0." in captured.get()
+        info = sent(measured())
+        info.correct[1], info.examples[1] = 4, 5  # of which one hospital sends accuracies alone
+        watcher.show(pb.Event(kind="closed", closed=info, info=pb.RunInfo(run_id="r", accuracy=0.5)))
+    first, second = captured.get().splitlines()
+    assert "balanced 50.00 %  AUC 0." in first
+    assert "test images" not in first
+    assert "balanced 65.00 %  AUC 0." in second
+    assert "on 4 of 7 test images" in second
 
 
 @pytest.mark.parametrize(

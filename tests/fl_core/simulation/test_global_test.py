@@ -80,3 +80,21 @@ def test_a_method_without_a_global_model_has_nothing_to_measure() -> None:
     simulate(RunSetup.of(run), given, history)
     assert history.measured == history.records
     assert [r.accuracy for r in history.measured] == [-1.0] * 3
+
+
+def test_clinical_metrics_cover_all_silos_too_and_the_official_test_set_of_runs_that_measure_none_themselves() -> None:
+    run, given = manifest(train=TRAIN, metrics="clinical", cohort=1, rounds=2), shares()
+    history = BestHistory(GlobalTestEvaluator(RunSetup.of(run), given))
+    simulate(RunSetup.of(run), given, history)
+    basic, whole = manifest(train=TRAIN, rounds=2), RoundHistory()
+    apart = [replace(s, public=given[1].test) for s in given]
+    official = BestHistory(GlobalTestEvaluator(RunSetup.of(basic), apart, clinical=True))
+    simulate(RunSetup.of(basic), apart, official)
+    simulate(RunSetup.of(basic), given, whole)
+    for record in (*history.measured, *official.measured):
+        assert record.clinical is not None
+        assert tuple(map(float, record.clinical.per_class)) == record.examples
+        assert [row[c] for c, row in enumerate(record.clinical.confusion)] == list(record.correct)
+    assert [r.examples for r in official.measured] == [official.measured[0].examples] * 3
+    assert sum(official.measured[0].examples) == len(given[1].test)
+    assert official.records == whole.records  # whose own evaluations stay basic
