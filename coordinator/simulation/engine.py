@@ -12,6 +12,7 @@ import torch
 
 from coordinator.simulation.checkpoints import Checkpoints
 from fl_core.errors import ConfigError, RefusedError
+from fl_core.rounds import extensions
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -143,6 +144,7 @@ class SimulationEngine:
             (f"--device {self.device}", choose_device(self.device).type != "cpu"),
             ("--deterministic", self.exact),
             ("--engine batched", self.engine == "batched"),
+            ("a method or model of this process alone", not extensions.importable(run.manifest.extensions)),
         ]
         why = next((text for text, holds in alone if holds), "")
         if self.workers > 1:

@@ -33,6 +33,8 @@ from fl_core.suggest import suggest
 KINDS = ("method", "model", "data", "partition")
 _GROUPS = {"method": "methods", "model": "models", "data": "data", "partition": "partitions"}
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_IN_HAND = ("memory:", "__main__:")
+"""How names of what this process alone has begin: a notebook's classes, arrays."""
 _MOST_CHARS = 200
 _MOST_FILES, _MOST_BYTES = 10_000, 512 << 20
 
@@ -229,7 +231,7 @@ def load(kind: str, word: str) -> str | None:
     reference = reference_of(kind, word)
     if reference is None:
         return None
-    if reference.startswith(("memory:", "__main__:")):  # what this process was given
+    if reference.startswith(_IN_HAND):
         if loaded(kind, reference) is None:
             raise unknown(kind, reference, ())
         return reference
@@ -237,6 +239,11 @@ def load(kind: str, word: str) -> str | None:
         sys.path.append(here)
     _import(identify(kind, reference))
     return reference
+
+
+def importable(named: Sequence[Extension]) -> bool:
+    """Tell whether another process of this machine can load them."""
+    return not any(extension.name.startswith(_IN_HAND) for extension in named)
 
 
 def load_again(named: Sequence[Extension]) -> None:

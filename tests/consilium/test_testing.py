@@ -15,7 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from consilium.extending import ArrayData, FedAvg, HeadOptions, LocalResult, Losses, Part
 from consilium.testing import check_data, check_method, check_model, check_partition
+from consilium.testing.cases import MethodCase, run_checks
 from consilium.testing.methods import CHECKS
+from fl_core.rounds import extensions
 
 
 def broken_by(check: Callable[[], None]) -> str:
@@ -91,9 +93,22 @@ class Sharing(FedAvg):
     ],
 )
 def test_a_method_that_breaks_a_promise_is_told_which(method: type[FedAvg], promise: str) -> None:
-    said = broken_by(lambda: check_method(method))
-    assert f"of {len(CHECKS)} promises" in said
-    assert promise in said
+    (check,) = [check for check in CHECKS if check.__name__ == promise.replace(" ", "_")]
+    with extensions.given("method", method) as name:
+        said = broken_by(lambda: run_checks([check], MethodCase(name, {}), method.__name__))
+    assert said.startswith(f"{method.__name__} breaks 1 of 1 promises:\n  {promise}: ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both(Keeping, Silent):
+    """Breaks two."""
+
+
+def test_all_broken_promises_are_named_at_once() -> None:
+    said = broken_by(lambda: check_method(Both))
+    assert f"of {len(CHECKS)} promises:" in said
+    assert "a method names what it sends" in said
+    assert "merge mutates neither the state nor the sum" in said
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from consilium.extending import ArrayData, FedAvg, HeadOptions, Schema, SplitMod
 from coordinator.cli.research import simulate as command
 from coordinator.config.hydra_config import choices, compose_spec
 from coordinator.simulation import python_api, runner
+from coordinator.simulation.engine import SimulationEngine
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models.small.digits import DigitsLinear
 from fl_core.rounds import extensions
@@ -242,6 +243,15 @@ def test_values_come_through_hydra_s_grammar_as_they_are(value: object) -> None:
 def test_text_with_quotes_and_backslashes_reaches_the_configuration() -> None:
     for text in ("it's\\", "\\'", "a: [b], {c}=d # e", ""):
         assert compose_spec([f"name={python_api._hydra('name', text)}"]).name == text
+
+
+def test_a_method_that_no_other_process_can_import_is_refused_workers_and_gets_none_by_itself() -> None:
+    class Local(FedAvg):
+        pass
+
+    with pytest.raises(ConfigError, match="a method or model of this process alone"):
+        simulate(Local, PAIRS, "iid-2", engine=SimulationEngine(workers=2), **FEW)
+    assert simulate(Local, PAIRS, "iid-2", **FEW).digest == simulate("fedavg", PAIRS, "iid-2", **FEW).digest
 
 
 def test_choices_do_not_show_what_was_given_in_hand() -> None:
