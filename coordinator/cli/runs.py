@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,9 @@ from coordinator.reports.start import start_json, started_from
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import local_time, make_table, print_json
+
+if TYPE_CHECKING:
+    from coordinator.reports.trackers import Tracking
 
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
 
@@ -85,26 +88,42 @@ def run(
         _follow(client, info.run_id, as_json)
 
 
-def watch(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
-    """Follow a run, also after `run` was interrupted; ends when the run does."""
+def watch(
+    run: Run = "latest",
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(help="Also write its curves: tensorboard:DIR or mlflow:URI; may be repeated."),
+    ] = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told again."""
+    from coordinator.reports.trackers import Tracking, open_tracker
+
     with _client(home) as client:
-        _follow(client, run, as_json)
+        info = client.show(run).info
+        about = {"name": info.name, "method": info.method, "data": info.data, "manifest": info.manifest_digest}
+        opened = [open_tracker(where, info.run_id, about) for where in tracker or ()]
+        tracking = Tracking(opened, lambda text: console.ERR.print(text, soft_wrap=True))
+        _follow(client, info.run_id if tracker else run, as_json, tracking)
 
 
-def _follow(client: LeadClient, run: str, as_json: bool) -> None:
+def _follow(client: LeadClient, run: str, as_json: bool, tracking: Tracking | None = None) -> None:
     try:
-        if as_json:
+        with nullcontext() if as_json else console.Watcher() as watcher:
             for event in client.watch(run):
-                if event.kind != "silo":
-                    print_json(console.event_json(event))
-        else:
-            with console.Watcher() as watcher:
-                for event in client.watch(run):
+                if watcher is not None:
                     watcher.show(event)
+                elif event.kind != "silo":
+                    print_json(console.event_json(event))
+                if tracking is not None and event.HasField("closed"):
+                    tracking.note(event.closed)
     except KeyboardInterrupt:
         console.ERR.print(f"the run goes on; follow it again with: coordinator watch {run}")
         raise typer.Exit(130) from None
     info = client.show(run).info
+    if tracking is not None:
+        tracking.end(info.state)
     _show_info(info, as_json)
     if info.state != "finished":
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ comparison.py      several runs side by side: configurations, scores, what makes
 plots.py           the same as a picture, with matplotlib
 terminal_chart.py  the same in a few lines of a terminal
 page/              `coordinator page`
+trackers.py        TensorBoard and MLflow as readers of a run
 start.py           where a run began
 run_log.py         the events of a run and the lines of the audit log that name it, in one order
 """
