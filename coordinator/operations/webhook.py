@@ -1,0 +1,186 @@
+"""A message to a program of the operator's when a run ends, fails or pauses: JSON over HTTPS, signed by a shared key.
+
+A thread of its own reads the runs' events and sends one message after the other; rounds never wait for it. Redirects
+are not followed, answers are not read beyond their status, and proxies are those of the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from coordinator.storage.records import EndedEvent
+from coordinator.storage.runs import RunStore
+from fl_core.errors import ConfigError, FederationError
+from protos.storage import private_files
+
+log = logging.getLogger(__name__)
+STATE_FILE = "webhook.json"
+"""In the home: the last event that was sent, so that a restart neither loses one nor begins with old ones."""
+SIGNATURE = "X-Consilium-Signature"
+LEAST_KEY_BYTES = 32
+TIMEOUT_S = 10.0
+WAITS_S = (1.0, 5.0, 30.0, 120.0, 600.0)
+"""Before another try of a message; after the last it is given up, and the log says so."""
+_LOOK_S = 2.0
+_CODE = re.compile(r"E-[A-Z]+-\d\d")
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Where messages go, and the key that signs them: HMAC-SHA256 over the body, in hex, after `sha256=`."""
+
+    url: str
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, url: str, key_file: Path | None) -> Webhook:
+        """Check a URL and read the key; raises ConfigError (E-CFG-02), StateError (E-STATE-42) on a key open to others.
+
+        Plain http is taken for this machine alone.
+        """
+        try:
+            parts = urlsplit(url)
+            host, _ = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise ConfigError("E-CFG-02", f"expected --webhook https://..., found {error}: correct it") from error
+        if not url.isascii() or not url.isprintable() or " " in url or parts.username or parts.password:
+            raise ConfigError("E-CFG-02", "expected --webhook of plain characters and without a password: correct it")
+        if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(host))):
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected --webhook https://..., or http:// here, found {url[:200]!r}: correct it",
+            )
+        if key_file is None:
+            raise ConfigError("E-CFG-02", "expected --webhook-key FILE beside --webhook, found none: give a key")
+        key = private_files.read_private(key_file).strip()
+        if len(key) < LEAST_KEY_BYTES:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected a key of {LEAST_KEY_BYTES} bytes in {key_file}, found {len(key)}: make a longer one",
+            )
+        return cls(url, key)
+
+    def post(self, body: bytes) -> None:
+        """Send a body once; raises OSError or HTTPException unless it is answered with a status of 2xx."""
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "consilium",
+            SIGNATURE: "sha256=" + hmac.new(self.key, body, hashlib.sha256).hexdigest(),
+        }
+        request = urllib.request.Request(self.url, body, headers, method="POST")  # noqa: S310 - of() checked the scheme
+        here = [urllib.request.ProxyHandler({})] if self.url.startswith("http:") else []  # no proxy leads to loopback
+        opener = urllib.request.build_opener(_NoRedirects(), *here)
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            if not 200 <= answer.status < 300:
+                raise urllib.error.URLError(f"status {answer.status}")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def message(found: EndedEvent, consortium: str) -> bytes:
+    """Write what is sent: which run, its state, and the code of the reason. No measurement, and no hospital's name."""
+    code = _CODE.search(found.text)
+    return json.dumps(
+        {
+            "version": 1,
+            "delivery": f"{found.run}/{found.number}",
+            "event": f"run.{found.text.partition(':')[0]}",
+            "consortium": consortium,
+            "run": found.run,
+            "name": found.name,
+            "method": found.method,
+            "rounds": found.rounds,
+            "closed": found.closed,
+            "code": code[0] if code else None,
+            "at": found.at,
+            "manifest_digest": found.manifest_digest,
+            "model_digest": found.model_digest or None,
+        },
+        sort_keys=True,
+    ).encode()
+
+
+class WebhookSender:
+    """Sends messages on a thread of its own, from `start` to `stop`."""
+
+    def __init__(
+        self, webhook: Webhook, runs: RunStore, home: Path, consortium: str, waits: Sequence[float] = WAITS_S
+    ) -> None:
+        self._webhook, self._runs, self._consortium, self._waits = webhook, runs, consortium, waits
+        self._file = home / STATE_FILE
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; a message that is under way is sent again by the next service."""
+        self._stopping.set()
+        self._thread.join(TIMEOUT_S + 1)
+
+    def _run(self) -> None:
+        try:
+            last = self._last()
+        except FederationError:
+            log.exception("the webhook cannot begin")
+            return
+        while not self._stopping.is_set():
+            try:
+                for found in self._runs.ended_events(last):
+                    if not self._deliver(message(found, self._consortium), found.run):
+                        return
+                    last = found.row
+                    private_files.write_private(self._file, json.dumps({"sent": last}).encode())
+            except Exception:  # a disk or a database that does not answer now: looked at again
+                log.exception("the webhook met an unexpected error")
+            self._stopping.wait(_LOOK_S)
+
+    def _last(self) -> int:
+        """Return the last event that was sent: of a first start, and of a database that was put back, the newest."""
+        newest = self._runs.last_ended()
+        try:
+            sent = json.loads(private_files.read_private(self._file))["sent"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, FederationError):
+            sent = newest
+        last = min(sent, newest) if type(sent) is int else newest
+        private_files.write_private(self._file, json.dumps({"sent": last}).encode())
+        return last
+
+    def _deliver(self, body: bytes, run: str) -> bool:
+        """Try until it is taken or given up; return False when the service stops."""
+        for wait in (*self._waits, None):
+            try:
+                self._webhook.post(body)
+                log.info("the webhook was told of %s", run)
+                return True
+            except (OSError, HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors
+                cause = type(error).__name__ if wait is not None else f"{type(error).__name__}: it is given up"
+                log.warning("the webhook was not told of %s: %s", run, cause)
+            if wait is not None and self._stopping.wait(wait):
+                return False
+        return True
