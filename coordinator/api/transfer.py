@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from coordinator.api.admission import DownloadTurns, Slot, UploadSlots
 from coordinator.api.authorization import Authorizer, Context
@@ -288,7 +289,10 @@ class PutStream:
         self._ended.set()
 
     async def next(self) -> pb.Chunk | None:
-        """Return the next chunk, None at the end; raises UnavailableError (E-NET-12) when it does not come."""
+        """Return the next chunk, None at the end.
+
+        Raises UnavailableError (E-NET-12) when it does not come, ProtocolError (E-WIRE-06) when it is no chunk.
+        """
         reading = asyncio.ensure_future(self._context.read())
         ended = asyncio.ensure_future(self._ended.wait())
         try:
@@ -297,7 +301,10 @@ class PutStream:
                 raise UnavailableError("E-NET-12", "this update is being sent over another stream: open it again")
             if not reading.done():
                 raise UnavailableError("E-NET-12", f"no chunk came for {self._idle_s:g} s: open the update again")
-            chunk = reading.result()
+            try:
+                chunk = reading.result()
+            except DecodeError as error:
+                raise ProtocolError("E-WIRE-06", "expected a chunk, found bytes that are no message") from error
             return None if chunk is grpc.aio.EOF else chunk
         finally:
             ended.cancel()

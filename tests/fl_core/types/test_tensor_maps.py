@@ -13,7 +13,7 @@ from fl_core.types.records import Schema
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_of_tensors_are_those_of_the_state_dict(name: str) -> None:
-    odd = {"char_lstm": (80,), "spiral_mlp": (2,), "mlp_net": (1, 28, 28)}
+    odd = {"char_lstm": (80,), "spiral_mlp": (2,), "mlp_net": (1, 28, 28), "table_mlp": (7,)}
     shape = (1, 8, 8) if name.startswith("digits") else odd.get(name, (3, 32, 32))
     with torch.device("meta"):
         model = MODELS[name]().build(Schema(shape, tuple("abcd")))
