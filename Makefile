@@ -59,7 +59,7 @@ bench: setup  ## The benchmarks, with their numbers
 	@$(BIN)/python -m benchmarks.steps --json
 	@$(BIN)/python -m benchmarks.simulate --json
 	@$(BIN)/python -m benchmarks.simulate --epochs 1 --json
-	@$(BIN)/python -m benchmarks.fedmr_digits
+	@$(BIN)/python -m benchmarks.comparison digits_cnn --stored
 
 protos: setup  ## Regenerate the protocol code and the page of errors
 	@$(BIN)/python -m tests.regenerate

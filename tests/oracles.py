@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 
-def slow_intra(z: Tensor, y: Tensor, *, code: bool = False, literal_std: bool = False, eps: float = 1e-8) -> Tensor:
-    """FedMR's L_intra class by class, with the d x d matrices."""
+def slow_intra(
+    z: Tensor, y: Tensor, *, code: bool = False, literal_std: bool = False, eps: float = 1e-8, mean: bool = False
+) -> Tensor:
+    """FedMR's L_intra class by class, with the d x d matrices; mean: of their squared entries, in place of the sum."""
     total, classes, examples = z.sum() * 0, 0, 0
     for c in y.unique().tolist():
         x = z[y == c]
@@ -21,7 +23,7 @@ def slow_intra(z: Tensor, y: Tensor, *, code: bool = False, literal_std: bool = 
             total = total + sum(product[i, j] ** 2 for i in range(d) for j in range(d) if i != j) / (d * (d - 1))
         else:
             m = product / (n - 1) * (n / (n - 1) if literal_std else 1.0)
-            total = total + m.square().sum()
+            total = total + (m.square().mean() if mean else m.square().sum())
     return total / max(1, examples if code else classes)
 
 

@@ -27,12 +27,26 @@ def _yaml(path: str) -> dict[str, object]:
 
 def test_every_registered_name_is_a_choice_with_the_defaults_of_its_dataclass() -> None:
     for group, registry in (("method", METHODS), ("model", MODELS)):
-        assert choices(group) == sorted(registry)
+        presets = {path.stem for path in (ROOT / group).glob("*.yaml")}
+        assert choices(group) == sorted({*registry, *presets})
         for name, kind in registry.items():
             options = dict(getattr(compose_spec([f"{group}={name}", "data=spiral"]), group))
             assert options.pop("name") == name
             assert read_options(kind, name, options) == kind()
     assert choices("privacy") == sorted(PROFILES)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("method/*.yaml")), ids=lambda path: path.stem)
+def test_a_preset_is_its_method_with_the_papers_values_and_others_than_the_defaults(path: Path) -> None:
+    spec, said = compose_spec([f"method={path.stem}"]), _yaml(f"method/{path.name}")
+    assert spec.method["name"] == path.stem.split("_")[0]
+    default, own = compose_spec([f"method={spec.method['name']}"]).method, said["method"]
+    assert isinstance(own, dict)
+    assert spec.method == {**default, **own} != default
+    changed = compose_spec(
+        [f"method={path.stem}", "data=spiral", f"method.{next(iter(own))}={default[next(iter(own))]}"]
+    )
+    assert changed.method[next(iter(own))] == default[next(iter(own))]
 
 
 def _composes(method: str, data: str) -> None:
@@ -93,11 +107,11 @@ def test_class_disjoint_digits_have_a_network_a_schedule_and_weights_of_their_ow
     words = ["method=fedmr", "data=digits", "federation=p5c2"]
     here, other = compose_spec(words), compose_spec([*words[:2], "federation=p10c3"])
     assert (here.model["norm"], here.train.lr, here.train.momentum, here.method["mu1"]) == ("none", 0.2, 0.0, 0.03)
-    assert (other.model["norm"], other.train.lr, other.method["mu1"]) == ("group", 0.01, 1e-5)
+    assert (other.model["norm"], other.train.lr, other.method["mu1"]) == ("group", 0.01, 0.1)
     own = compose_spec([*words, "model.norm=group", "train.lr=0.5", "method.mu1=0"])
     assert (own.model["norm"], own.train.lr, own.method["mu1"]) == ("group", 0.5, 0)
     linear = compose_spec([*words, "model=digits_linear"])
-    assert (linear.train.momentum, linear.method["mu1"]) == (0.9, 1e-5)
+    assert (linear.train.momentum, linear.method["mu1"]) == (0.9, 0.1)
     assert compose_spec([*words, "experiment=fedmr_1", "scale=small"]).model["norm"] == "group"
 
 

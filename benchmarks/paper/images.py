@@ -28,9 +28,10 @@ _CIFAR10 = re.compile(r"images=cifar10-(\d+)-(\d+)")
 _ISIC2019 = re.compile(r"images=isic2019-(\d+)(?:-(\d+)-(\d+))?")
 
 
-def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
+def resolved(words: Sequence[str], data_root: Path | None, *, cut: bool = True) -> list[str]:
     """Replace images=... by the words of a real data set, cutting it where that was not done before.
 
+    cut: False looks at no image and names a folder that is not there: enough to say what a run computes.
     Raises ConfigError (E-CFG-01) on another form, DataError (E-DATA-02) where the images are not there.
     """
     found: list[str] = []
@@ -38,7 +39,7 @@ def resolved(words: Sequence[str], data_root: Path | None) -> list[str]:
         if not word.startswith("images="):
             found.append(word)
         elif match := _CIFAR10.fullmatch(word):
-            path = _cifar10(_root(data_root), int(match[1]), int(match[2]))
+            path = _cifar10(_root(data_root), int(match[1]), int(match[2])) if cut else _cache("not-cut")
             found += ["data=folder", f"data.path={path}", f"data.classes=[{','.join(CIFAR10)}]", "data.image_size=32"]
         elif match := _ISIC2019.fullmatch(word):
             found += ["data=isic2019", f"data.image_size={match[1]}"]

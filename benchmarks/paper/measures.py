@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.paper.paper_metrics import rounds_to_target
+from benchmarks.run_store import Run
 from privacy.reports.uncertainty import LAST
 
-Run = Mapping[str, object]
 Reader = Callable[[Run, Run | None, int], float]
 
 

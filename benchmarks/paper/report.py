@@ -12,9 +12,10 @@ from statistics import mean, stdev
 
 import torch
 
-from benchmarks.paper.measures import MEASURES, Run
+from benchmarks.paper.measures import MEASURES
 from benchmarks.paper.study import Grid
 from benchmarks.paper.tables import Setting, Table
+from benchmarks.run_store import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,11 @@ class Results:
     table: Table
     grid: Grid
     runs: Mapping[str, Run]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Return the seeds of all cells."""
+        return sorted({seed for cell in self.grid.values() for seed in cell})
 
     def values(self, method: str, setting: Setting, measure: str) -> dict[int, float]:
         """Return a cell's number per seed: the mean over the cell's runs; NaN where one has none."""
@@ -60,12 +66,14 @@ def cell_text(results: Results, method: str, setting: Setting) -> str:
             ours = kind.text(mean(known), stdev(known) if len(known) > 1 else 0.0)
         else:
             ours = kind.text(math.nan) if values else "not run"
+        if 0 < len(values) < len(results.seeds):
+            ours += f" ({len(values)} seeds)"
         written.append(f"{ours} ({printed})")
     return " / ".join(written)
 
 
-def markdown(results: Results, seeds: Sequence[int]) -> str:
-    table = results.table
+def markdown(results: Results) -> str:
+    table, seeds = results.table, results.seeds
     methods = list(table.methods)
     settings = [s for s in table.settings if any(name == s.name for _, name in results.grid)]
     said = " / ".join(MEASURES[m].label for m in table.measures)

@@ -9,7 +9,8 @@ r"""Run tables of the papers, and write each as CSV, Markdown and learning curve
 Words: table, scale (paper, small), seeds, methods (all by comma), settings (by semicolon), jobs (processes; 0: one per
 core), device (cpu, cuda, auto), out (folder; results/ here), run (false: only write what is stored). Runs are kept in
 OUT/runs_SCALE.jsonl: what is there is not computed again. What a run needs to go on is in OUT/checkpoints until it is
-there: a killed table goes on where it stopped, within a run too.
+there: a killed table goes on where it stopped, within a run too. Seeds, methods and settings say what is computed; what
+is written is all that the store has of the table.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import run_store
 from benchmarks.paper import curves, report, study, tables
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
-from fl_core.errors import ConfigError, FederationError
+from fl_core.errors import ConfigError, DataError, FederationError
 from fl_core.suggest import suggest
 
 RESULTS = Path(__file__).parent / "results"
@@ -71,40 +73,55 @@ def run(words: dict[str, str], data_root: Path | None = None) -> None:
     """Run the tables of parsed words, one after another; every name is checked before anything runs."""
     listed = [part for part in words["table"].split(",") if part]
     picked = _listed(words["methods"], ","), _listed(words["settings"], ";")
-    loaded = [tables.chosen(tables.load(name, words["scale"]), *picked) for name in listed]
+    loaded = [tables.load(name, words["scale"]) for name in listed]
+    parts = [tables.chosen(table, *picked) for table in loaded]
     seeds, out = [int(s) for s in words["seeds"].split(",")], Path(words["out"])
-    for table in loaded:
-        jobs = None if words["run"] == "false" else int(words["jobs"])
-        kept = Checkpoints(out / "checkpoints")
-        write(table, seeds, out, jobs, data_root, SimulationEngine(device=words["device"], checkpoints=kept))
+    how = SimulationEngine(device=words["device"], checkpoints=Checkpoints(out / "checkpoints"))
+    for table, part in zip(loaded, parts, strict=True):
+        if words["run"] == "true":
+            compute(part, seeds, out, int(words["jobs"]), data_root, how)
+        print(f"\n{write(table, out)}", flush=True)
 
 
-def write(
+def compute(
     table: tables.Table,
     seeds: Sequence[int],
     out: Path,
-    jobs: int | None,
+    jobs: int,
     data_root: Path | None,
     how: SimulationEngine | None = None,
-) -> report.Results:
-    """Compute what a table lacks (nothing without jobs), then write NAME_SCALE.csv, .md and .png into `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+) -> None:
+    """Compute what the store of a folder lacks of a table."""
     print(f"{table.name}, scale={table.scale}: composing", flush=True)
-    grid = study.grid(table, seeds, data_root, how)
-    store = out / f"runs_{table.scale}.jsonl"
-    asked = study.points(grid)
-    kept = study.stored(store)
-    grid, asked = (study.only(grid, kept), []) if jobs is None else (grid, asked)
-    runs = {**kept, **study.study(asked, store, jobs or 0, lambda t: print(t, flush=True))}
-    for key in runs:
+    asked = study.points(study.grid(table, seeds, data_root, how))
+    done = run_store.complete(asked, _store(table, out), study.measure, jobs, lambda t: print(t, flush=True))
+    for key in done:
         shutil.rmtree(out / "checkpoints" / key, ignore_errors=True)
-    results = report.Results(table, grid, runs)
+
+
+def write(table: tables.Table, out: Path) -> str:
+    """Write NAME_SCALE.csv, .md and .png into `out`, from all that its store has of the table; return the text.
+
+    Raises DataError (E-DATA-02) where it has nothing: a table that is there is not replaced by an empty one.
+    """
+    kept = run_store.read(_store(table, out))
+    seeds = sorted({int(str(run["seed"])) for run in kept.values()})
+    grid = study.only(study.grid(table, seeds, None), kept) if seeds else {}
+    if not grid:
+        raise DataError(
+            "E-DATA-02",
+            f"expected runs of {table.name} in {_store(table, out)}, found none: leave out run=false to compute them",
+        )
+    results = report.Results(table, grid, kept)
     file = out / f"{table.name}_{table.scale}"
     report.write_csv(results, file.with_suffix(".csv"))
-    file.with_suffix(".md").write_text(text := report.markdown(results, seeds))
+    file.with_suffix(".md").write_text(text := report.markdown(results))
     curves.draw(results, file.with_suffix(".png"))
-    print(f"\n{text}", flush=True)
-    return results
+    return text
+
+
+def _store(table: tables.Table, out: Path) -> Path:
+    return out / f"runs_{table.scale}.jsonl"
 
 
 def _listed(text: str, between: str) -> list[str]:

@@ -1,30 +1,23 @@
-"""The runs of a table: composed, told apart by their manifests, computed in parallel processes, and kept.
-
-The store is a file of JSON lines, one per finished run, appended to as runs finish: what is there is not computed
-again, whichever table asks, and a changed setting has another key. A line that was cut off is ignored.
-"""
+"""The runs of a table: composed, told apart by what they compute (`benchmarks.run_store`), and measured."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks import run_store
 from benchmarks.paper import images, paper_metrics
-from benchmarks.paper.measures import Run
 from benchmarks.paper.tables import Setting, Table
+from benchmarks.run_store import Run, seeded
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from, schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.sweep import in_processes
 from fl_core import datasets, rng
 from fl_core.datasets.partition.federations import HELD_OUT
 from fl_core.methods import METHODS, build_method
@@ -58,6 +51,9 @@ class Point:
     numbers: bool = False
     data_root: Path | None = None
     how: SimulationEngine = SimulationEngine()  # noqa: RUF009
+
+    def __str__(self) -> str:
+        return f"{self.setting}, {self.method}, seed {self.seed}"
 
 
 Grid = Mapping[tuple[str, str], Mapping[int, tuple[Point, ...]]]
@@ -102,27 +98,18 @@ def point_of(
     how: SimulationEngine,
     setting: Setting,
 ) -> dict[int, Point]:
-    """Compose one run of a cell, at every seed.
-
-    The key digests the run's manifest (at seed 0), the seed, how data are partitioned, what else is measured, and
-    `MEASURED` of runs that it concerns.
-    """
+    """Compose one run of a cell, at every seed."""
     written = (f"experiment={table.experiment}", f"scale={table.scale}", *words)
-    spec = compose_spec(images.resolved(written, data_root))
+    spec = compose_spec(images.resolved(written, data_root, cut=False))  # a stored table needs no images
     tune = table.fine_tune.get(method, 0)
     eigen, numbers = "eigenvalues" in table.measures, table.measures == ("numbers",)
-    cut = [w for w in words if w.startswith("images=")]
-    silos = (
-        [] if numbers else datasets.federation(runner.data_reference(spec), datasets.federation_text(spec.federation))
-    )
-    # One manifest per cell: what seeds change of it is drawn from them, and making it costs as much as a short run.
-    manifest = "" if numbers else manifest_from(seeded(spec, 0), [f"hospital{k}" for k in range(len(silos))]).digest()
-    version, found = [MEASURED] if _concerned(spec) and not numbers else [], {}
-    for seed in seeds:
-        asked = (manifest, seed, datasets.federation_text(seeded(spec, seed).federation), cut, tune, eigen)
-        key = hashlib.sha256(json.dumps((*asked, list(words) if numbers else [], *version)).encode()).hexdigest()[:20]
-        found[seed] = Point(key, method, setting.name, seed, written, tune, eigen, numbers, data_root, how)
-    return found
+    cut = next((w for w in words if w.startswith("images=")), "")
+    also: dict[str, object] = {"fine_tune": tune, "eigenvalues": eigen, "numbers": numbers}
+    also |= {"measured": MEASURED} if _concerned(spec) and not numbers else {}
+    keys = {seed: run_store.key_of(seeded(spec, seed), cut, **also) for seed in seeds}
+    return {
+        s: Point(key, method, setting.name, s, written, tune, eigen, numbers, data_root, how) for s, key in keys.items()
+    }
 
 
 def _concerned(spec: RunSpec) -> bool:
@@ -132,12 +119,6 @@ def _concerned(spec: RunSpec) -> bool:
         or METHODS[str(spec.method["name"])].ga_is_personal
         or spec.federation.get("name") in {kind.value for kind in HELD_OUT}
     )
-
-
-def seeded(spec: RunSpec, seed: int) -> RunSpec:
-    """Draw partition, weights and batches by one seed; all runs have one name, so that tables share them."""
-    partition = {"partition_seed": seed} if "partition_seed" in spec.federation else {}
-    return replace(spec, name="paper", seed=seed, federation={**spec.federation, **partition})
 
 
 class NewestState(Observer):
@@ -208,68 +189,3 @@ def _numbers(spec: RunSpec) -> float:
     method = build_method(str(spec.method["name"]), {k: v for k, v in spec.method.items() if k != "name"})
     extra = len(schema.classes) * facts.feature_dim if "prototypes" in method.sends else 0
     return (facts.total_with_buffers + extra) / 1e6
-
-
-def stored(file: Path) -> dict[str, Run]:
-    """Read the runs that a store holds, by key; the newest line of a key wins."""
-    found: dict[str, Run] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            run = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a line that an interrupted process did not finish
-        found[run["key"]] = run
-    return found
-
-
-def study(
-    asked: Sequence[Point],
-    file: Path,
-    jobs: int = 0,
-    tell: Callable[[str], None] = print,
-    work: Callable[[Point], dict[str, object]] = measure,
-) -> dict[str, Run]:
-    """Compute what the store lacks, appending each run as it ends; return the runs asked for, by key.
-
-    jobs: processes at a time (0: one per core), or -1: in this process. One run that fails does not stop the others;
-    the first error is raised at the end.
-    """
-    kept = stored(file)
-    missing = [p for p in asked if p.key not in kept]
-    tell(f"{len(asked)} runs, {len(asked) - len(missing)} of them done before")
-    start, errors = time.monotonic(), []
-    for done, (point, outcome) in enumerate(_results(missing, jobs, work), start=1):
-        if isinstance(outcome, Exception):
-            errors.append(outcome)
-            tell(f"{point.setting}, {point.method}, seed {point.seed}: {outcome}")
-            continue
-        kept[point.key] = outcome
-        _append(file, outcome)
-        left = (time.monotonic() - start) / done * (len(missing) - done)
-        tell(f"{done}/{len(missing)}  {point.setting}, {point.method}, seed {point.seed}  ({left:.0f} s left)")
-    if errors:
-        raise errors[0]
-    return {p.key: kept[p.key] for p in asked}
-
-
-def _results(
-    missing: Sequence[Point], jobs: int, work: Callable[[Point], dict[str, object]]
-) -> Iterable[tuple[Point, dict[str, object] | Exception]]:
-    attempt = partial(_attempt, work)
-    if jobs < 0 or all(point.numbers for point in missing):
-        return ((point, attempt(point)) for point in missing)
-    return in_processes(attempt, missing, jobs)
-
-
-def _attempt(work: Callable[[Point], dict[str, object]], point: Point) -> dict[str, object] | Exception:
-    try:
-        return work(point)
-    except Exception as error:
-        return error
-
-
-def _append(file: Path, run: Mapping[str, object]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torn = file.exists() and not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0
-    with file.open("a") as out:
-        out.write(("\n" if torn else "") + json.dumps(run, sort_keys=True) + "\n")

@@ -48,7 +48,7 @@ COMMANDS = {
     },
     "research": {
         "simulate": "Run a federation in this process, with the code that the hospitals run.",
-        "demo": "Run a federation on this machine: a coordinator, six hospitals, mutual TLS; FedMR, FedAvg, FedMR in "
+        "demo": "Run a federation on this machine: a coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, that in "
         "private.",
         "methods": "List the methods: what the server must see, whether the loss mixes examples, what a silo sends.",
         "models": "List the models with their parameter counts: as the papers use them, or those that take the "

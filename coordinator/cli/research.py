@@ -315,7 +315,7 @@ def demo(
     rounds: Annotated[int, typer.Option(help="Rounds per method.", min=1)] = 20,
     as_json: Json = False,
 ) -> None:
-    """Run a federation on this machine: a coordinator, six hospitals, mutual TLS; FedMR, FedAvg, FedMR in private."""
+    """Run a federation on this machine: a coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, that in private."""
     from coordinator.demo import run_demo
 
     raise typer.Exit(run_demo(out, rounds, as_json))

@@ -13,7 +13,7 @@ from coordinator import console
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, free_port
-from coordinator.demo.report import PRIVATE, report
+from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
 from coordinator.lead_client import LeadClient
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
@@ -21,11 +21,11 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 HOSPITALS = 6
 RUNS: Mapping[str, tuple[str, ...]] = {
-    "fedmr": ("method=fedmr", "data=digits", "federation=hospitals6"),
-    "fedavg": ("method=fedavg", "data=digits", "federation=hospitals6"),
+    PLAIN: ("experiment=class_disjoint_digits", "method=fedavg", "train.lr=0.2"),
+    REPAIRED: ("experiment=class_disjoint_digits",),
     PRIVATE: ("experiment=private_demo",),
 }
-"""What is trained, one after the other; the private run brings a profile of its own."""
+"""What is trained, one after the other, with one network on the same images: each run at the rate that suits it."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Spending:
     """What one hospital's training records have spent on the private run, at delta.
 
     epsilon: by the hospital's own ledger   projected: what the coordinator said before   tight: the projection by the
-    tighter accountant   noise: z, per sensitivity   prototypes: whether the hospital was drawn to submit them.
+    tighter accountant   noise: z, per sensitivity.
     """
 
     epsilon: float
@@ -39,7 +39,6 @@ class Spending:
     projected: float
     tight: float
     noise: float
-    prototypes: bool
 
 
 def open_budget(home: Path, data: str) -> None:
@@ -60,7 +59,5 @@ def spending(folder: Path, manifest: RunManifest) -> dict[str, Spending]:
             registration.collection(COLLECTION, TRAIN), prv=False
         )
         delta = DELTA if status.delta is None else status.delta
-        found[member.name] = Spending(
-            status.spent_rdp, delta, planned.epsilon, planned.epsilon_tight, planned.noise, member.prototypes
-        )
+        found[member.name] = Spending(status.spent_rdp, delta, planned.epsilon, planned.epsilon_tight, planned.noise)
     return found

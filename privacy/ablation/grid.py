@@ -34,10 +34,10 @@ class Variant:
 
 VARIANTS: Mapping[str, Variant] = {
     "fedavg": Variant(("method=fedavg",)),
-    "fedmr-intra": Variant(("method=fedmr", "method.prototypes=false")),
-    "fedmr": Variant(("method=fedmr", "method.inter_weighting=example"), True, "fedmr-intra"),
+    "fedmr-intra": Variant(("method=fedmr_paper", "method.prototypes=false")),
+    "fedmr": Variant(("method=fedmr_paper", "method.inter_weighting=example"), True, "fedmr-intra"),
     "fedmr-inter": Variant(
-        ("method=fedmr", "method.inter_weighting=example", "privacy.coupled=off"), True, "fedavg", finite=True
+        ("method=fedmr_paper", "method.inter_weighting=example", "privacy.coupled=off"), True, "fedavg", finite=True
     ),
     "fedproc": Variant(("method=fedproc",), True, "fedavg"),
     "fednh": Variant(("method=fednh", "method.scale=10")),

@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 
 from benchmarks.paper import curves, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
+from benchmarks.run_store import complete, read, seeded
 from coordinator.config.hydra_config import choices, compose_spec
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, DataError
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import RoundContext
 
@@ -98,13 +99,13 @@ def test_a_study_is_kept_run_by_run_and_goes_on_where_it_stopped(tmp_path: Path)
     asked = study.points(grid)
     assert [p.seed for p in asked] == [0, 0, 1, 1]
     assert len({p.key for p in asked}) == 4
-    first = study.study(asked[:1], store, -1, said.append)
+    first = complete(asked[:1], store, study.measure, -1, said.append)
     store.write_text(store.read_text() + '{"key": "torn')
     with pytest.raises(AssertionError, match="computed twice"):
-        study.study(asked, store, -1, said.append, _never)
-    every = study.study(asked, store, -1, said.append)
+        complete(asked, store, _never, -1, said.append)
+    every = complete(asked, store, study.measure, -1, said.append)
     assert said[-4] == "4 runs, 1 of them done before"
-    assert study.study(asked, store, -1, said.append, _never) == every
+    assert complete(asked, store, _never, -1, said.append) == every
     assert every[asked[0].key] == first[asked[0].key]
     assert len(curve(every[asked[0].key])) == 3  # before round 1, and after both
     assert every[asked[0].key] != every[asked[2].key]
@@ -155,20 +156,21 @@ def _made(table: tables.Table, accuracies: dict[str, float]) -> report.Results:
 
 def test_the_layout_is_the_papers_with_the_printed_number_beside_ours(tmp_path: Path) -> None:
     results = _made(_tiny(tmp_path), {"FedAvg": 0.5, "FedMR": 0.75})
-    lines = report.markdown(results, [0, 1]).splitlines()
+    lines = report.markdown(results).splitlines()
     assert "|  | FedAvg | Best baseline | FedMR |" in lines
     assert (
         "| digits P5C2 (CIFAR10 P5C2) | 50.50 ± 0.71 (67.68) / 45.50 ± 0.71 (1) | not run (69.64) / not run (2) | "
         "75.50 ± 0.71 (74.19) / 70.50 ± 0.71 (3) |"
     ) in lines
     assert "| digits P5C2, global accuracy | +25.0 (0.0) |" in lines
-    down = report.markdown(_made(_tiny(tmp_path, "settings"), {"FedAvg": 0.5, "FedMR": 0.75}), [0, 1])
+    down = report.markdown(_made(_tiny(tmp_path, "settings"), {"FedAvg": 0.5, "FedMR": 0.75}))
     assert "| FedAvg | 50.50 ± 0.71 (67.68) / 45.50 ± 0.71 (1) |" in down.splitlines()
 
 
 def test_all_three_files_are_written(tmp_path: Path) -> None:
     table = _tiny(tmp_path)
-    run.write(table, [0], tmp_path / "out", -1, None)
+    run.compute(table, [0], tmp_path / "out", -1, None)
+    run.write(table, tmp_path / "out")
     rows = (tmp_path / "out" / "tiny_small.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 * 2
     assert rows[1].startswith("tiny,small,digits P5C2,FedAvg,0,ga,")
@@ -191,14 +193,36 @@ def test_a_method_has_one_colour_in_all_panels(tmp_path: Path, monkeypatch: pyte
     assert [entry.get_text() for entry in drawn[0].legends[0].get_texts()] == ["FedAvg", "FedMR"]
 
 
-def test_what_is_stored_can_be_written_without_computing(tmp_path: Path) -> None:
+def test_a_table_is_all_that_its_store_has_whatever_was_computed_last(tmp_path: Path) -> None:
     table, out = _tiny(tmp_path), tmp_path / "out"
-    run.write(tables.chosen(table, ["FedAvg"], []), [0], out, -1, None)
-    lines = (out / "runs_small.jsonl").read_text()
-    run.write(table, [0, 1], out, None, None)
-    assert (out / "runs_small.jsonl").read_text() == lines
-    assert "| not run (74.19) / not run (3) |" in (out / "tiny_small.md").read_text()
-    assert len((out / "tiny_small.csv").read_text().splitlines()) == 1 + 2
+    run.compute(tables.chosen(table, ["FedAvg"], []), [0, 1], out, -1, None)
+    run.compute(tables.chosen(table, ["FedMR"], []), [1], out, -1, None)
+    text = run.write(table, out)
+    rows = (out / "tiny_small.csv").read_text().splitlines()
+    assert sorted((row.split(",")[3], row.split(",")[4]) for row in rows[1:]) == [
+        *(("FedAvg", seed) for seed in "0011"),
+        *(("FedMR", "1"),) * 2,
+    ]
+    assert "over seeds 0, 1;" in text
+    assert text.count("(1 seeds)") == 2
+
+
+def test_an_empty_table_replaces_none(tmp_path: Path) -> None:
+    (tmp_path / "tiny_small.md").write_text("full")
+    for lines in ("", '{"key": "another", "seed": 0}\n'):
+        (tmp_path / "runs_small.jsonl").write_text(lines)
+        with pytest.raises(DataError, match="found none: leave out run=false"):
+            run.write(_tiny(tmp_path), tmp_path)
+    assert (tmp_path / "tiny_small.md").read_text() == "full"
+    assert not (tmp_path / "tiny_small.csv").exists()
+
+
+@pytest.mark.parametrize("file", sorted(run.RESULTS.glob("*_small.md")), ids=lambda file: file.stem)
+def test_every_table_of_the_small_scale_is_what_its_store_makes(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs_small.jsonl").write_bytes((run.RESULTS / "runs_small.jsonl").read_bytes())
+    text = run.write(tables.load(file.stem.removesuffix("_small"), "small"), tmp_path)
+    assert text.splitlines()[:-1] == file.read_text().splitlines()[:-1]  # the last line names the machine
+    assert (tmp_path / f"{file.stem}.csv").read_text() == file.with_suffix(".csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +295,7 @@ def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tm
     )[0]
     found = study.measure(point)["by_round"]
     assert isinstance(found, list)
-    result = study.runner.run(study.seeded(compose_spec(point.words), 0))
+    result = study.runner.run(seeded(compose_spec(point.words), 0))
     assert found == [round(a, 5) for a in result.accuracies]
     assert sum(result.records[2].examples) > sum(result.records[1].examples)
     assert 360 * found[1] == pytest.approx(round(360 * found[1]), abs=2)
@@ -286,8 +310,9 @@ def test_every_table_runs_through_at_the_small_scale(name: str, tmp_path: Path) 
     given = DIGITS.split() if any(word.startswith("images=") for word in first.runs[0]) else first.runs[0]
     words = (*given, "rounds=2", "train.max_steps=1")
     short = replace(table, settings=[replace(first, runs=(words,), at=min(first.at, 1))])
-    results = run.write(short, [0], tmp_path, -1, None)
-    text = (tmp_path / f"{name}_small.md").read_text()
+    run.compute(short, [0], tmp_path, -1, None)
+    text = run.write(short, tmp_path)
+    results = report.Results(short, study.grid(short, [0], None), read(tmp_path / "runs_small.jsonl"))
     for method, own in table.methods.items():
         if own is not None:
             found = [results.values(method, short.settings[0], m)[0] for m in table.measures if m not in MAY_LACK]
@@ -311,6 +336,6 @@ def test_a_table_that_was_killed_goes_on_within_its_run_and_then_forgets_how(
     how = SimulationEngine(checkpoints=Checkpoints(tmp_path / "out/checkpoints", 1))
     for _ in range(2):
         with suppress(KeyboardInterrupt):
-            run.write(table, [0], tmp_path / "out", -1, None, how)
+            run.compute(table, [0], tmp_path / "out", -1, None, how)
     assert opened == [0, 1, 1, 2]
     assert list((tmp_path / "out/checkpoints").iterdir()) == []

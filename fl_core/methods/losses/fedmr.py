@@ -25,6 +25,7 @@ from torch.nn.functional import one_hot
 class IntraVariant(NamedTuple):
     """The form of (3).
 
+    mean:        (3) / d^2, the mean squared correlation of two features, in [0, 1] whatever d: ADR 0047
     code:        the official code's loss, sum_{c in V} mean_{i != j} ((zh^T zh)_ij)^2 / sum_{c in V} n_c
     literal_std: M_c times n_c / (n_c - 1), the paper's biased variance beside its 1 / (n_c - 1)
     """
@@ -32,6 +33,7 @@ class IntraVariant(NamedTuple):
     code: bool = False
     literal_std: bool = False
     eps: float = 1e-8
+    mean: bool = False
 
 
 def intra_loss(z: Tensor, y: Tensor, n_classes: int, form: IntraVariant) -> Tensor:
@@ -49,7 +51,8 @@ def intra_loss(z: Tensor, y: Tensor, n_classes: int, form: IntraVariant) -> Tens
     if form.literal_std:
         scale = scale * (n / (n - 1).clamp_min(1)).square()
     classes = (pairs / n).sum().round().clamp_min(1)  # |V|
-    return (gram * (same * scale.unsqueeze(1))).sum() / classes
+    found = (gram * (same * scale.unsqueeze(1))).sum() / classes
+    return found / z.shape[1] ** 2 if form.mean else found
 
 
 def _standardised(z: Tensor, y: Tensor, n_classes: int, eps: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo import RUNS, budgets
-from coordinator.demo.report import COLOURS, LABELS, PRIVATE, report
+from coordinator.demo.report import COLOURS, LABELS, PLAIN, PRIVATE, REPAIRED, report
 from coordinator.simulation.runner import build_simulation
 from fl_core import datasets
 from fl_core.errors import RefusedError
@@ -55,6 +55,14 @@ def test_every_run_has_a_label_and_a_colour() -> None:
     assert set(RUNS) == set(LABELS) == set(COLOURS)
 
 
+def test_all_rows_train_one_network_on_the_same_images() -> None:
+    specs = [compose_spec(words) for words in RUNS.values()]
+    assert all(
+        (s.model, s.data, s.federation, s.rounds) == (specs[0].model, specs[0].data, specs[0].federation, 20)
+        for s in specs
+    )
+
+
 def test_files_lie_where_a_silo_looks_for_them(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert (home.ledger.name, home.policy.name) == (budgets.LEDGER_FILE, budgets.POLICY_FILE)
@@ -86,9 +94,6 @@ def test_the_ledger_of_a_run_says_what_was_projected(
         assert 6 < s.epsilon <= budgets.EPSILON  # of two rounds, beside which the repetition of one fits
         assert s.tight < s.epsilon
         assert s.delta == budgets.DELTA
-    assert sum(s.prototypes for s in found.values()) == 3
-    with_prototypes = max(s.epsilon for s in found.values() if not s.prototypes)
-    assert all(s.epsilon > with_prototypes for s in found.values() if s.prototypes)
 
 
 def test_what_was_spent_is_read_from_the_ledger_and_not_from_the_plan(
@@ -113,18 +118,20 @@ def detail(accuracy: float, model: str) -> pb.RunDetail:
 def test_the_report_names_models_accuracies_and_what_was_spent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"fedmr": detail(0.9, "a"), "fedavg": detail(0.8, "a"), PRIVATE: detail(0.7, "b")}
+    found = {PLAIN: detail(0.75, "a"), REPAIRED: detail(0.9, "a"), PRIVATE: detail(0.7, "a")}
     spent = {
-        "h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9, True),
-        "h1": budgets.Spending(7.4, 1e-5, 7.5, 7.1, 2.9, False),
+        "h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9),
+        "h1": budgets.Spending(7.4, 1e-5, 7.5, 7.1, 2.9),
     }
     silos = [pb.SiloInfo(name=name, fingerprint=name * 20) for name in spent]
     report(tmp_path, found, {m: {"h0": 0.6, "h1": None} for m in found}, spent, silos, 12.0, quiet=False)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "fedmr, epsilon 8" in shown
+    assert "epsilon 8" in shown
+    assert "One model (a) for six hospitals" in shown
     assert "7.4000" in shown
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["model"] == {"fedmr": "a", "fedavg": "a", PRIVATE: "b"}
+    assert summary["model"] == dict.fromkeys(found, "a")
+    assert summary["rounds_to_milestone"] == {PLAIN: None, REPAIRED: 1, PRIVATE: None}
     assert (summary["global_accuracy"], summary["private_global_accuracy"]) == pytest.approx((0.9, 0.7))
     assert summary["epsilon"] == {"h0": 7.5, "h1": 7.4}
     assert summary["epsilon_projected"]["h1"] == 7.5

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from coordinator.cli import research
 from coordinator.demo import budgets
-from coordinator.demo.report import PRIVATE, report
+from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
 from coordinator.simulation.privacy_ablation import table as ablation_table
 from coordinator.simulation.runner import Result
 from privacy.ablation.checks import Estimate
@@ -34,10 +34,10 @@ def test_the_demos_report_withholds_what_noise_hides(
     case: str, run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     detail = run(*SUMS[case]).detail
-    spent = {"h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9, True)}
+    spent = {"h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9)}
     silos, details = (
         [pb.SiloInfo(name="h0", fingerprint="ab" * 20)],
-        dict.fromkeys(("fedmr", "fedavg", PRIVATE), detail),
+        dict.fromkeys((PLAIN, REPAIRED, PRIVATE), detail),
     )
     report(tmp_path, details, {m: {"h0": None} for m in details}, spent, silos, 12.0, quiet=False)
     truthful(capsys.readouterr().out)
@@ -59,7 +59,7 @@ def test_a_picture_draws_no_point_outside_and_names_what_is_withheld(run, tmp_pa
     from coordinator.demo.report import _picture
 
     bad, good = run(642.0, 100.0).detail, run(7000.0, 10_000.0).detail
-    _picture(tmp_path / "a.png", {"fedmr": bad, "fedavg": good, PRIVATE: bad})
+    _picture(tmp_path / "a.png", {PLAIN: bad, REPAIRED: good, PRIVATE: bad})
     assert len([v for v in drawn if not math.isnan(v)]) == 3
     assert all(math.isnan(v) or 0 <= v <= 100 for v in drawn)
     for legend in legends:

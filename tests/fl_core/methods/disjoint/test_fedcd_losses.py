@@ -248,12 +248,12 @@ def test_every_importance_trains_and_without_any_no_prototype_is_appended(import
     server = method.merge(server, first.bundle, FED)
     _, second = played(method, 0, server, t=1)
     assert all(tensor_maps.all_finite(part.total) for part in second.bundle.values())
-    _, scaled = played(FedCD(acla="stale"), 0, server, t=1)
-    moved, by_default = (o.bundle["delta"].total for o in (second, scaled))
-    assert same(moved, by_default) == (importance == "scaled")
+    _, scaled = played(FedCD(acla="stale", importance="scaled"), 0, server, t=1)
+    moved, of_scaled = (o.bundle["delta"].total for o in (second, scaled))
+    assert same(moved, of_scaled) == (importance == "scaled")
     if importance == "none":
         state = {**server[PROTOTYPES], "count": torch.zeros(12)}
-        _, without = played(FedCD(acla="stale"), 0, {**server, PROTOTYPES: state}, t=1)
+        _, without = played(FedCD(acla="stale", importance="scaled"), 0, {**server, PROTOTYPES: state}, t=1)
         assert same(moved, without.bundle["delta"].total)
 
 

@@ -183,7 +183,7 @@ def test_personal_model_is_the_local_one_and_can_leave_out_missing_classes() -> 
     logits = personal(x)
     assert torch.isneginf(logits[:, [0, 3]]).all()
     z = model.features(x)
-    wanted = 2 * 30.0 * (z / z.norm(dim=1, keepdim=True)) @ frame_of(msg[FRAME]).float().T
+    wanted = 2 * 1.0 * (z / z.norm(dim=1, keepdim=True)) @ frame_of(msg[FRAME]).float().T
     assert torch.allclose(logits[:, 1:3], wanted[:, 1:3], atol=1e-4)
     assert not same(tensor_maps.copy_state(model.body), tensor_maps.copy_state(model_of().body))
 

@@ -29,6 +29,7 @@ from tests.support.federations import FED
 
 F64 = torch.float64
 PAPER, CODE, LITERAL = IntraVariant(), IntraVariant(code=True), IntraVariant(literal_std=True)
+MEAN = IntraVariant(mean=True)
 X1 = torch.tensor([[1, 2], [2, 1], [3, 4], [4, 3]], dtype=F64)
 LINE = torch.tensor([-3, -1, 0, 1, 2, 4], dtype=F64).unsqueeze(1)
 
@@ -71,13 +72,29 @@ def test_mr_2_line_collapse_is_the_maximum() -> None:
     assert intra(z, form=CODE) == pytest.approx(25 / 6, abs=1e-6)
 
 
+@pytest.mark.parametrize("copies", [1, 3, 10])
+def test_the_mean_form_does_not_depend_on_the_number_of_features(copies: int) -> None:
+    """Repeated features say nothing new: the mean squared correlation stays, the paper's sum grows with d^2."""
+    z = torch.randn(9, 4, generator=rng.stream(3, "z"), dtype=F64)
+    wide = z.repeat(1, copies)
+    assert intra(wide, form=MEAN) == pytest.approx(intra(z, form=MEAN), rel=1e-6)
+    assert intra(wide) == pytest.approx(copies**2 * intra(z), rel=1e-6)
+
+
+def test_the_mean_form_is_one_on_a_line_and_the_least_where_features_are_decorrelated() -> None:
+    line = LINE * torch.tensor([1.0, -2.0, 0.5, 3.0, 1.0], dtype=F64)
+    apart = torch.tensor([[1, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]], dtype=F64)
+    assert intra(line, form=MEAN) == pytest.approx(1, abs=1e-6)
+    assert intra(apart, form=MEAN) == pytest.approx(1 / 3, abs=1e-6)
+
+
 def test_mr_3_decorrelated_features_are_the_minimum() -> None:
     z = torch.tensor([[1, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]], dtype=F64)
     assert intra(z) == pytest.approx(3, abs=1e-6)
     assert intra(z, form=CODE) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("form", [PAPER, CODE, LITERAL])
+@pytest.mark.parametrize("form", [PAPER, CODE, LITERAL, MEAN])
 @pytest.mark.parametrize("y", [[0, 0, 0, 0], [0, 1, 2, 3]])
 def test_mr_4_point_collapse_and_lonely_examples_give_a_differentiable_zero(form: IntraVariant, y: list[int]) -> None:
     z = torch.ones(4, 3, dtype=F64) if len(set(y)) == 1 else torch.randn(4, 3, generator=rng.stream(0, "z")).double()
@@ -183,14 +200,14 @@ def draw_batch(case: tuple[list[int], int, int]) -> tuple[Tensor, Tensor]:
     return z, torch.tensor(labels)
 
 
-@given(batches, st.sampled_from([PAPER, CODE, LITERAL]))
+@given(batches, st.sampled_from([PAPER, CODE, LITERAL, MEAN]))
 def test_intra_equals_the_oracle_with_its_gradient(case: tuple[list[int], int, int], form: IntraVariant) -> None:
     z, y = draw_batch(case)
     if form.code and z.shape[1] == 1:
         return  # no pair of dimensions to average over: checked below
     # The oracle of `code` sums the d x d matrix, which holds no pairs of examples: two independent roads.
     fast = intra_loss(z, y, 4, form)
-    slow = slow_intra(z, y, code=form.code, literal_std=form.literal_std, eps=form.eps)
+    slow = slow_intra(z, y, code=form.code, literal_std=form.literal_std, eps=form.eps, mean=form.mean)
     assert torch.allclose(fast, slow, rtol=1e-9, atol=1e-9)
     (of_fast,) = torch.autograd.grad(fast, z)
     (of_slow,) = torch.autograd.grad(slow, z)

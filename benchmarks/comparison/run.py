@@ -1,0 +1,78 @@
+"""Compare methods, each at its own learning rate.
+
+    python -m benchmarks.comparison list
+    python -m benchmarks.comparison digits_linear                 computes what is missing, then writes the table
+    python -m benchmarks.comparison digits_linear --stored        writes the table of stored runs; computes nothing
+    python -m benchmarks.comparison cifar10_p5c2 --data-root /path/to/images --jobs 4
+
+Runs are kept in results/NAME.jsonl, the table is results/NAME.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks import run_store
+from benchmarks.comparison import report, settings, study
+from benchmarks.comparison.settings import Comparison
+from benchmarks.run_store import Run
+from fl_core.errors import DataError, FederationError
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what the command line asks for; exit with 2 and one line on what cannot be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.comparison",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="a file of settings/, or the word list")
+    parser.add_argument("--stored", action="store_true", help="compute nothing: fail where a run is missing")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at a time, one core each; 0: one per core")
+    parser.add_argument("--data-root", type=Path, help="folder of the image sets; CONSILIUM_TEST_DATA without it")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the store and the table")
+    given = parser.parse_args(argv)
+    try:
+        if given.name == "list":
+            print("\n".join(f"{name}: {settings.load(name).title}" for name in settings.names()))
+            return
+        print(compare(settings.load(given.name), given.out, given.jobs, given.data_root, stored=given.stored))
+    except FederationError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def compare(asked: Comparison, out: Path, jobs: int, data_root: Path | None, *, stored: bool = False) -> str:
+    """Compute what the store lacks, write the table and return it.
+
+    Guarantees: a table is written only when all of its runs are there, so that none takes the place of a fuller one.
+    """
+    store = out / f"{asked.name}.jsonl"
+    computed = partial(run_store.complete, file=store, work=study.measure, jobs=jobs)
+    found = study.compared(asked, stored_runs(store) if stored else computed, data_root)
+    text = report.markdown(asked, found)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{asked.name}.md").write_text(text)
+    return text
+
+
+def stored_runs(store: Path) -> study.Complete:
+    """Make what finds trials in a store; it raises DataError (E-DATA-02) where one is missing."""
+    kept = run_store.read(store)
+
+    def complete(asked: Sequence[study.Trial]) -> Mapping[str, Run]:
+        if missing := [t for t in asked if t.key not in kept]:
+            raise DataError(
+                "E-DATA-02",
+                f"expected all runs of the table in {store}, found {len(asked) - len(missing)} of {len(asked)} "
+                f"({missing[0]} is missing): leave out --stored to compute them",
+            )
+        return kept
+
+    return complete

@@ -1,1 +1,0 @@
-"""Whether FedMR pays on class-disjoint digits, and which of its losses does it."""

@@ -1,5 +1,0 @@
-"""Run the study: python -m benchmarks.fedmr_digits."""
-
-from benchmarks.fedmr_digits.run import main
-
-main()

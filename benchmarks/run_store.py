@@ -1,0 +1,132 @@
+"""Simulated runs that are kept: JSON lines, one per finished run, found again by what the run computes.
+
+What was computed once is not computed again, whichever table asks, and an interrupted study goes on where it stopped. A
+key says what a run computes and nothing of where: no path, no cache, no machine, no version of the manifest. Whoever
+adds a default that changes numbers changes the keys of runs that have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from coordinator.config.run_spec import RunSpec
+from coordinator.simulation.sweep import in_processes
+from fl_core import datasets
+from fl_core.errors import DataError
+
+Run = Mapping[str, object]
+_ALWAYS = ("method", "model", "data", "privacy", "aggregator", "train", "rounds", "seed", "cohort", "prototype_share")
+_ALWAYS += ("threads", "personal")
+_IRRELEVANT = ("name", "quorum", "deadline_s", "patience_s", "lost_state", "silos", "federation")
+"""Fields of a configuration that change no number of a simulation, and the partition, which has a text of its own.
+Fields that are in neither list are younger than the first store: a key has them where they are not at their default."""
+
+
+class Kept(Protocol):
+    """What a store can be asked for."""
+
+    @property
+    def key(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Kept)
+
+
+def seeded(spec: RunSpec, seed: int) -> RunSpec:
+    """Draw partition, weights and batches by one seed."""
+    partition = {"partition_seed": seed} if "partition_seed" in spec.federation else {}
+    return replace(spec, seed=seed, federation={**spec.federation, **partition})
+
+
+def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
+    """Digest what a run computes; images: the word of a cut image set, in place of the folder where it lies.
+
+    also: what is measured beside the run's own numbers, or how.
+    """
+    plain = {f.name: f.default for f in fields(spec)}
+    found = {
+        name: value
+        for name, value in asdict(spec).items()
+        if name in _ALWAYS or (name not in _IRRELEVANT and value != plain[name])
+    }
+    if images:
+        found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
+    found |= {"federation": datasets.federation_text(spec.federation), **also}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def read(file: Path) -> dict[str, Run]:
+    """Read the runs that a store holds, by key; the newest line of a key wins.
+
+    A last line that a killed process did not finish is left out; raises DataError (E-DATA-07) on any other one that
+    is no run.
+    """
+    found: dict[str, Run] = {}
+    lines = file.read_text().splitlines() if file.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            run = json.loads(line)
+            found[str(run["key"])] = run
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            if number == len(lines):
+                continue
+            raise DataError(
+                "E-DATA-07",
+                f"{file}, line {number}: expected a run with its key, found {line[:60]!r}: remove that line",
+            ) from error
+    return found
+
+
+def append(file: Path, run: Run) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
+    if torn:  # the half of a line is no run: with the next one behind it, it would make that unreadable too
+        whole = file.read_bytes()
+        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    with file.open("a") as out:
+        out.write(json.dumps(run, sort_keys=True) + "\n")
+
+
+def complete(
+    asked: Sequence[Item],
+    file: Path,
+    work: Callable[[Item], Run],
+    jobs: int = 0,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Run]:
+    """Compute what the store lacks, appending each run as it ends; return the runs asked for, by key.
+
+    jobs: processes at a time, each on one core (0: one per core), or -1: in this process. One run that fails does not
+    stop the others; the first error is raised at the end.
+    """
+    kept = read(file)
+    missing = list({item.key: item for item in asked if item.key not in kept}.values())
+    tell(f"{len(asked)} runs, {len(asked) - len(missing)} of them done before")
+    start, errors, attempt = time.monotonic(), [], partial(_attempt, work)
+    outcomes = ((item, attempt(item)) for item in missing) if jobs < 0 else in_processes(attempt, missing, jobs)
+    for done, (item, outcome) in enumerate(outcomes, start=1):
+        if isinstance(outcome, Exception):
+            errors.append(outcome)
+            tell(f"{item}: {outcome}")
+            continue
+        kept[item.key] = outcome
+        append(file, outcome)
+        left = (time.monotonic() - start) / done * (len(missing) - done)
+        tell(f"{done}/{len(missing)}  {item}  ({left:.0f} s left)")
+    if errors:
+        raise errors[0]
+    return {item.key: kept[item.key] for item in asked}
+
+
+def _attempt(work: Callable[[Item], Run], item: Item) -> Run | Exception:
+    try:
+        return work(item)
+    except Exception as error:
+        return error

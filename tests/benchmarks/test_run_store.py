@@ -1,0 +1,92 @@
+"""Stored runs: found by what they compute, kept through interruptions, never replaced by less."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run_store
+from benchmarks.paper import images
+from benchmarks.run_store import append, complete, key_of, read, seeded
+from coordinator.config import manifest_builder
+from coordinator.config.hydra_config import compose_spec
+from fl_core.errors import DataError
+from fl_core.rounds import manifest
+
+SPEC = compose_spec(["method=fedavg", "data=digits", "federation=p5c2"])
+
+
+@dataclass(frozen=True)
+class Item:
+    key: str
+
+
+def work(item: Item) -> dict[str, object]:
+    if item.key == "bad":
+        raise DataError("E-DATA-02", "no such images")
+    return {"key": item.key, "value": len(item.key)}
+
+
+def test_a_key_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = [
+        replace(SPEC, name="another"),
+        replace(SPEC, quorum=3, deadline_s=5.0, patience_s=1.0, silos=("a", "b")),
+        replace(SPEC, federation={"name": "p5c2@0", "partition_seed": 0}),
+    ]
+    other = [
+        seeded(SPEC, 1),
+        replace(SPEC, rounds=7),
+        replace(SPEC, method={**SPEC.method, "weights": "uniform"}),
+        replace(SPEC, federation={"name": "p10c2", "partition_seed": 0}),
+    ]
+    key = key_of(SPEC)
+    assert {key_of(s) for s in same} == {key}
+    assert len({key, *map(key_of, other), key_of(SPEC, fine_tune=10)}) == 1 + len(other) + 1
+    monkeypatch.setattr(manifest, "FORMAT", 99)
+    monkeypatch.setattr(manifest_builder, "software", lambda: "99.0")
+    assert key_of(SPEC) == key
+
+
+def test_a_key_does_not_depend_on_where_images_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word, keys = "images=cifar10-2-1", set()
+    for folder in ("here", "there"):
+        monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / folder))
+        spec = compose_spec([*images.resolved([word], tmp_path / folder, cut=False), "federation=p5c2"])
+        assert str(tmp_path / folder) in str(spec.data["path"])
+        keys.add(key_of(spec, word))
+    assert len(keys) == 1
+    assert keys != {key_of(spec, "images=cifar10-2-2")}
+
+
+def test_the_newest_line_of_a_key_wins_and_half_a_line_is_taken_back(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "runs.jsonl"
+    append(file, {"key": "a", "value": 1})
+    append(file, {"key": "a", "value": 2})
+    whole = file.read_text()
+    file.write_text(whole + '{"key": "b", "val')
+    assert read(file) == {"a": {"key": "a", "value": 2}}
+    append(file, {"key": "c"})
+    assert file.read_text() == whole + '{"key": "c"}\n'
+
+
+@pytest.mark.parametrize("line", ["", "[1]", '{"value": 1}', "{", "null", '"key"'])
+def test_a_line_that_is_no_run_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+    (tmp_path / "runs.jsonl").write_text(f'{{"key": "a"}}\n{line}\n{{"key": "b"}}\n')
+    with pytest.raises(DataError, match="line 2: expected a run with its key") as caught:
+        read(tmp_path / "runs.jsonl")
+    assert caught.value.code == "E-DATA-07"
+
+
+def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path: Path) -> None:
+    file, said = tmp_path / "runs.jsonl", list[str]()
+    asked = [Item("bad"), Item("a"), Item("bb"), Item("a")]
+    with pytest.raises(DataError, match="no such images"):
+        complete(asked, file, work, -1, said.append)
+    assert {json.loads(line)["key"] for line in file.read_text().splitlines()} == {"a", "bb"}
+    found = complete(asked[1:], file, lambda item: pytest.fail(f"{item} was computed twice"), -1, said.append)
+    assert {key: run["value"] for key, run in found.items()} == {"a": 1, "bb": 2}
+    assert said[-1] == "3 runs, 3 of them done before"
+    assert run_store.read(file) == found
