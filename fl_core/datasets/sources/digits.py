@@ -117,7 +117,9 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         )
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
-        raise DataError("E-DATA-02", f"expected scikit-learn's digits in {file}, found none: run make setup")
+        raise DataError(
+            "E-DATA-02", f"expected scikit-learn's digits in {file}, found none: pip install 'consilium-fl[digits]'"
+        )
     rows = np.loadtxt(file, delimiter=",")
     images, digits = rows[:, :-1], rows[:, -1].astype(np.int64)
     for kept in (images, digits):
