@@ -43,7 +43,8 @@ COMMANDS = {
         "exclude": "Go on without a hospital: it is awaited no longer and asked for no further round. The quorum "
         "stays.",
         "extend": "Wait longer in the open round, for everybody who has not delivered.",
-        "export": "Write a run's newest model as safetensors, with a model card.",
+        "export": "Write a run's newest model as safetensors, with a model card; with --format also for other "
+        "programs.",
         "silos": "List the enrolled hospitals, who is here, and open invitations.",
     },
     "research": {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +23,22 @@ RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _KEPT = 3
 _SECONDS = 600
-_KINDS = {"model.safetensors": ("safetensors", "application/octet-stream"), "card.md": ("md", "text/markdown")}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A file that `coordinator export` writes. words: what it is asked for with."""
+
+    ending: str
+    media_type: str = "application/octet-stream"
+    words: tuple[str, ...] = ()
+
+
+_KINDS = {
+    "model.safetensors": _Kind("safetensors"),
+    "card.md": _Kind("md", "text/markdown"),
+    "model.onnx": _Kind("onnx", words=("--format", "onnx")),
+}
 
 
 class Exporter:
@@ -36,16 +52,19 @@ class Exporter:
         self._variables = {**os.environ, **(variables or {})}
         self._folder = TemporaryDirectory(prefix="consilium-page-")
         self._lock = threading.Lock()
-        self._made: dict[tuple[str, str], Path] = {}
+        self._made: dict[tuple[str, str, tuple[str, ...]], Path] = {}
 
     def close(self) -> None:
         self._folder.cleanup()
 
-    def export(self, info: pb.RunInfo) -> Path:
-        """Return the folder with a run's model and card; raises StateError (E-RUN-11) with what the command said."""
+    def export(self, info: pb.RunInfo, words: tuple[str, ...] = ()) -> Path:
+        """Return the folder with a run's model and card; raises StateError (E-RUN-11) with what the command said.
+
+        words: further ones of the command, of ours alone.
+        """
         if not (RUN_ID.fullmatch(info.run_id) and _DIGEST.fullmatch(info.model_digest)):
             raise StateError("E-RUN-11", "expected a run with a model, found none: wait for the first round")
-        key = (info.run_id, info.model_digest)
+        key = (info.run_id, info.model_digest, words)
         with self._lock:
             if key not in self._made:
                 self._made[key] = self._run(*key)
@@ -54,9 +73,10 @@ class Exporter:
                     file.unlink()
             return self._made[key]
 
-    def _run(self, run_id: str, model_digest: str) -> Path:
-        out = Path(self._folder.name) / f"{run_id}-{model_digest}"
-        command = [sys.executable, "-m", "coordinator.cli.main", "export", run_id, "--out", str(out), *self._arguments]
+    def _run(self, run_id: str, model_digest: str, words: tuple[str, ...]) -> Path:
+        out = Path(self._folder.name) / "-".join((run_id, model_digest, *words))
+        command = [sys.executable, "-m", "coordinator.cli.main", "export", run_id, "--out", str(out)]
+        command += [*words, *self._arguments]
         try:
             done = subprocess.run(  # noqa: S603 - of a list, with an id that begins with a letter or a digit
                 command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=self._variables
@@ -98,5 +118,6 @@ def download(id: str, exporter: Exporter, run: pb.RunInfo | None, detail: pb.Run
         return Download(f"{run.run_id}.csv", "text/csv; charset=utf-8", rounds_csv(detail))
     if what not in _KINDS or not run.model_object:
         return None
-    name, media_type = f"{run.run_id}.{_KINDS[what][0]}", _KINDS[what][1]
-    return Download(name, media_type, exporter.export(run) / name)
+    kind = _KINDS[what]
+    name = f"{run.run_id}.{kind.ending}"
+    return Download(name, kind.media_type, exporter.export(run, kind.words) / name)

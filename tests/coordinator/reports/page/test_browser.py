@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from safetensors import safe_open
 
@@ -135,6 +136,10 @@ def test_a_model_is_downloaded_with_its_card_and_two_runs_are_compared(
             page.get_by_role("link", name="Its card").click()
         downloading.value.save_as(tmp_path / "card.md")
         assert run.manifest_digest in (tmp_path / "card.md").read_text()
+        with page.expect_download() as downloading:
+            page.get_by_role("link", name="ONNX").click()
+        downloading.value.save_as(tmp_path / "model.onnx")
+        assert run.model_digest in {p.value for p in onnx.load(tmp_path / "model.onnx").metadata_props}
         page = go(visit, "/compare")
         page.get_by_label("Run A").select_option(run.id)
         page.get_by_label("Run B").select_option(other.id)
