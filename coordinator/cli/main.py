@@ -32,7 +32,8 @@ COMMANDS = {
     "operations.log": {"log": "The audit log: who called or ordered what, when, and with which outcome."},
     "runs": {
         "run": "Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running.",
-        "watch": "Follow a run, also after `run` was interrupted; ends when the run does.",
+        "watch": "Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told "
+        "again.",
         "status": "Show the silos and the runs that are not over.",
         "runs": "List all runs, newest first.",
         "show": "Show one run round by round, with who took part.",
