@@ -1,6 +1,6 @@
 """The same work in Flower's simulator, with its own strategy and messages; run with an interpreter that has Flower.
 
-python -m benchmarks.simulate --write work.pt      # ours: silos, model, batches and steps
+python -m benchmarks.simulate.engines --write work.pt   # ours: silos, model, batches and steps
 PYTHONPATH=. .../python benchmarks/simulate/flower.py work.pt
 
 Prints a line of JSON: the median wall seconds of a round and the processor seconds of a round over all of its

@@ -238,7 +238,11 @@ def _start(setup: Setup) -> _Worker:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))}
         program = f"from fl_core.simulation.worker import main; main({descriptor})"
         process = subprocess.Popen(  # noqa: S603 - this interpreter, and a number
-            [sys.executable, "-c", program], pass_fds=[descriptor], stdin=subprocess.DEVNULL, env=environment
+            [sys.executable, "-c", program],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Linux shares a processor between sessions first, then between their processes
         )
     worker = _Worker(process, ours)
     ours.send(setup)
