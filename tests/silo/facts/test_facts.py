@@ -103,6 +103,7 @@ def test_a_run_fits_on_the_page_just_when_the_preflight_would_let_it_begin(tmp_p
     assert preview(ledger, None, request, dataset.fingerprint) == found
 
 
+@pytest.mark.slow  # Opacus takes seconds to load; the test above holds the same numbers against the preflight
 def test_what_would_be_spent_is_what_another_accountant_computes(tmp_path) -> None:
     from opacus.accountants import RDPAccountant
 

@@ -74,6 +74,7 @@ def button(page, name: str, run: str = ASKS):
     return item.get_by_role("button", name=name)
 
 
+@pytest.mark.slow  # over HTTP, without a browser: test_site.py
 def test_a_run_is_approved_and_the_page_follows_what_happens_without_being_loaded_again(browser, server, home) -> None:
     visit = Visit(browser, server)
     page = visit.page
