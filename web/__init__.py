@@ -6,6 +6,7 @@ site        what a page is made of: `Site`, `View`, `Action`, `Download`; its ap
 serve       `PageServer`: listens, keeps the link's private file fresh, ends
 rendering   templates: escaped, strict, no invisible characters; `templates/base.html` and the macros of `parts.html`
 chart       a curve as SVG with a table   gauge: a share of something, as SVG with a sentence
+browser     opens a file where there is a screen
 csv_file    rows for a spreadsheet, without formulas
 
 A program makes a `Site` and serves it:

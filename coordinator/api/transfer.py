@@ -301,11 +301,9 @@ class PutStream:
                 raise UnavailableError("E-NET-12", "this update is being sent over another stream: open it again")
             if not reading.done():
                 raise UnavailableError("E-NET-12", f"no chunk came for {self._idle_s:g} s: open the update again")
-            try:
-                chunk = reading.result()
-            except DecodeError as error:
-                raise ProtocolError("E-WIRE-06", "expected a chunk, found bytes that are no message") from error
-            return None if chunk is grpc.aio.EOF else chunk
+            return None if (chunk := reading.result()) is grpc.aio.EOF else chunk
+        except DecodeError as error:
+            raise ProtocolError("E-WIRE-06", "expected a chunk, found bytes that are no message") from error
         finally:
             ended.cancel()
             reading.cancel()

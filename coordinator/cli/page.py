@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-import webbrowser
 from functools import partial
 from typing import Annotated
 
@@ -43,6 +41,7 @@ def page(
     from coordinator.reports.page.exports import Exporter
     from coordinator.reports.page.service_watch import ServiceWatch
     from coordinator.reports.page.site import LeadPage, own_certificates
+    from web.browser import open_file
     from web.serve import PageServer
 
     place = home_of(home)
@@ -54,8 +53,8 @@ def page(
     try:
         with ShutdownSignals() as signals, PageServer(site, place, _FILE, bind) as server:
             _tell(server.link, str(server.file), server.host, as_json)
-            if browser and (sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-                webbrowser.open(server.file.as_uri())  # the file, not the link: others see arguments of processes
+            if browser:
+                open_file(server.file)
             wait = threading.Event()
             while not signals.received:
                 wait.wait(0.2)

@@ -13,7 +13,8 @@ from coordinator import console
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, free_port
-from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
+from coordinator.demo.report import report
+from coordinator.demo.tables import PLAIN, PRIVATE, REPAIRED
 from coordinator.lead_client import LeadClient
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
@@ -75,7 +76,7 @@ def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -
 
 
 def run_demo(out: Path, rounds: int, quiet: bool) -> int:
-    """Run the demo and write `summary.json` and `accuracy.png` to `out`; return the exit status.
+    """Run the demo and write `summary.json`, `accuracy.png` and `index.html` to `out`; return the exit status.
 
     Guarantees: no process and no temporary folder is left behind, also after Ctrl-C, SIGTERM or a closed terminal.
     """

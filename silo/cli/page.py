@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-import webbrowser
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +45,7 @@ def page(
     works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
     """
     from silo.page.site import HospitalPage
+    from web.browser import open_file
     from web.serve import PageServer
 
     silo_home = Home.at(home)
@@ -63,12 +62,8 @@ def page(
         else:
             console.show_facts([("page", server.link), ("or open", str(server.file)), ("end", "Ctrl-C")])
             sys.stdout.flush()
-        if browser and _has_screen():
-            webbrowser.open(server.file.as_uri())  # the file, not the link: others see arguments of processes
+        if browser:
+            open_file(server.file)
         wait = threading.Event()
         while not signals.received:
             wait.wait(0.2)
-
-
-def _has_screen() -> bool:
-    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

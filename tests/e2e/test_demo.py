@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -97,3 +98,6 @@ def test_the_summary_tells_what_the_private_row_cost_each_hospital(tmp_path: Pat
         assert silo["delta"] == 1e-5
     assert set(summary["model"].values()) == {"digits_cnn"}
     assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("<table>") >= 5
+    assert not re.findall(r"(?:src|href|action)=", page), "it needs nothing but itself"
