@@ -92,7 +92,7 @@ def main(words: list[str]) -> int:
             print(f"{PAGE.name} and the marked tests differ in {sorted(differ)}: run `python -m tests.faults`")
         return int(bool(differ))
     table = FaultTable()
-    found = int(pytest.main(["-q", "-m", "fault", *words, str(ROOT)], [table]))
+    found = int(pytest.main(["-q", "-m", "fault", *words, str(ROOT / "tests")], [table]))
     PAGE.write_text(table.page(), encoding="utf-8")
     return found
 
