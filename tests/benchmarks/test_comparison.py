@@ -156,6 +156,6 @@ def test_what_would_not_be_fair_or_is_unknown_is_refused(tmp_path: Path, change:
 
 def test_an_unknown_comparison_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        run.main(["digits_lineal"])
+        run.main(["digits_cmn"])
     assert caught.value.code == 2
-    assert "did you mean 'digits_linear'" in capsys.readouterr().err
+    assert "did you mean 'digits_cnn'" in capsys.readouterr().err
