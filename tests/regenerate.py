@@ -59,10 +59,16 @@ def _paper_tables() -> str:
     found: dict[str, list[str]] = {}
     for file in sorted((ROOT / "benchmarks/paper/tables").glob("*.yaml")):
         runs = " ".join(map(str, yaml.safe_load(file.read_text())["methods"].values())).split()
-        for name in sorted({word.removeprefix("method=") for word in runs if word.startswith("method=")}):
+        for name in sorted({_method(word.removeprefix("method=")) for word in runs if word.startswith("method=")}):
             found.setdefault(name, []).append(file.stem)
     lines = (f"{name} {' '.join(tables)}\n" for name, tables in sorted(found.items()))
     return "# Tables of benchmarks/paper by method; `make protos` writes this file.\n" + "".join(lines)
+
+
+def _method(choice: str) -> str:
+    """Return the method of a choice, which may be a preset of one."""
+    preset = ROOT / f"configs/method/{choice}.yaml"
+    return str(yaml.safe_load(preset.read_text())["defaults"][0]) if preset.exists() else choice
 
 
 def _metrics_page() -> str:

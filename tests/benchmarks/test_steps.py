@@ -40,7 +40,7 @@ def test_fedmr_takes_its_losses_and_fedavg_none() -> None:
     fedmr, fedavg = (PlainSteps(SMALL, examples, m) for m in (FedMR(mu1=1e-3, eps=1e-3), FedAvg()))
     for run in (fedmr, fedavg):
         run.take(1)
-    assert apart(fedmr.model, fedavg.model) > 0.1 * moved(fedmr.model)
+    assert apart(fedmr.model, fedavg.model) > 0.01 * moved(fedmr.model)
 
 
 def test_private_steps_are_those_of_opacus() -> None:

@@ -122,8 +122,7 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
     for terminal in (True, False):
         out = io.StringIO()
         monkeypatch.setattr(show, "OUT", Console(file=out, force_terminal=terminal, width=300, soft_wrap=True))
-        name, overall, by_class, fate = show._evaluation_row(kept)
-        show.show_rows("run", ("task", "own", "by class", "update"), [(name, overall, by_class, fate)])
+        show.show_rows("run", ("task", "own", "by class", "balanced", "update"), [show._evaluation_row(kept)])
         truthful(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
     facts = show._task_json(kept)
     assert facts["accuracy"] is None
