@@ -136,12 +136,15 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFile:
-    """The sections of a policy file, with their defaults."""
+    """The sections of a policy file, with their defaults.
+
+    A file that says nothing of evaluations was written before they told more than correct answers: nothing else leaves.
+    """
 
     runs: Runs = field(default_factory=Runs)
     privacy: Floors = field(default_factory=Floors)
     prototypes: Prototypes = field(default_factory=Prototypes)
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation(ACCURACY))
     budget: Mapping[str, Budget] = field(default_factory=dict)
 
 

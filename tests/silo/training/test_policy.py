@@ -12,6 +12,7 @@ from fl_core.methods import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from privacy.ledger.ledger import Ledger
+from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.bundle_file import BundleFile
 from silo.service.task_queue import public_reason
@@ -187,6 +188,12 @@ def test_the_policy_says_what_of_an_evaluation_leaves_and_the_hospital_sees_all(
     (task,) = hospital.service.store.history()[0].tasks
     shown = evaluation_summary.class_facts(task.evaluation)
     assert sum(shown["examples"]) == shown["clinical"]["examples"] > 0
+
+
+def test_a_policy_from_before_sends_no_more_than_it_did_and_a_hospital_without_one_all_that_is_measured() -> None:
+    assert Policy.parse(b"[runs]\nleads = ['anna']\n").evaluation.send == "accuracy"
+    assert Policy.parse(b"[evaluation]\nsend = 'clinical'\n").evaluation.send == "clinical"
+    assert Policy().evaluation.send == "clinical"
 
 
 def test_a_policy_with_another_word_for_evaluations_closes_the_hospital(make, tmp_path):
