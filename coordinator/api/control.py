@@ -91,7 +91,7 @@ class ControlService(rpc.ControlServicer):
         finally:
             session.finish()
             receiving.cancel()
-            await self._workers.run(self._dispatcher.detach, session)
+            await self._workers.always(self._dispatcher.detach, session)
 
     async def _send(self, session: SiloSession, changed: asyncio.Event, context: Context) -> None:
         pulse = self._dispatcher.pulse_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -56,12 +56,21 @@ class Workers:
         Guarantees: when the caller is cancelled, work that has begun is finished before the cancellation goes on, so
         that nothing which the caller holds is given up under it.
         """
-        future = self._pool.submit(work, *args, **kwargs)
+        return await self._finished(self._pool.submit(work, *args, **kwargs), may_be_left_out=True)
+
+    async def always(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do blocking work on a thread that must be done, as tidying up is.
+
+        Guarantees: it is done although the caller is cancelled before it has begun.
+        """
+        return await self._finished(self._pool.submit(work, *args, **kwargs), may_be_left_out=False)
+
+    async def _finished(self, future: Future[T], may_be_left_out: bool) -> T:
         waiting = asyncio.wrap_future(future)
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            if not future.cancel():
+            if not (may_be_left_out and future.cancel()):
                 while not waiting.done():
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([waiting])

@@ -235,7 +235,7 @@ class TransferService(rpc.TransferServicer):
                     del chunk  # it has left; the next one takes its room
                     yield_to_others()
         finally:
-            await workers.run(self._end_download, chunks, silo, run_id, sent)
+            await workers.always(self._end_download, chunks, silo, run_id, sent)
 
     def _readable(self, request: pb.GetRequest, peer: PeerCertificate, silo: str | None) -> tuple[str, Chunks]:
         run_id = self._store.contributions.readable(request.digest, silo)

@@ -52,7 +52,11 @@ def status_of(command: Callable[[], object]) -> int:
 
 def _file_system(error: OSError | sqlite3.OperationalError) -> StateError:
     errors = (errno.ENOSPC, errno.EDQUOT)
-    full = error.errno in errors if isinstance(error, OSError) else error.sqlite_errorcode == sqlite3.SQLITE_FULL
+    full = (
+        error.errno in errors
+        if isinstance(error, OSError)
+        else getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    )
     if not full:
         return StateError("E-STATE-63", f"expected a usable file system, found: {error}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
