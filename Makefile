@@ -31,7 +31,7 @@ demo: setup  ## One federation on this machine: coordinator, six hospitals, mutu
 	@$(BIN)/coordinator demo --out runs/demo
 
 test: setup  ## The tests, about 5 minutes on 2 cores
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow"
 
 test-all: setup  ## The tests with the slow ones
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal

@@ -71,6 +71,7 @@ def test_every_table_of_the_papers_is_there() -> None:
     assert set(tables.names()) == {*asked, "fednh_1", "fednh_2", "fedcd_1", "fedcd_3", "map_1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tables.names())
 def test_the_small_scale_of_every_experiment_runs_on_the_digits(name: str) -> None:
     spec = compose_spec([f"experiment={name}", "scale=small"])

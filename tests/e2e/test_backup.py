@@ -151,6 +151,7 @@ def test_a_coordinator_that_is_too_far_back_is_told_so(tmp_path, consortium, gat
         assert {silo for silo, text in events(world, run, "restarted") if text.startswith("E-STATE-24")}
 
 
+@pytest.mark.slow
 @pytest.mark.fault("an operator", "restores a hospital from a backup", "it takes its place; the model is the same")
 def test_a_restored_hospital_takes_its_place_again(tmp_path, consortium, gates):
     world, sites = consortium

@@ -134,6 +134,7 @@ def test_a_second_silo_process_on_one_home_is_refused(earth: World) -> None:
     assert "E-STATE" in second.stderr
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_home_is_refused_and_the_original_goes_on(earth: World) -> None:
     copy = earth.folder / "copy"
     shutil.copytree(earth.folder / "hospital0", copy)

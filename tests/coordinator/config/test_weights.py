@@ -61,6 +61,7 @@ def client(world: World) -> Iterator[LeadClient]:
     client.close()
 
 
+@pytest.mark.slow
 def test_hospitals_begin_with_weights_that_the_lead_sent_and_end_in_the_bits_of_a_simulation(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ def held_back(world: World, people: People, name: str, agreed: RunManifest) -> s
     return run.id
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a hospital", "is away for good, and others hold its classes", "not awaited; rounds close with the rest"
 )
@@ -181,6 +182,7 @@ def test_whoever_watches_reads_who_is_awaited_until_when_and_for_which_classes(t
         assert next(e for e in call if e.kind == "ended").info.state == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a hospital", "stays connected and never answers", "awaited for as long as the rule says, no longer")
 def test_a_silent_silo_does_not_hold_a_round_for_ever(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
@@ -348,6 +350,7 @@ def test_a_jump_of_the_clock_changes_no_waiting(tmp_path: Path) -> None:
         world.finished(run_id, 60)
 
 
+@pytest.mark.slow
 def test_a_member_that_was_away_at_the_start_takes_part_from_the_round_in_which_it_comes(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         gate = threading.Event()

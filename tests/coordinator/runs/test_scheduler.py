@@ -240,6 +240,7 @@ def test_of_what_hospitals_state_a_lead_sees_all_but_what_is_sealed(world: World
     world.server.runs.abort(run.id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError("a disk that does not answer"), StateError("E-STATE-22", "no database")])
 def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception

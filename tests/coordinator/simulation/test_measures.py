@@ -77,6 +77,7 @@ def test_the_mean_of_the_last_rounds_stands_beside_the_best() -> None:
     assert runner.mean_of_last([0.5, None]) is runner.mean_of_last([]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "personal"), [("fedrep", True), ("fedbabu", True), ("fedavg", False)])
 def test_ga_of_a_method_whose_model_is_personal_is_its_personal_models_mean(
     method: str, personal: bool, capsys: pytest.CaptureFixture[str]

@@ -34,6 +34,7 @@ def test_forward_is_head_of_features(name: str) -> None:
     assert torch.isfinite(z).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_seeds_give_equal_weights(name: str) -> None:
     torch.manual_seed(5)
@@ -48,6 +49,7 @@ def test_equal_seeds_give_equal_weights(name: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in MODELS]

@@ -144,6 +144,7 @@ def test_an_absent_hospital_is_waited_for_and_named_and_nobody_is_charged_meanwh
         assert len(heard(world, run.id, "ready", 3)) == 3
 
 
+@pytest.mark.slow
 def test_a_hospital_that_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
     with federation(tmp_path, DATA) as (world, sites):
         started(sites, "center1")
@@ -164,6 +165,7 @@ def test_who_is_away_does_not_keep_a_refusal_from_the_lead(tmp_path: Path, monke
         assert uncharged(sites)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_started_anew_between_answers_asks_again_and_charges_once(tmp_path: Path) -> None:
     with federation(tmp_path, DATA) as (world, sites):
         started(sites, "center1")

@@ -94,6 +94,7 @@ def test_an_interval_without_end_is_bounded_too() -> None:
     assert [pulse_period(s, 1.0) for s in (math.inf, 1e300, 5.0)] == [PULSE_CEILING_S, PULSE_CEILING_S, 5.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [0.5, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_pulses_come_at_the_hospitals_pace_however_they_are_asked_for(serving, asked) -> None:
     """By a tiny interval, or by offers that are answered again and again, each with a pulse."""
@@ -126,6 +127,7 @@ def test_pulses_come_at_the_hospitals_pace_however_they_are_asked_for(serving, a
     ended.set()
 
 
+@pytest.mark.slow
 def test_a_coordinator_cannot_have_sessions_opened_anew_without_end(serving) -> None:
     hospital = serving(private(), pulse_floor=1.0)
     hospital.control.pulse_s = 0.05

@@ -31,6 +31,7 @@ def sent(manifest: RunManifest) -> tuple[CompiledRun, list[Bundle]]:
     return run, [port.round(msg, first, TaskKind.TRAIN) for port in local_ports(run, data, factories)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("make", [private, hospital_level])
 def test_no_honest_private_update_is_refused(make: object, seed: int) -> None:

@@ -86,6 +86,7 @@ def test_au_2_over_three_hundred_trials_and_five_seeds(kind: str, seed: int) -> 
     assert step_checks.sensitivity(kind, grouped=True, trials=300, seed=seed).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fault", "least"),
     [

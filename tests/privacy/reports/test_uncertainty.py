@@ -146,6 +146,7 @@ def test_the_noise_is_what_a_hospitals_guard_adds(placement: str) -> None:
     assert CompiledRun.of(manifest).profile.own_noise() is None  # the hospital notes its counts before
 
 
+@pytest.mark.slow
 def test_real_releases_of_three_hospitals_hold_the_true_accuracy() -> None:
     terms = RecordDpConfig(metric_noise=1.0)
     known, model, plan = (

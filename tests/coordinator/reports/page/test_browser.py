@@ -69,6 +69,7 @@ def test_a_run_is_watched_to_its_end_without_loading_the_page_again(browser: Any
             silo.stop()
 
 
+@pytest.mark.slow
 def test_a_service_that_goes_away_is_said_with_its_last_facts_dated_and_noticed_when_it_is_back(
     browser: Any, service: MadeUpService, made_up: PageServer
 ) -> None:

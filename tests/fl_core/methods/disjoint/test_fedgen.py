@@ -137,6 +137,7 @@ def test_training_lowers_the_loss_goes_on_with_its_moments_and_needs_no_global_r
     assert not same(tensor_maps.copy_state(alone), tensor_maps.copy_state(made))  # moments matter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "secagg"])
 def test_round_0_is_fedavg_and_so_is_a_run_without_its_terms(mode: str) -> None:
     start, fedgen = RoundHistory(), {"mode": mode, **SMALL}
