@@ -239,5 +239,5 @@ def test_the_commands_and_the_policy_of_the_budget_page_work_as_written(capsys, 
         assert run([*words, "--home", str(place.path)]) == 0, line
     assert "epsilon 8 at 1e-05" in capsys.readouterr().out
     written = Policy.parse(policy.encode())
-    assert replace(written, digest="", budgets={}) == Policy()
+    assert replace(written, digest="", budgets={}) == replace(Policy.parse(b""), digest="")
     assert written.budgets == {"skin/train": (4.0, 1e-5)}
