@@ -2,7 +2,8 @@
 
 A worker takes silos one by one; one that has no silo of its own left takes another's. Silos' states stay with the
 caller. Examples lie in a file that all workers map, so they are in memory once. The message of a round goes to each
-worker once, through a pipe: what 45 MB take there (some 40 ms, by estimate) is nothing beside an epoch of a model of that size.
+worker once, through a pipe: what 45 MB take there (some 40 ms, by estimate) is nothing beside an epoch of a model of
+that size.
 """
 
 from __future__ import annotations
