@@ -11,7 +11,7 @@ from dataclasses import replace
 from coordinator.api import messages
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers, wait_for, waker
-from coordinator.api.transfer import PutStream
+from coordinator.api.open_streams import PutStream
 from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import RunScheduler

@@ -1,4 +1,7 @@
-"""Whether the callers of open streams are still let in: a certificate may be revoked, renewed or expire meanwhile."""
+"""Open streams: whether their callers are still let in, and the chunks of an upload, which may stop coming.
+
+A certificate may be revoked, renewed or expire while a stream is open.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from coordinator.api.authorization import Authorizer
+import grpc
+from google.protobuf.message import DecodeError
+
+from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers
-from fl_core.errors import FederationError
+from fl_core.errors import FederationError, ProtocolError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import PeerCertificate
 
 log = logging.getLogger(__name__)
@@ -82,3 +89,36 @@ class OpenStreams:
         except Exception:  # asked one by one, each stream gets an error of its own
             log.exception("the members could not be looked up")
             return lambda _: False
+
+
+class PutStream:
+    """The chunks of a Put, one after the other. idle_s: seconds without a message after which the stream ends."""
+
+    def __init__(self, context: Context, idle_s: float) -> None:
+        self._context = context
+        self._idle_s = idle_s
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """End the stream: another one has taken its place."""
+        self._ended.set()
+
+    async def next(self) -> pb.Chunk | None:
+        """Return the next chunk, None at the end.
+
+        Raises UnavailableError (E-NET-12) when it does not come, ProtocolError (E-WIRE-06) when it is no chunk.
+        """
+        reading = asyncio.ensure_future(self._context.read())
+        ended = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait((reading, ended), timeout=self._idle_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.is_set():
+                raise UnavailableError("E-NET-12", "this update is being sent over another stream: open it again")
+            if not reading.done():
+                raise UnavailableError("E-NET-12", f"no chunk came for {self._idle_s:g} s: open the update again")
+            return None if (chunk := reading.result()) is grpc.aio.EOF else chunk
+        except DecodeError as error:
+            raise ProtocolError("E-WIRE-06", "expected a chunk, found bytes that are no message") from error
+        finally:
+            ended.cancel()
+            reading.cancel()

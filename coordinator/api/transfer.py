@@ -14,13 +14,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
-import grpc
-from google.protobuf.message import DecodeError
-
 from coordinator.api.admission import DownloadTurns, Slot, UploadSlots
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers
 from coordinator.api.limits import Limits
+from coordinator.api.open_streams import PutStream
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.tasks import SiloTaskKey
@@ -274,39 +272,6 @@ class TransferService(rpc.TransferServicer):
                 self._largest[c.run_id] = limit
         if not 0 < c.size <= limit:
             raise ProtocolError("E-WIRE-06", f"expected an update of at most {limit} bytes, found one of {c.size}")
-
-
-class PutStream:
-    """The chunks of a Put, one after the other. idle_s: seconds without a message after which the stream ends."""
-
-    def __init__(self, context: Context, idle_s: float) -> None:
-        self._context = context
-        self._idle_s = idle_s
-        self._ended = asyncio.Event()
-
-    def end(self) -> None:
-        """End the stream: another one has taken its place."""
-        self._ended.set()
-
-    async def next(self) -> pb.Chunk | None:
-        """Return the next chunk, None at the end.
-
-        Raises UnavailableError (E-NET-12) when it does not come, ProtocolError (E-WIRE-06) when it is no chunk.
-        """
-        reading = asyncio.ensure_future(self._context.read())
-        ended = asyncio.ensure_future(self._ended.wait())
-        try:
-            await asyncio.wait((reading, ended), timeout=self._idle_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._ended.is_set():
-                raise UnavailableError("E-NET-12", "this update is being sent over another stream: open it again")
-            if not reading.done():
-                raise UnavailableError("E-NET-12", f"no chunk came for {self._idle_s:g} s: open the update again")
-            return None if (chunk := reading.result()) is grpc.aio.EOF else chunk
-        except DecodeError as error:
-            raise ProtocolError("E-WIRE-06", "expected a chunk, found bytes that are no message") from error
-        finally:
-            ended.cancel()
-            reading.cancel()
 
 
 async def _write(chunk: pb.Chunk, context: Context, idle_s: float) -> None:
