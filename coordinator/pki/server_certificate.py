@@ -1,9 +1,11 @@
-"""The service's TLS credentials, renewed while it runs: gRPC asks for them at each handshake."""
+"""The service's TLS credentials, renewed while it runs: gRPC asks for them at each connection that it accepts."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from protos.storage.private_files import Credentials
 
 log = logging.getLogger(__name__)
 _RENEW_AFTER = 2 / 3
+_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -77,15 +80,41 @@ class ServerCertificate:
             log.error("%s", text)
 
 
+class Looks:
+    """Asks whether the certificate changed once a second, and answers None at the connections between.
+
+    gRPC waits for the answer before it reads a connection's first byte: files that are read and certificates that
+    are parsed for each stranger would keep members waiting.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[], grpc.ServerCertificateConfiguration | None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._changed, self._monotonic = changed, monotonic
+        self._next = monotonic()
+        self._looking = threading.Lock()
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        if self._monotonic() < self._next or not self._looking.acquire(blocking=False):
+            return None
+        try:
+            return self._changed()
+        finally:
+            self._next = self._monotonic() + _LOOK_S
+            self._looking.release()
+
+
 def server_credentials(home: Path) -> grpc.ServerCredentials:
     """Return credentials for mutual TLS under the consortium's CA.
 
-    Guarantees: a client without a certificate of this CA is refused; a renewed certificate is used from the next
-    handshake on and breaks no connection.
+    Guarantees: a client without a certificate of this CA is refused; a renewed certificate is used within a second
+    and breaks no connection.
     """
     certificate = ServerCertificate(home)
     return grpc.dynamic_ssl_server_credentials(
         certificate.configuration(),
-        certificate.changed,  # type: ignore[arg-type]  # None means "as before" (grpc's documentation); the stub omits it
+        Looks(certificate.changed),  # type: ignore[arg-type]  # None means "as before"; grpc's stub omits it
         require_client_authentication=True,
     )
