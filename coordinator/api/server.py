@@ -39,7 +39,7 @@ from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
 from coordinator.storage.store import OBJECTS, WEIGHTS, Store, lock_home
 from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from coordinator.storage.weights import WeightsUploads
-from fl_core.errors import StateError
+from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
@@ -142,9 +142,14 @@ class CoordinatorServer:
         self.end_calls(grace)
         if self._maintenance is not None:
             self._maintenance.join(grace)
-        self.store.close()
-        if self._lock is not None:
-            self._lock.close()
+        try:
+            self.dispatcher.store_last_seen()
+        except FederationError as error:
+            log.error("until when hospitals were connected cannot be stored: %s", error)
+        finally:
+            self.store.close()
+            if self._lock is not None:
+                self._lock.close()
 
     def end_calls(self, grace: float) -> None:
         """Take no more calls, cancel those that last longer than `grace` seconds, and end the event loop."""
@@ -247,10 +252,11 @@ class CoordinatorServer:
         return int(port)
 
     def _run_maintenance(self) -> None:
-        """Fail the tasks of revoked silos, and look whether all is well."""
+        """Fail the tasks of revoked silos, store who left, and look whether all is well."""
         while not self._stopping.wait(min(self.settings.pulse_s, _MAINTENANCE_S)):
             try:
                 self.dispatcher.fail_revoked_tasks()
+                self.dispatcher.store_last_seen()
                 self._readiness.look()
             except Exception:  # the next attempt may succeed; if this thread ended, nobody would notice
                 log.exception("maintenance met an unexpected error")

@@ -30,6 +30,8 @@ _ALIVE_PULSES = 2
 _LOST_MESSAGES_S = 300.0
 """A run's end is sent again to a silo that was last seen before the end, or less than this long after it."""
 
+_ALL_SEEN_S = 60.0
+
 
 class Dispatcher:
     """The sessions and open tasks of all silos. Thread-safe.
@@ -51,6 +53,8 @@ class Dispatcher:
         self._last_notes: dict[tuple[str, str], str] = {}
         self._began = time.monotonic()
         self._left: dict[str, float] = {}
+        self._seen: set[str] = set()
+        self._all_seen = time.monotonic()
 
     # ---- sessions --------------------------------------------------------------------------------------------------
 
@@ -110,9 +114,27 @@ class Dispatcher:
                 return
             del self._sessions[session.name]
             self._left[session.name] = time.monotonic()
-        self.store.members.seen(session.name)
+            self._seen.add(session.name)
         self._note(session.name, "away" if session.error is None else f"away: {session.error}")
         self.changes.notify()
+
+    def store_last_seen(self) -> None:
+        """Store that silos were here until now: those that left since the last call, and once a minute all others.
+
+        One change however many there are. Raises as `Database.write`; the next call then stores them.
+        """
+        with self._lock:
+            names, self._seen = self._seen, set()
+            if (now := time.monotonic()) - self._all_seen > _ALL_SEEN_S:
+                self._all_seen = now
+                names |= set(self._sessions)
+        try:
+            if names:
+                self.store.members.seen(names)
+        except FederationError:
+            with self._lock:
+                self._seen |= names
+            raise
 
     def close(self) -> None:
         with self._lock:

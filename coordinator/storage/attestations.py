@@ -54,6 +54,9 @@ class AttestationStore:
             return {row.silo: (row.round, _message(row)) for row in rows}
 
     def keep_policy(self, silo: str, digest: str) -> None:
+        with self._db.read() as db:
+            if db.scalar(select(policies.c.digest).where(policies.c.silo == silo)) == digest:
+                return
         with self._db.write() as db:
             row = upsert(policies).values(silo=silo, digest=digest)
             db.execute(row.on_conflict_do_update(index_elements=["silo"], set_={"digest": digest}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -161,15 +161,18 @@ class MemberStore:
         return sorted(found, key=lambda silo: silo.name)
 
     def introduce(self, name: str, software: str, data: DataOffer) -> None:
-        """Store what a silo declares when a session begins."""
+        """Store what a silo declares when a session begins; what it declared before is not written again."""
+        known = self.silo(name)
+        if known is not None and (known.software, known.data) == (software, data) and known.last_seen:
+            return
         with self._db.write() as db:
             values = {"software": software, "data": asdict(data), "last_seen": self._clock()}
             db.execute(update(silos).where(silos.c.name == name).values(**values))
 
-    def seen(self, name: str) -> None:
-        """Record that a silo was connected until now."""
+    def seen(self, names: Collection[str]) -> None:
+        """Record that silos were connected until now."""
         with self._db.write() as db:
-            db.execute(update(silos).where(silos.c.name == name).values(last_seen=self._clock()))
+            db.execute(update(silos).where(silos.c.name.in_(names)).values(last_seen=self._clock()))
 
     def invite(self, invitation: InvitationRow) -> None:
         """Record an invitation; an older open one for the same name is withdrawn."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from coordinator.runs import dispatcher as dispatcher_module
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import SiloSession
 from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.store import Store
+from fl_core.errors import UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.coordinator import session
@@ -61,3 +64,48 @@ def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: D
     with dispatcher.pending_task(TASK):
         dispatcher.offer(TASK)
     assert offered(here) == [3]
+
+
+def test_silos_that_leave_together_are_one_change_of_the_database(
+    dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[set[str]] = []
+    monkeypatch.setattr(dispatcher.store.members, "seen", lambda names: stored.append(set(names)))
+    here = [session(f"silo{number}") for number in range(20)]
+    for each in here:
+        dispatcher.attach(each)
+    for each in here[1:]:
+        dispatcher.detach(each)
+    assert stored == []
+    dispatcher.store_last_seen()
+    dispatcher.store_last_seen()
+    assert stored == [{each.name for each in here[1:]}]
+
+
+def test_silos_that_stay_are_seen_once_a_minute(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a silo that stays for a year is told at each new session of all runs that ended in it."""
+    stored: list[set[str]] = []
+    monkeypatch.setattr(dispatcher.store.members, "seen", lambda names: stored.append(set(names)))
+    dispatcher.attach(session("north"))
+    began = time.monotonic()
+    for now in (0.0, 61.0, 62.0, 121.9, 122.5):
+        monkeypatch.setattr(dispatcher_module, "time", SimpleNamespace(monotonic=lambda now=now: began + now))
+        dispatcher.store_last_seen()
+    assert stored == [{"north"}, {"north"}]
+
+
+def test_who_left_is_stored_once_the_disk_takes_it(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[set[str]] = []
+
+    def full(names: set[str]) -> None:
+        raise UnavailableError("E-STATE-63", "full")
+
+    north = session("north")
+    dispatcher.attach(north)
+    dispatcher.detach(north)
+    monkeypatch.setattr(dispatcher.store.members, "seen", full)
+    with pytest.raises(UnavailableError):
+        dispatcher.store_last_seen()
+    monkeypatch.setattr(dispatcher.store.members, "seen", lambda names: stored.append(set(names)))
+    dispatcher.store_last_seen()
+    assert stored == [{"north"}]

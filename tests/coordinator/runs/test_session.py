@@ -11,6 +11,7 @@ import pytest
 from coordinator.api.server import Settings
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
+from coordinator.storage.store import FILE
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from protos.consilium.v1 import federation_pb2 as pb
@@ -27,7 +28,8 @@ def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) 
     line = Line(world, "north", HELLO)
     until(lambda: line.kinds().count("pulse") >= 3, "pulses")
     welcome = line.got[0].welcome
-    assert (welcome.protocol, welcome.pulse_seconds, welcome.recycle_seconds) == (PROTOCOL, FAST.pulse_s, 300)
+    assert (welcome.protocol, welcome.pulse_seconds) == (PROTOCOL, FAST.pulse_s)
+    assert 225 <= welcome.recycle_seconds <= 300
     assert welcome.signed_roster
     info = next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
     assert (info.state, info.software, info.activity, list(info.data.shape)) == (
@@ -42,6 +44,34 @@ def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) 
     until(lambda: known.got, "a welcome")
     assert known.got[0].welcome.signed_roster == b""
     known.close()
+
+
+def test_sessions_that_begin_together_are_not_replaced_together(world: World) -> None:
+    lines = [Line(world, name, HELLO) for name in NAMES]
+    until(lambda: all(line.got for line in lines), "welcomes")
+    assert len({line.got[0].welcome.recycle_seconds for line in lines}) == len(NAMES)
+    for line in lines:
+        line.close()
+
+
+def test_a_session_that_says_nothing_new_writes_nothing(world: World) -> None:
+    """A thousand hospitals that connect again wait for no lock of the database."""
+    generation = world.home / f"{FILE}.generation"
+    first = Line(world, "north", HELLO)
+    until(lambda: "pulse" in first.kinds(), "a session")
+    before = generation.read_bytes()
+    again = Line(world, "north", HELLO)
+    until(lambda: "pulse" in again.kinds(), "the next session")
+    assert generation.read_bytes() == before
+    changed = pb.Hello()
+    changed.CopyFrom(HELLO)
+    changed.software = "by hand 2.0"
+    newer = Line(world, "north", changed)
+    until(lambda: "pulse" in newer.kinds(), "a session with other software")
+    assert world.server.store.members.silo("north").software == "by hand 2.0"
+    assert generation.read_bytes() != before
+    for line in (first, again, newer):
+        line.close()
 
 
 def test_a_silent_peer_is_dropped_after_three_pulses(world: World) -> None:
