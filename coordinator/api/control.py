@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
+import secrets
 import time
 from contextlib import suppress
 
@@ -148,7 +148,7 @@ class ControlService(rpc.ControlServicer):
             attested=self._dispatcher.store.attestations.newest(name),
         )
         welcome.MergeFrom(self._common)
-        welcome.recycle_seconds *= random.uniform(_SOONEST, 1.0)
+        welcome.recycle_seconds *= secrets.SystemRandom().uniform(_SOONEST, 1.0)
         return pb.CoordinatorMessage(welcome=welcome)
 
     async def _receive(self, session: SiloSession, context: Context) -> None:
