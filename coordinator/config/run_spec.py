@@ -62,7 +62,7 @@ class RunSpec:
     weights: Weights | None = None
 
     def to_json(self) -> str:
-        raw = asdict(self)
+        raw = asdict(self) | {"train": self.train.facts()}
         for name in WEIGHTS:
             if not raw[name]:
                 del raw[name]

@@ -115,6 +115,12 @@ class SimulationEngine:
                 )
             return simulate_ray(run, shares, observer, self.cluster, states, resume)
         threads = resume.threads if resume else threads_of(run.manifest)
+        if self.exact and (run.manifest.train.cudnn_benchmark or run.manifest.train.compile):
+            raise ConfigError(
+                "E-CFG-08",
+                "expected no train.cudnn_benchmark and no train.compile with --deterministic, whose kernels depend on "
+                "what was faster: leave one out",
+            )
         device, number = choose_device(self.device), self._workers(run, shares, threads, resume.round if resume else 0)
         with ExitStack() as stack:
             stack.enter_context(deterministic(self.exact))
@@ -144,6 +150,7 @@ class SimulationEngine:
             (f"--device {self.device}", choose_device(self.device).type != "cpu"),
             ("--deterministic", self.exact),
             ("--engine batched", self.engine == "batched"),
+            ("train.compile=true", run.manifest.train.compile),
             ("a method or model of this process alone", not extensions.importable(run.manifest.extensions)),
         ]
         why = next((text for text, holds in alone if holds), "")

@@ -50,12 +50,14 @@ TINY = Augmentation(mirror=True, crop=4, border="black")
 def augmented(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
     """Return new images (B, C, H, W) in [0, 1], drawn from `generator`; `x` is not changed.
 
-    Guarantees: equal generator states give equal images; all-zero bounds give back the same images.
+    generator: of the CPU, wherever `x` is, so that all devices move images alike.
+    Guarantees: equal generator states give equal images, on another device within float noise; all-zero bounds give
+    back the same images.
     """
     n = len(x)
     if n == 0:
         return x
-    draw = torch.rand(n, 8, generator=generator) * 2 - 1  # (B, 8) in [-1, 1)
+    draw = (torch.rand(n, 8, generator=generator) * 2 - 1).to(x.device)  # (B, 8) in [-1, 1)
     x = _crop(x, how, generator) if how.crop else x
     out = _move(x, how, draw) if (how.rotate or how.scale or how.shift) else x
     for wanted, column, axis in ((how.mirror, 0, -1), (how.upend, 1, -2)):
@@ -72,11 +74,11 @@ def augmented(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tenso
 def _crop(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
     pad = [how.crop] * 4
     wide = torch.nn.functional.pad(x, pad, mode="reflect" if how.border == "mirror" else "constant")
-    corner = torch.randint(0, 2 * how.crop + 1, (len(x), 2), generator=generator)
-    rows = corner[:, :1] + torch.arange(x.shape[-2])  # (B, H)
-    columns = corner[:, 1:] + torch.arange(x.shape[-1])  # (B, W)
-    image = torch.arange(len(x)).view(-1, 1, 1, 1)
-    channel = torch.arange(x.shape[1]).view(1, -1, 1, 1)
+    corner = torch.randint(0, 2 * how.crop + 1, (len(x), 2), generator=generator).to(x.device)
+    rows = corner[:, :1] + torch.arange(x.shape[-2], device=x.device)  # (B, H)
+    columns = corner[:, 1:] + torch.arange(x.shape[-1], device=x.device)  # (B, W)
+    image = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
+    channel = torch.arange(x.shape[1], device=x.device).view(1, -1, 1, 1)
     return wide[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 

@@ -49,9 +49,14 @@ class TensorExamples(Examples):
         self.groups = groups
         self._how = how or Augmentation()
 
+    def stored(self, index: Tensor) -> Tensor:
+        return self.x[index]
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
+        return x if augment is None else augmented(x, self._how, augment)
+
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        x = self.x[index]
-        return (x if augment is None else augmented(x, self._how, augment)), self.labels[index]
+        return self.prepared(self.stored(index), augment), self.labels[index]
 
 
 class ArrayExamples(Examples):
@@ -80,13 +85,18 @@ class ArrayExamples(Examples):
         self._mean = torch.tensor(mean).view(-1, 1, 1)
         self._std = torch.tensor(std).view(-1, 1, 1)
 
-    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Read the examples at `index` (B,), augmented when a generator is given, then normalised."""
-        x = self._whole[self._index[index]]
+    def stored(self, index: Tensor) -> Tensor:
+        return self._whole[self._index[index]]
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
         x = x.float() / 255 if x.dtype == torch.uint8 else x
         if augment is not None:
             x = augmented(x, self._how, augment)
-        return ((x - self._mean) / self._std if len(self._mean) else x), self.labels[index]
+        return (x - self._mean.to(x)) / self._std.to(x) if len(self._mean) else x
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Read the examples at `index` (B,), augmented when a generator is given, then normalised."""
+        return self.prepared(self.stored(index), augment), self.labels[index]
 
 
 def fingerprint(*fields: Iterable[str | int] | str | bytes) -> str:

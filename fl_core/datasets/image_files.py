@@ -70,15 +70,18 @@ class ImageExamples(Examples):
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Read the examples at `index` (B,): x (B, 3, size, size), normalised; raises DataError."""
-        x = self._read(index.tolist()).float() / 255
-        x = self._crop(x, augment)
+        return self.prepared(self.stored(index), augment), self.labels[index]
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
+        x = self._crop(x.float() / 255, augment)
         if augment is not None:
             x = augmented(x, self._transform.how, augment)
-        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self._transform.mean, self._transform.std))
-        return (x - mean) / std, self.labels[index]
+        mean, std = (torch.tensor(v).view(3, 1, 1).to(x) for v in (self._transform.mean, self._transform.std))
+        return (x - mean) / std
 
-    def _read(self, wanted: list[int]) -> Tensor:
+    def stored(self, index: Tensor) -> Tensor:
         """Return the squares (B, 3, stored, stored) uint8, in the state in which each file was first met."""
+        wanted = index.tolist()
         for i in wanted:
             if i not in self._seen:
                 self._seen[i] = SquareKey.of(self.paths[i])

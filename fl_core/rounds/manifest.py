@@ -170,7 +170,7 @@ class RunManifest:
     def to_json(self) -> str:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
         layout = {name: {"tensors": spec.shapes, "weight": spec.weight_shape} for name, spec in self.layout.items()}
-        raw = asdict(self) | {"layout": layout}
+        raw = asdict(self) | {"layout": layout, "train": self.train.facts()}
         for name, default in _ABSENT.items():  # runs without one keep the digest that they had before it existed
             if raw[name] == default:
                 del raw[name]

@@ -35,6 +35,7 @@ from fl_core.simulation.in_process import (
     thread_count,
 )
 from fl_core.simulation.silo_states import StateStore
+from fl_core.training import optimizers
 from fl_core.training.evaluation import CLINICAL_PART, evaluate_global
 from fl_core.training.local_data import PlainLocalData, draw_batches
 from fl_core.types import tensor_maps
@@ -50,6 +51,7 @@ AT_ONCE = 32
 def require_supported(run: RunSetup) -> None:
     """Raise ConfigError (E-CFG-08) on a run whose silos cannot train in one tensor."""
     method, train = run.method, run.manifest.train
+    wanted, found = optimizers.of_plain_training(train) or ("", "")
     random_or_shared = (_BatchNorm, _DropoutNd, nn.RNNBase)
     layers = sorted({type(m).__name__ for m in run.model.modules() if isinstance(m, random_or_shared)})
     reasons = [
@@ -57,7 +59,7 @@ def require_supported(run: RunSetup) -> None:
         ("a run without privacy", run.manifest.privacy.name, run.manifest.privacy.name == "none"),
         ("personal=false", "personal=true", not run.manifest.personal),
         ("train.optimizer=sgd", train.optimizer, train.optimizer == "sgd"),
-        ("train.amp=off", train.amp, train.amp == "off"),
+        (wanted, found, not found),
         ("a model without batch norm, dropout and recurrent layers", ", ".join(layers), not layers),
     ]
     for wanted, found, holds in reasons:

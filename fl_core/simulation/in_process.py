@@ -69,12 +69,13 @@ class InProcessSilo:
         self.states.settle(self.index, included or not self.runtime.method.server_tracks_state)
 
 
-def on_device(shares: Sequence[SiloShare], device: torch.device) -> list[SiloShare]:
+def on_device(shares: Sequence[SiloShare], device: torch.device, train_as_stored: bool = False) -> list[SiloShare]:
     """Put training sets on a device while its memory allows, then test sets."""
     free, placed_train, placed_test = devices.memory_for_examples(device), list[Examples](), list[Examples]()
     for split, placed in ((0, placed_train), (1, placed_test)):
         for share in shares:
-            examples, free = devices.move_to_device((share.train, share.test)[split], device, free)
+            examples = (share.train, share.test)[split]
+            examples, free = devices.move_to_device(examples, device, free, train_as_stored and split == 0)
             placed.append(examples)
     public = [share.public for share in shares]
     return [SiloShare(*splits) for splits in zip(placed_train, placed_test, public, strict=True)]
@@ -95,7 +96,7 @@ def local_ports(
     manifest, runtime, device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
     states = states or MemoryStateStore()
     runtime.model.to(device)
-    shares = on_device(shares, device)
+    shares = on_device(shares, device, manifest.train.augment_on_device)
     public = public_test(shares) if manifest.personal else None
     factories = data_factories or [PlainLocalData] * len(shares)
     return [

@@ -55,29 +55,55 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-class OnDevice(Examples):
-    """Examples read once onto a device; augmented ones are read from their source."""
+@contextmanager
+def cudnn_benchmark(wanted: bool) -> Iterator[None]:
+    """Let cuDNN try its kernels for each new shape and take the fastest; without a GPU it changes nothing."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
-    def __init__(self, source: Examples, device: torch.device) -> None:
+
+class OnDevice(Examples):
+    """Examples read once onto a device. as_stored: without their last steps, so that they can be augmented there.
+
+    Else augmented ones are read from their source.
+    """
+
+    def __init__(self, source: Examples, device: torch.device, as_stored: bool = False) -> None:
         self.labels, self.groups = source.labels, source.groups
-        self._source = source
-        self._x = torch.cat([x.to(device) for x, _ in source.batches(512)])
+        self._source, self._as_stored = source, as_stored
+        read = source.stored if as_stored else lambda index: source.batch(index)[0]
+        self._x = torch.cat([read(index).to(device) for index in torch.split(torch.arange(len(source)), 512)])
         self._y = source.labels.to(device)
 
+    def stored(self, index: Tensor) -> Tensor:
+        return self._x[index.to(self._y.device)] if self._as_stored else self._source.stored(index)
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
+        return self._source.prepared(x, augment)
+
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        there = index.to(self._y.device)
+        if self._as_stored:
+            return self.prepared(self._x[there], augment), self._y[there]
         if augment is not None:
             return self._source.batch(index, augment)
-        there = index.to(self._y.device)
         return self._x[there], self._y[there]
 
 
-def move_to_device(examples: Examples, device: torch.device, free: int) -> tuple[Examples, int]:
+def move_to_device(
+    examples: Examples, device: torch.device, free: int, as_stored: bool = False
+) -> tuple[Examples, int]:
     """Put examples on a device if they fit into `free` bytes; return them, moved or not, and the bytes left."""
     if device.type == "cpu" or len(examples) == 0:
         return examples, free
-    x, _ = examples.batch(torch.arange(1))
+    first = torch.arange(1)
+    x = examples.stored(first) if as_stored else examples.batch(first)[0]
     need = len(examples) * x.numel() * x.element_size()
-    return (OnDevice(examples, device), free - need) if need <= free else (examples, free)
+    return (OnDevice(examples, device, as_stored), free - need) if need <= free else (examples, free)
 
 
 def memory_for_examples(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import DataError
 from fl_core.training import optimizers
+from fl_core.training.compilation import compiled
+from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
 from fl_core.types.records import TrainConfig
@@ -98,7 +100,10 @@ class PlainLocalData:
         lr = options.lr_scale * self.lr
         descent = optimizers.GradientDescent(named, lr, self._config, options.no_momentum, self._device.type)
         taken = 0
-        with rng.torch_scope(self._context.seed, *path, "dropout"):
+        with ExitStack() as stack:
+            stack.enter_context(rng.torch_scope(self._context.seed, *path, "dropout"))
+            stack.enter_context(cudnn_benchmark(self._config.cudnn_benchmark))
+            stack.enter_context(compiled(model, self._config.compile))
             batches = self._batches(
                 order, self.planned_steps(options.epochs) if options.steps is None else options.steps
             )
@@ -127,20 +132,34 @@ class PlainLocalData:
     def _stream(self, batches: Sequence[Tensor], augment: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Read training batches in order; on a GPU one thread reads ahead into pinned memory.
 
-        One thread reads at a time, so augmentation draws in the same order, and the bits are the same.
+        One thread reads and one finishes at a time, so augmentation draws in the same order, and the bits are the same.
         """
+        examples = self._examples[Split.TRAIN]
+        on_device = augment if self._config.augment_on_device else None
+
+        def read(index: Tensor) -> tuple[Tensor, Tensor]:
+            if on_device is not None:
+                return examples.stored(index), examples.labels[index]
+            return examples.batch(index, augment)
+
+        def finished(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x, y = self._to_device(x, y)
+            if on_device is not None:
+                x = examples.prepared(x, on_device)
+            return self._to_memory_format(x, y)
+
         if not self._ahead:
             for index in batches:
-                yield self._to_memory_format(*self._read(Split.TRAIN, index, augment))
+                yield finished(*read(index))
             return
         with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
             waiting: deque[Future[tuple[Tensor, Tensor]]] = deque()
             for index in batches:
-                waiting.append(reader.submit(self._examples[Split.TRAIN].batch, index, augment))
+                waiting.append(reader.submit(read, index))
                 if len(waiting) > self._ahead:
-                    yield self._to_memory_format(*self._to_device(*waiting.popleft().result()))
+                    yield finished(*waiting.popleft().result())
             while waiting:
-                yield self._to_memory_format(*self._to_device(*waiting.popleft().result()))
+                yield finished(*waiting.popleft().result())
 
     def _to_device(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if self._device.type == "cuda" and x.device.type == "cpu":
@@ -155,8 +174,8 @@ class PlainLocalData:
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
         return draw_batches(len(self._examples[Split.TRAIN]), self._config.batch_size, order, steps)
 
-    def _read(self, split: Split, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        x, y = self._examples[split].batch(index, augment)
+    def _read(self, split: Split, index: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self._examples[split].batch(index)
         return x.to(self._device), y.to(self._device)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002

@@ -29,6 +29,18 @@ def check(config: TrainConfig) -> None:
             raise ConfigError("E-CFG-02", f"expected train.{name} >= 0, found {found}")
     if config.nesterov and (config.momentum <= 0 or config.optimizer != "sgd"):
         raise ConfigError("E-CFG-02", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
+    if config.augment_on_device and not config.augment:
+        raise ConfigError("E-CFG-02", "train.augment_on_device needs train.augment=true: set it, or leave both out")
+
+
+def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
+    """Return the first word set that only plain training, silo by silo, can follow: as off, and as found."""
+    off = TrainConfig()
+    for name in ("amp", "channels_last", "cudnn_benchmark", "compile", "augment_on_device"):
+        wanted, found = (f"train.{name}={str(getattr(c, name)).lower()}" for c in (off, config))
+        if found != wanted:
+            return wanted, found
+    return None
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainConfig) -> Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from fl_core.types.clinical import ClinicalMetrics, macro_mean
 from fl_core.types.columns import Column
@@ -32,7 +32,9 @@ class TrainConfig:
     and parameters that move without momentum (0: off; `optimizers.correct_gradient` has the table);
     optimizer: "sgd" (momentum, nesterov) or "adam", which methods that count effective steps refuse; amp: "bf16" or
     "fp16" computes losses in mixed precision (weights, sums and evaluations stay float32), "off" does not;
-    channels_last: the order of memory that GPUs convolve fastest.
+    channels_last: the order of memory that GPUs convolve fastest; cudnn_benchmark: a GPU tries its kernels for each
+    shape and takes the fastest; compile: the model's features in kernels of torch.compile; augment_on_device: examples
+    are augmented where the model is trained, by the same draws. These four change results within float noise alone.
     """
 
     lr: float = 0.01
@@ -48,6 +50,20 @@ class TrainConfig:
     nesterov: bool = False
     amp: str = "off"
     channels_last: bool = False
+    cudnn_benchmark: bool = False
+    compile: bool = False
+    augment_on_device: bool = False
+
+    def facts(self) -> dict[str, object]:
+        """Return all fields for JSON, without later ones at their default, so that digests stay as they were."""
+        raw = asdict(self)
+        for name in _LATER:
+            if not raw[name]:
+                del raw[name]
+        return raw
+
+
+_LATER = ("cudnn_benchmark", "compile", "augment_on_device")
 
 
 @dataclass(frozen=True, slots=True)

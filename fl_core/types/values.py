@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fl_core.errors import ProtocolError
+from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.enums import Weighing
 
 Tensors = Mapping[str, Tensor]
@@ -244,6 +244,21 @@ class Examples(ABC):
     @abstractmethod
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Read the examples at `index` (B,): x (B, *shape) float32, y (B,); augmented when a generator is given."""
+
+    def stored(self, index: Tensor) -> Tensor:  # noqa: ARG002
+        """Read x at `index` (B,) as it is kept, for `prepared` to finish on any device.
+
+        Raises ConfigError (E-CFG-08) where examples are read in one piece.
+        """
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected examples that can be augmented on a device, found {type(self).__name__}, which augments where "
+            "it reads: leave train.augment_on_device out",
+        )
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
+        """Make of what `stored` read what `batch` gives, on the device of `x`; the generator is the CPU's."""
+        raise NotImplementedError
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Read all examples once, in order, without augmentation."""

@@ -15,6 +15,7 @@ from fl_core.converter import Option
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import Guards, RunSetup
+from fl_core.training import optimizers
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, Method
 from fl_core.types.records import TrainConfig
@@ -79,6 +80,12 @@ class RecordProfile(PrivateProfile):
 
     def check(self) -> None:
         super().check()
+        if differ := optimizers.of_plain_training(self.run.manifest.train):
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected {differ[0]} with record-level privacy, whose gradients are per example and in float32, "
+                f"found {differ[1]}: leave it out",
+            )
         capabilities.check_supported(self.run.method, {Capability.DIFFERENTIAL_PRIVACY})
 
     def derived_numbers(self) -> Mapping[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from coordinator.config.hydra_config import compose_spec
+from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import engine, runner
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine, threads_of
@@ -47,6 +49,7 @@ def test_a_silos_threads_are_the_runs_or_its_share_of_the_machines(monkeypatch: 
         ((), {"exact": True}),
         ((), {"engine": "ray"}),
         ((), {"engine": "batched"}),
+        (("train.compile=true",), {}),
     ],
 )
 def test_workers_that_cannot_be_are_refused(
@@ -119,3 +122,28 @@ def test_a_batched_run_is_nearly_the_loops_and_does_not_go_on_from_it(tmp_path: 
 def test_a_simulation_in_workers_ends_in_the_same_summary_with_checkpoints_and_spilt_states(tmp_path: Path) -> None:
     words, kept = ("method=scaffold", "cohort=2", "personal=true"), Checkpoints(tmp_path / "kept", 1)
     assert digest(*words, workers=2, checkpoints=kept, spill=tmp_path / "spill") == digest(*words, workers=1)
+
+
+@pytest.mark.parametrize("word", ["train.compile=true", "train.cudnn_benchmark=true"])
+def test_kernels_chosen_by_their_speed_do_not_go_with_deterministic_ones(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*--deterministic"):
+        digest(word, exact=True)
+
+
+@pytest.mark.parametrize(
+    "word", ["train.amp=bf16", "train.channels_last=true", "train.cudnn_benchmark=true", "train.compile=true"]
+)
+def test_words_that_record_level_privacy_cannot_follow_are_refused_before_the_run(word: str) -> None:
+    spec = compose_spec([*WORDS, "privacy=dp_record", word])
+    with pytest.raises(ConfigError, match=f"E-CFG-08.*record-level privacy.*{word}"):
+        runner.build_simulation(spec)
+
+
+def test_words_at_their_defaults_are_in_no_manifest_and_no_configuration() -> None:
+    spec = compose_spec(WORDS)
+    run, _ = runner.build_simulation(spec)
+    for text in (spec.to_json(), run.to_json()):
+        assert not {"compile", "cudnn_benchmark", "augment_on_device"} & set(json.loads(text)["train"])
+    chosen = compose_spec([*WORDS, "train.compile=true"])
+    assert json.loads(runner.build_simulation(chosen)[0].to_json())["train"]["compile"] is True
+    assert RunSpec.from_json(chosen.to_json()).train.compile

@@ -89,6 +89,9 @@ def test_a_silo_without_examples_is_refused_as_in_the_loop() -> None:
         ("fedavg", {}, {"personal": True}, "personal"),
         ("fedavg", {}, {"train": replace(SGD, optimizer="adam")}, "sgd"),
         ("fedavg", {}, {"train": replace(SGD, amp="bf16")}, "bf16"),
+        ("fedavg", {}, {"train": replace(SGD, channels_last=True)}, "channels_last=true"),
+        ("fedavg", {}, {"train": replace(SGD, compile=True)}, "compile=true"),
+        ("fedavg", {}, {"train": replace(SGD, cudnn_benchmark=True)}, "cudnn_benchmark=true"),
         ("fedavg", {}, {"model_options": {"norm": "batch"}}, "BatchNorm2d"),
     ],
 )

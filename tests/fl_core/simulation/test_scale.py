@@ -118,6 +118,17 @@ def test_channels_last_computes_the_same_up_to_rounding_and_leaves_the_model_in_
     assert all(v.is_contiguous() for v in b.values())
 
 
+def test_with_channels_last_activations_lie_in_that_order() -> None:
+    model, share = build_model("digits_cnn", {}, SCHEMA, 0), shares()[0]
+    seen: list[bool] = []
+    conv = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)][-1]
+    conv.register_forward_hook(lambda _m, _x, out: seen.append(out.is_contiguous(memory_format=torch.channels_last)))
+    for config in (TRAIN, replace(TRAIN, channels_last=True)):
+        PlainLocalData(share.train, share.test, config, FED.for_silo(0, 0)).sgd(model, FedAvg.loss)
+        assert set(seen) == {config.channels_last}
+        seen.clear()
+
+
 def test_mixed_precision_stays_near_and_keeps_float32_weights() -> None:
     a, b = trained(TRAIN), trained(replace(TRAIN, amp="bf16"))
     assert not same(a, b)
