@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
-from fl_core.methods import build_method
+from fl_core.methods import all_options, build_method
 from fl_core.models import build_model
 from fl_core.rounds.extensions import identity
 from fl_core.rounds.layout import derive_layout
@@ -66,10 +66,10 @@ def manifest(
     metrics: str = "basic",
 ) -> RunManifest:
     """Freeze a run over the three silos."""
-    built = build_model(model, model_options or {}, SCHEMA, seed)
+    built, chosen = build_model(model, model_options or {}, SCHEMA, seed), all_options(method, options or {})
     return RunManifest(
         name="test",
-        method=NamedOptions(method, options or {}),
+        method=NamedOptions(method, chosen),
         model=NamedOptions(model, model_options or {}),
         data="made-up",
         schema=SCHEMA,
@@ -77,7 +77,7 @@ def manifest(
         rounds=rounds,
         seed=seed,
         members=make_members(names, seed, share),
-        layout=derive_layout(build_method(method, options or {}), built, SCHEMA, personal, metrics),
+        layout=derive_layout(build_method(method, chosen), built, SCHEMA, personal, metrics),
         grid=FixedPointFormat("ring64", len(names)),
         privacy=NamedOptions("none"),
         cohort=cohort,

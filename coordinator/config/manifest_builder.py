@@ -12,7 +12,7 @@ from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, shown, structure
 from fl_core.errors import ConfigError
-from fl_core.methods import build_method
+from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities, extensions
 from fl_core.rounds.extensions import Extension
@@ -138,8 +138,12 @@ def manifest_from(
 
 
 def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
-    """Return the method, with prototypes off where no silo submits them; raises ConfigError (E-CFG-08)."""
+    """Return the method with all of its options, with prototypes off where no silo submits them.
+
+    Raises ConfigError (E-CFG-08; E-CFG-01 and E-CFG-02 on options).
+    """
     choice = _choice(spec.method)
+    choice = NamedOptions(choice.name, all_options(choice.name, choice.options))
     method = build_method(choice.name, choice.options)
     capabilities.check_supported(
         method, capabilities.required_capabilities(spec.train, len(names), spec.cohort, spec.quorum)

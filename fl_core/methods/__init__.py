@@ -10,8 +10,9 @@ losses/           loss functions that several methods, or a large one, use
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
-from fl_core.converter import read_options
+from fl_core.converter import Option, read_options
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.methods.disjoint.fedgela import FedGELA
@@ -67,6 +68,12 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedcd": FedCD,
 }
 
+_WRITTEN: Mapping[str, Mapping[str, Option]] = {
+    "fedgela": {"logit_scale": 30.0},
+    "fedmr": {"intra": "paper", "mu1": 1e-5, "mu2": 0.1},
+}
+"""First defaults of options whose default has changed since: what a manifest means that leaves the option out."""
+
 
 def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     """Make a method from its registered name and options.
@@ -75,6 +82,23 @@ def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     with the nearest valid name or the expected type; E-CFG-02 on a value out of range.
     """
     return read_options(method_class(name), name, options)
+
+
+def build_written(name: str, options: Mapping[str, object]) -> FedAvg:
+    """Make the method of a manifest, which means for ever what it meant when it was written; raises as `build_method`.
+
+    Manifests that are made now name all options (`all_options`).
+    """
+    return build_method(name, {**_WRITTEN.get(name, {}), **options})
+
+
+def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
+    """Return all options of a method, today's defaults for those that are left out; raises as `build_method`."""
+    built, found = build_method(name, options), dict(options)
+    for f in fields(built):
+        value = getattr(built, f.name)
+        found.setdefault(f.name, list(value) if isinstance(value, tuple) else value)
+    return found
 
 
 def method_class(name: str) -> type[FedAvg]:

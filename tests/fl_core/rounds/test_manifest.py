@@ -10,7 +10,7 @@ import pytest
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.rounds.manifest import Member, RunManifest, make_members
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
 from fl_core.types.records import TrainConfig
 from privacy.compiled_run import CompiledRun
 from tests.support.federations import manifest
@@ -55,7 +55,7 @@ def test_digest_is_stable() -> None:
     assert json.loads(text)["format"] == 1
     assert ": " not in text
     assert list(json.loads(text)) == sorted(json.loads(text))
-    small = replace(run, layout={}, members=(Member("a"),))
+    small = replace(run, layout={}, members=(Member("a"),), method=NamedOptions("fedavg"))
     assert small.digest() == "4890bef5ea45bfe68f2fc19ae5272805cf604a248ac8ba65fca3162c929b83cb"
 
 
