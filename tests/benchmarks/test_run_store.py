@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import run_store
+from benchmarks.comparison import run as comparison
 from benchmarks.paper import images
 from benchmarks.run_store import append, complete, key_of, read, seeded
 from coordinator.config import manifest_builder
 from coordinator.config.hydra_config import compose_spec
+from coordinator.config.run_spec import RunSpec
 from fl_core.errors import DataError
 from fl_core.rounds import manifest
 
@@ -48,6 +50,54 @@ def test_a_key_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "FORMAT", 99)
     monkeypatch.setattr(manifest_builder, "software", lambda: "99.0")
     assert key_of(SPEC) == key
+
+
+@pytest.mark.parametrize(
+    ("words", "cut", "key"),
+    [
+        (
+            "data=digits federation=hospitals6 model=digits_cnn model.norm=none rounds=20 threads=1 train.momentum=0 "
+            "train.weight_decay=1e-5 train.batch_size=32 train.epochs=1 method=fedavg train.lr=0.05",
+            "",
+            "4fa95a6c45d6be454055",
+        ),
+        (
+            "federation=p5c2 model=simple_cnn rounds=12 threads=1 personal=true train.augment=false train.momentum=0.9 "
+            "train.weight_decay=1e-5 train.batch_size=8 train.epochs=1 method=fedavg train.lr=0.01",
+            "images=cifar10-50-30",
+            "5566e2432a58c0ad212e",
+        ),
+    ],
+)
+def test_a_run_of_a_frozen_setting_keeps_its_key(words: str, cut: str, key: str) -> None:
+    """Each of these was computed and stored: with another key nothing finds it, nor anything else that is stored.
+
+    A key changes where a default changes that changes numbers, and must not change otherwise. An option that a method,
+    a model, training or an aggregator gained changes all keys: leave it out of `key_of` where it has its default.
+    """
+    kept = {key for file in comparison.RESULTS.glob("*.jsonl") for key in read(file)}
+    spec = compose_spec(images.resolved([*words.split(), *([cut] if cut else [])], None, cut=False))
+    assert key_of(seeded(spec, 100), cut) == key
+    assert key in kept
+
+
+def test_a_field_that_configurations_gain_changes_keys_only_where_it_is_set() -> None:
+    """What `metrics=clinical` once did to all stored runs: it is in the manifest, and changes no model."""
+    newer = make_dataclass("Newer", [("gained", str, "auto")], bases=(RunSpec,), frozen=True, kw_only=True)
+    given = {f.name: getattr(SPEC, f.name) for f in fields(SPEC)}
+    assert key_of(newer(**given)) == key_of(SPEC)
+    assert key_of(newer(**given, gained="clinical")) != key_of(SPEC)
+
+
+def test_what_is_in_a_store_is_found_by_its_words() -> None:
+    """The last run of each method in each comparison's store: composed again, it has the key that it was kept under."""
+    for file in sorted(comparison.RESULTS.glob("*.jsonl")):
+        kept = read(file).values()
+        newest = {next(w for w in run["words"] if w.startswith("method=")): run for run in kept}
+        for run in newest.values():
+            cut = next((w for w in run["words"] if w.startswith("images=")), "")
+            spec = compose_spec(images.resolved(run["words"], None, cut=False))
+            assert key_of(seeded(spec, run["seed"]), cut) == run["key"], (file.name, run["words"])
 
 
 def test_a_key_does_not_depend_on_where_images_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
