@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+Vector = Sequence[float]
 
 
 def slow_intra(
@@ -52,6 +57,119 @@ def slow_inter_paired(z: Tensor, y: Tensor, g: Tensor, known: list[bool], negati
             m = min(len(mine), len(theirs))
             pairs.append((mine[:m] - theirs[:m]).clamp_min(0).mean())
     return torch.stack(pairs).mean() if pairs else z.sum() * 0
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def unit(a: Vector) -> list[float]:
+    return [x / math.sqrt(dot(a, a)) for x in a]
+
+
+def mean(rows: Sequence[Vector]) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def softmax(logits: Vector) -> list[float]:
+    return [math.exp(g) / sum(math.exp(other) for other in logits) for g in logits]
+
+
+def slow_ce(logits: Vector, y: int) -> float:
+    return -math.log(softmax(logits)[y])
+
+
+def slow_scaling(counts: Vector, alpha: float, soft: bool) -> list[float]:
+    """FedRS's a_c, as printed or as the authors' code has it."""
+    if soft:
+        return [alpha + (1 - alpha) * n / max(counts) for n in counts]
+    return [1.0 if n > 0 else alpha for n in counts]
+
+
+def slow_restricted(w: Sequence[Vector], h: Vector, y: int, a: Vector) -> tuple[float, list[list[float]]]:
+    """FedRS's loss of one example, and its gradient by the rows of the head: a_c (p_c - [y = c]) h."""
+    scaled = [factor * dot(row, h) for factor, row in zip(a, w, strict=True)]
+    p = softmax(scaled)
+    return slow_ce(scaled, y), [[a[c] * (p[c] - (c == y)) * x for x in h] for c in range(len(w))]
+
+
+def slow_frame(basis: Sequence[Vector]) -> list[list[float]]:
+    """FedGELA's M = sqrt(C/(C-1)) U (I - 11^T/C), class by class; basis: the columns of U."""
+    size = len(basis)
+    return [[math.sqrt(size / (size - 1)) * (u - m) for u, m in zip(b, mean(basis), strict=True)] for b in basis]
+
+
+def slow_adapted_ce(z: Vector, y: int, frame: Sequence[Vector], counts: Vector, scale: float) -> float:
+    """FedGELA's loss of one example: CE of s h^T M diag(phi), phi_c = C n_c / n."""
+    phi = [len(counts) * n / sum(counts) for n in counts]
+    return slow_ce([scale * phi[c] * dot(unit(z), frame[c]) for c in range(len(frame))], y)
+
+
+def slow_prototype_step(w: Vector, silos: Sequence[tuple[float, Sequence[Vector]]], rho: float) -> list[float]:
+    """FedNH's equations 3 and 4 for one class; silos: their counts, and the features of these examples."""
+    reported = [(n, unit(mean([unit(z) for z in rows]))) for n, rows in silos if n > 0]
+    if not reported:
+        return list(w)
+    total = sum(n for n, _ in reported)
+    a = unit([sum(n * m[i] for n, m in reported) / total for i in range(len(w))])
+    return unit([rho * old + (1 - rho) * new for old, new in zip(w, a, strict=True)])
+
+
+def slow_kd(o: Vector, o_p: Vector, tau: float) -> float:
+    """FedPHP's tau^2 KL(teacher at tau || student at tau) of one example."""
+    p, q = softmax([v / tau for v in o_p]), softmax([v / tau for v in o])
+    return tau**2 * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def slow_inherited(models: Vector, expected: float, macro: float = 0.9) -> list[float]:
+    """FedPHP's private model, of one number, after each round that its silo took part in."""
+    path, private = list[float](), 0.0
+    for n, model in enumerate(models, start=1):
+        mu = min(max(macro * (n - 1) / expected, 0.0), 1.0)
+        private = mu * private + (1 - mu) * model
+        path.append(private)
+    return path
+
+
+def slow_hpc(z: Vector, prototypes: Sequence[Sequence[Vector]], c: int, m: int, alpha: float, tau: float) -> float:
+    """FedCD's contrast of an example of fine class m of class c; prototypes by class."""
+    psi = [[math.exp(dot(unit(z), unit(p)) / tau) for p in rows] for rows in prototypes]
+    same = sum(v for i, v in enumerate(psi[c]) if i != m)
+    other = sum(v for k, row in enumerate(psi) if k != c for v in row)
+    return -math.log(psi[c][m] / (psi[c][m] + alpha * same + (1 - alpha) * other))
+
+
+def slow_dkd(teacher: Vector, student: Vector, y: int, xi: float) -> float:
+    """FedCD's distillation: KL of (own class, rest), and xi times that of the other classes among themselves."""
+    t, s = softmax(teacher), softmax(student)
+
+    def kl(a: Vector, b: Vector) -> float:
+        return sum(p * math.log(p / q) for p, q in zip(a, b, strict=True))
+
+    own = kl([t[y], 1 - t[y]], [s[y], 1 - s[y]])
+    rest = [[p / (1 - probabilities[y]) for k, p in enumerate(probabilities) if k != y] for probabilities in (t, s)]
+    return own + xi * kl(*rest)
+
+
+def slow_class_scores(z: Vector, phi: Sequence[Vector], fine: int) -> list[float]:
+    """FedCD's z phi Wagg: the sum over each class's fine logits."""
+    return [sum(dot(z, row) for row in phi[c * fine : (c + 1) * fine]) for c in range(len(phi) // fine)]
+
+
+def slow_bpr(z: Sequence[Vector], y: Sequence[int], phi: Sequence[Vector], fine: int) -> float:
+    """FedCD's regulariser: the loss of each class's mean feature under the global head, averaged over classes."""
+    means = {c: mean([row for row, label in zip(z, y, strict=True) if label == c]) for c in sorted(set(y))}
+    return sum(slow_ce(slow_class_scores(m, phi, fine), c) for c, m in means.items()) / len(means)
+
+
+def slow_class_level_mean(heads: Sequence[Sequence[Vector]], prototypes: Sequence[Vector]) -> list[list[float]]:
+    """FedCD's head: each fine class's rows weighed by exp of the share that their head gives its own prototype."""
+    merged = []
+    for j, p in enumerate(prototypes):
+        weight = [math.exp(softmax([dot(p, row) for row in head])[j]) for head in heads]
+        rows = [head[j] for head in heads]
+        merged.append([dot(weight, column) / sum(weight) for column in zip(*rows, strict=True)])
+    return merged
 
 
 def slow_class_sums(vectors: Tensor, y: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
