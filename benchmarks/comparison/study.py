@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -47,15 +47,13 @@ class Trial:
 def trials(
     method: str, words: Sequence[str], lrs: Sequence[float], seeds: Sequence[int], data_root: Path | None
 ) -> list[Trial]:
-    """Compose the runs of one method; raises ConfigError where one does not compose."""
+    """Compose the runs of one method, once for all of them; raises ConfigError where that does not compose."""
     cut, found = next((w for w in words if w.startswith("images=")), ""), list[Trial]()
+    spec = _composed(tuple(images.resolved(tuple(words), data_root, cut=False)))  # a stored table needs no images
     for lr in lrs:
-        written = (*words, f"train.lr={lr:g}")
-        spec = _composed(tuple(images.resolved(written, data_root, cut=False)))  # a stored table needs no images
+        written, at = (*words, f"train.lr={lr:g}"), replace(spec, train=replace(spec.train, lr=lr))
         for seed in seeds:
-            found.append(
-                Trial(run_store.key_of(run_store.seeded(spec, seed), cut), method, lr, seed, written, data_root)
-            )
+            found.append(Trial(run_store.key_of(run_store.seeded(at, seed), cut), method, lr, seed, written, data_root))
     return found
 
 
