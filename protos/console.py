@@ -56,9 +56,13 @@ def plain_console(*, stderr: bool = False, width: int | None = None, soft_wrap: 
     return PrintableConsole(highlight=False, markup=False, emoji=False, stderr=stderr, width=width, soft_wrap=soft_wrap)
 
 
+def json_line(value: object) -> str:
+    """Write one JSON value as one line; JSON escapes all that is not visible ASCII."""
+    return json.dumps(value, sort_keys=True)
+
+
 def print_json(value: object) -> None:
-    """Print one JSON value on one line; JSON escapes all that is not visible ASCII."""
-    sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
+    sys.stdout.write(json_line(value) + "\n")
     sys.stdout.flush()
 
 

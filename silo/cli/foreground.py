@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from rich.status import Status
 
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import local_time, print_json, printable
+from protos.console import json_line, local_time, printable
 from protos.operations import logs
 from protos.operations.exit_status import ShutdownSignals
 from protos.operations.logs import LogFormat
@@ -38,23 +40,53 @@ _DOING = {
 
 
 class Printer:
-    """Shows events: JSON lines, plain lines, or lines above a live one on a terminal."""
+    """Shows events: JSON lines, plain lines, or lines above a live one on a terminal.
+
+    Guarantees: where a line cannot be written (a full disk, a reader that has gone) the service goes on; the next line
+    that can says how many are missing.
+    """
 
     def __init__(self, as_json: bool, quiet: bool = False) -> None:
         self._json = as_json
         self._console = OUT
         self._lock = threading.Lock()
+        self._missing = 0
+        self._torn = False
         self._status: Status | None = None
         if not as_json and not quiet and self._console.is_terminal:
             self._status = self._console.status("starting")
 
     def show_event(self, event: Event) -> None:
         with self._lock:
-            if self._json:
-                print_json({"event": event.event, "at": time.time(), "text": event.text} | dict(event.facts))
-            else:
-                self._console.print(f"{local_time(time.time())}  {event.text}")
-                sys.stdout.flush()
+            try:
+                if self._missing:
+                    text = f"{self._missing} lines before this one could not be written here"
+                    self._show("lines_missing", text, {"lines": self._missing})
+                    self._missing = 0
+                self._show(event.event, event.text, event.facts)
+            except OSError:
+                self._missing += 1
+
+    def _show(self, name: str, text: str, facts: Mapping[str, object]) -> None:
+        if self._json:
+            self._write(json_line({"event": name, "at": time.time(), "text": text} | dict(facts)))
+        elif self._console.is_terminal:
+            self._console.print(f"{local_time(time.time())}  {text}")
+        else:
+            self._write(printable(f"{local_time(time.time())}  {text}", keep="\t"))
+
+    def _write(self, line: str) -> None:
+        """Write a line, unbuffered: a buffer would keep, and grow by, what cannot be written."""
+        try:
+            descriptor = sys.stdout.fileno()
+        except (OSError, ValueError):  # a program took the place of standard output
+            print(line, flush=True)
+            return
+        data = f"{line}\n".encode()
+        left = b"\n" + data if self._torn else data
+        while left:
+            left = left[os.write(descriptor, left) :]
+            self._torn = bool(left)
 
     def progress(self, pulse: pb.Pulse) -> None:
         if self._status is None:
