@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
-from cryptography import x509
-
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki import certificates
 from protos.pki.identity import identity_of
+from protos.pki.parsing import parse_certificate
 from protos.storage import private_files
 from protos.storage.private_files import Credentials
 
@@ -69,8 +68,8 @@ class SignedHead:
         Certificates that have expired since count: a log is older than a certificate.
         """
         try:
-            signer = x509.load_pem_x509_certificate(self.certificate)
-            authority = x509.load_pem_x509_certificate(authority_pem)
+            signer = parse_certificate(self.certificate)
+            authority = parse_certificate(authority_pem)
             sound = (
                 certificates.issued_by(signer, authority)
                 and identity_of(signer).identity.uri == self.of
@@ -116,7 +115,7 @@ class SignedHead:
             message.restored_hash.hex(),
         )
         found.require_signed(authority_pem)
-        plain = certificates.to_pem(x509.load_pem_x509_certificate(found.certificate))  # without what stands around it
+        plain = certificates.to_pem(parse_certificate(found.certificate))  # without what stands around it
         return replace(found, certificate=plain)
 
     def to_json(self) -> Mapping[str, object]:

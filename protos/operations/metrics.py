@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from fl_core.errors.catalogue import EXPLANATIONS, current
 from protos.console import printable
 from protos.pki.identity import identity_of
+from protos.pki.parsing import parse_certificate
 from protos.storage import disk
 from protos.storage.private_files import Credentials
 from protos.version import PROTOCOL
@@ -127,9 +128,7 @@ def disk_room(family: Family, folder: Path) -> Metric:
 
 def expiries(family: Family, own: Credentials) -> Metric:
     """Tell when the certificate in use and its authority's end."""
-    from cryptography import x509
-
-    authority = x509.load_pem_x509_certificate(own.ca_pem).not_valid_after_utc
+    authority = parse_certificate(own.ca_pem).not_valid_after_utc
     ends = {"own": identity_of(own.cert_pem).not_after, "authority": authority}
     return family.samples(((name,), when.timestamp()) for name, when in ends.items())
 

@@ -18,6 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from fl_core.errors import RefusedError, StateError
 from protos.pki.identity import Identity
+from protos.pki.parsing import parse_certificate, parse_request
 from protos.storage import private_files
 from protos.storage.private_files import Credentials
 
@@ -55,7 +56,7 @@ def load_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
 def load_certificate(pem: bytes, where: str) -> x509.Certificate:
     """Read the first certificate of a PEM text; raises StateError (E-STATE-43) that names `where` it came from."""
     try:
-        return x509.load_pem_x509_certificate(pem)
+        return parse_certificate(pem)
     except ValueError:
         raise StateError("E-STATE-43", f"expected a PEM certificate in {where}, found something else") from None
 
@@ -104,12 +105,11 @@ def make_request(key_pem: bytes) -> bytes:
 def load_request(pem: bytes) -> x509.CertificateSigningRequest:
     """Read a request; raises RefusedError (E-ID-31) unless it is signed by its own P-256 key."""
     try:
-        request = x509.load_pem_x509_csr(pem)
-        public_key(request)
-        sound = request.is_signature_valid
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise RefusedError("E-ID-31", f"expected a P-256 certificate request, found {type(error).__name__}") from None
-    if not sound:
+        request = parse_request(pem)
+    except ValueError as error:
+        raise RefusedError("E-ID-31", f"expected a P-256 certificate request, found other bytes ({error})") from None
+    public_key(request)
+    if not request.is_signature_valid:
         raise RefusedError("E-ID-31", "expected a request signed by its own key, found a signature that does not fit")
     return request
 

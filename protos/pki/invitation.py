@@ -17,13 +17,13 @@ import zlib
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import ConfigError, FederationError
 from protos.pki import certificates
 from protos.pki.identity import Address, Identity, Kind, PeerCertificate, identity_of
+from protos.pki.parsing import parse_certificate
 from protos.storage.private_files import Credentials
 
 PREFIX = "consilium1."
@@ -52,10 +52,7 @@ class InvitationToken:
         return Credentials(self.key_pem, self.cert_pem, self.ca_pem)
 
     def encode(self) -> str:
-        der = [
-            x509.load_pem_x509_certificate(p).public_bytes(serialization.Encoding.DER)
-            for p in (self.ca_pem, self.cert_pem)
-        ]
+        der = [parse_certificate(p).public_bytes(serialization.Encoding.DER) for p in (self.ca_pem, self.cert_pem)]
         scalar = certificates.load_key(self.key_pem, "the invitation").private_numbers().private_value
         where = ",".join(map(str, self.addresses)).encode()
         parts = [self.consortium.encode(), self.name.encode(), where, *der, scalar.to_bytes(32, "big")]
@@ -77,7 +74,7 @@ class InvitationToken:
         return token
 
     def _check(self, now: datetime) -> None:
-        ca, cert = (x509.load_pem_x509_certificate(pem) for pem in (self.ca_pem, self.cert_pem))
+        ca, cert = (parse_certificate(pem) for pem in (self.ca_pem, self.cert_pem))
         key = certificates.load_key(self.key_pem, "the invitation").public_key()
         try:
             peer = self.certificate
@@ -145,7 +142,7 @@ def _unpack(text: str) -> list[bytes]:
 def _assemble(fields: list[bytes]) -> InvitationToken:
     try:
         consortium, name, where = (part.decode() for part in fields[:3])
-        ca, cert = (certificates.to_pem(x509.load_der_x509_certificate(der)) for der in fields[3:5])
+        ca, cert = (certificates.to_pem(parse_certificate(der)) for der in fields[3:5])
         key = ec.derive_private_key(int.from_bytes(fields[5], "big"), ec.SECP256R1())
         addresses = tuple(Address.parse(address) for address in where.split(","))
     except (ValueError, ConfigError):

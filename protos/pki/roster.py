@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.pki import certificates
 from protos.pki.identity import Identity, Kind, identity_of
+from protos.pki.parsing import parse_certificate
 
 FORMAT = "consilium.roster.v1"
 _ENTRIES = {"format", "consortium", "version", "issued_at", "members", "revoked"}
@@ -155,7 +156,7 @@ def _parse(document: bytes) -> Roster:
 
 def _check_member(member: Member, consortium: str, ca: x509.Certificate, revoked: set[str]) -> None:
     try:
-        cert = x509.load_pem_x509_certificate(member.certificate.encode())
+        cert = parse_certificate(member.certificate.encode())
         peer = identity_of(cert)
     except (ValueError, FederationError):
         raise _invalid(f"the certificate of {member.name!r} cannot be read") from None
@@ -170,7 +171,7 @@ def _check_member(member: Member, consortium: str, ca: x509.Certificate, revoked
 def renewed_from(member: Member, consortium: str, pinned: str) -> bool:
     """Return whether the chain of renewals leads from the `pinned` fingerprint to the member's present key."""
     identity = Identity(Kind.SILO, consortium, member.name)
-    final = certificates.public_key(x509.load_pem_x509_certificate(member.certificate.encode()))
+    final = certificates.public_key(parse_certificate(member.certificate.encode()))
     try:
         keys = [serialization.load_der_public_key(base64.b64decode(link.previous)) for link in member.renewal_proof]
         proofs = [base64.b64decode(link.signature) for link in member.renewal_proof]

@@ -16,6 +16,7 @@ from cryptography import x509
 
 from fl_core.errors import StateError
 from protos.pki.certificates import Clock, utc_now
+from protos.pki.parsing import parse_certificate
 from protos.storage import private_files
 from protos.tls import causes
 from protos.tls.diagnosis import Diagnosis, NotConnected
@@ -150,6 +151,6 @@ def _presented(
             sock.settimeout(timeout)
             with _context(None, *own).wrap_socket(sock, server_hostname=name) as tls:
                 der = tls.getpeercert(binary_form=True)
-    except (OSError, NotConnected):
+        return None if der is None else parse_certificate(der)
+    except (OSError, NotConnected, ValueError):
         return None
-    return None if der is None else x509.load_der_x509_certificate(der)

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.pki.parsing import parse_certificate
 
 _SIGNED = ("contribution_id", "run_id", "round", "silo", "manifest_digest", "object_digest", "size", "at_unix")
 
@@ -42,8 +43,8 @@ def sign(receipt: pb.Receipt, key_pem: bytes, certificate_pem: bytes) -> pb.Rece
 def verify(receipt: pb.Receipt, authority_pem: bytes, consortium: str) -> None:
     """Raise RefusedError (E-ID-14) unless the coordinator of this consortium, under the pinned authority, signed it."""
     try:
-        signer = x509.load_pem_x509_certificate(receipt.signer_pem)
-        signer.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
+        signer = parse_certificate(receipt.signer_pem)
+        signer.verify_directly_issued_by(parse_certificate(authority_pem))
         names = signer.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         key = signer.public_key()
         if f"coordinator://{consortium}" not in names.get_values_for_type(x509.UniformResourceIdentifier):
