@@ -26,7 +26,8 @@ _ALWAYS = ("method", "model", "data", "privacy", "aggregator", "train", "rounds"
 _ALWAYS += ("threads", "personal")
 _IRRELEVANT = ("name", "quorum", "deadline_s", "patience_s", "lost_state", "silos", "federation")
 """Fields of a configuration that change no number of a simulation, and the partition, which has a text of its own.
-Fields that are in neither list are younger than the first store: a key has them where they are not at their default."""
+Fields that are in neither list are younger than the first store: a key has them where they are not at their default.
+Those of `train` that manifests leave out at their default are left out here, too."""
 
 
 class Kept(Protocol):
@@ -58,7 +59,7 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
     }
     if images:
         found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
-    found |= {"federation": datasets.federation_text(spec.federation), **also}
+    found |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:20]
 
 
