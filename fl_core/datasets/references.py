@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.own_data import is_own
-from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation
+from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation, require_short
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
 from fl_core.rounds import extensions
@@ -85,6 +85,7 @@ def parse(reference: str) -> DataRef:
 
     Guarantees: parse(str(parse(r))) == parse(r).
     """
+    require_short(reference)
     federation: Partitioner | None = None
     silo: int | None = None
     kind, colon, rest = reference.partition(":")

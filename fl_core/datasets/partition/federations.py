@@ -38,6 +38,7 @@ FORMS = (
     *("dirichlet-0.3-100-two", "persilo-0.5-100", "label-2-100", "map-100", "users-50"),
 )
 VARIANTS = ("two", "swap", "once")
+_LONGEST = 4096
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _NOBODY: Indices = np.empty(0, np.int64)
 
@@ -164,6 +165,7 @@ def _named(train: Labels, test: Labels) -> tuple[tuple[Labels, str], tuple[Label
 
 def parse_federation(text: str) -> Partitioner:
     """Read a simulated federation's name; raises ConfigError (E-CFG-01) with the valid forms."""
+    require_short(text)
     body, at, seed_text = text.partition("@")
     if (at and not seed_text.isdecimal()) or body != body.strip():
         raise ConfigError("E-CFG-01", f"expected a partition seed like @7 after the federation, found {text!r}")
@@ -189,6 +191,14 @@ def parse_federation(text: str) -> Partitioner:
         silos = int(match[2])
         return Partitioner(PartitionKind(match[1]), _some(silos, text), f"{match[1]}-{silos}{tail}", seed)
     raise ConfigError("E-CFG-01", f"there is no federation {text!r}: {suggest(body, FORMS)} (any numbers, @SEED)")
+
+
+def require_short(text: str) -> None:
+    """Raise ConfigError (E-CFG-01) on a text longer than any path: its numbers could be too long to be read."""
+    if len(text) > _LONGEST:
+        raise ConfigError(
+            "E-CFG-01", f"expected at most {_LONGEST} characters that name data, found {len(text)}: {text[:40]}..."
+        )
 
 
 def _some(silos: int, text: str) -> int:

@@ -243,3 +243,15 @@ def test_federation_configurations_by_field() -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             federation_text(config)
+
+
+@pytest.mark.parametrize("form", ["isic2019/clients{}/0", "isic2019/center{}", "digits/p{}c2/0", "digits/p5c2@{}/0"])
+def test_a_number_of_thousands_of_digits_is_refused_like_any_other_wrong_reference(form: str) -> None:
+    """Python itself reads no number of more than 4,300 digits."""
+    with pytest.raises(ConfigError, match=r"E-CFG-01.*at most 4096 characters"):
+        parse(form.format("9" * 5000))
+
+
+def test_a_federation_of_thousands_of_characters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"E-CFG-01.*at most 4096 characters"):
+        federation_text({"name": "iid-" + "9" * 5000})
