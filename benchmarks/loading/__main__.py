@@ -1,9 +1,14 @@
-"""Time an epoch over large JPEG files: python -m benchmarks.loading --images 600 --side 2000 --json."""
+"""Time an epoch over large JPEG files, or how long a simulation looks at a folder before its first round.
+
+python -m benchmarks.loading --images 600 --side 2000 --json
+python -m benchmarks.loading start --images 10000 --silos 20
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import tempfile
@@ -16,11 +21,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks import timing
+from fl_core import datasets
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import Form, ImageLoader, cores, square
 
 BATCH = 32
 SIZE = 224
+CLASSES = 10
 
 
 class Files(Dataset[torch.Tensor]):
@@ -86,6 +94,31 @@ def measure(images: int, side: int, repeats: int) -> dict[str, tuple[float, floa
     }
 
 
+def measure_start(images: int, silos: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """Return seconds and processor seconds of listing a folder's files, and of loading it for one silo and for many.
+
+    Medians over turns; the files lie in the system's cache.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for k in range(images):
+            if k < CLASSES:
+                (root / f"class{k}").mkdir()
+            (root / f"class{k % CLASSES}" / f"{k}.jpg").write_bytes(b"not looked at" * 8)
+        many = datasets.federation(f"folder:{root}", f"iid-{silos}")
+        ways: dict[str, Callable[[], object]] = {
+            "os.walk and one stat per file": lambda: listing(root),
+            "one silo": lambda: datasets.load(f"folder:{root}"),
+            f"{silos} silos": lambda: datasets.load_all(many),
+        }
+        timed = timing.interleaved(ways, repeats)
+    return {name: (statistics.median(t.wall), statistics.median(t.cpu)) for name, t in timed.items()}
+
+
+def listing(root: Path) -> int:
+    return sum(os.stat(os.path.join(at, name)).st_size for at, _, names in os.walk(root) for name in names)  # noqa: PTH116, PTH118 - the quickest way
+
+
 def processor_time() -> float:
     """Return the processor seconds of this process and of the workers that have ended."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -93,19 +126,25 @@ def processor_time() -> float:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__)
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("what", nargs="?", choices=("epochs", "start"), default="epochs")
     asked.add_argument("--images", type=int, default=600)
+    asked.add_argument("--silos", type=int, default=20)
     asked.add_argument("--side", type=int, default=2000)
     asked.add_argument("--repeats", type=int, default=3)
     asked.add_argument("--json", action="store_true")
     chosen = asked.parse_args()
     torch.set_num_threads(1)
-    found = measure(chosen.images, chosen.side, chosen.repeats)
+    if chosen.what == "start":
+        found = measure_start(chosen.images, chosen.silos, chosen.repeats)
+    else:
+        found = measure(chosen.images, chosen.side, chosen.repeats)
     if chosen.json:
-        print(json.dumps({"images": chosen.images, "side": chosen.side, "cores": cores(), "seconds": found}))
+        facts = {"images": chosen.images, "side": chosen.side, "cores": cores(), "load": os.getloadavg()}
+        print(json.dumps({**facts, "seconds": found}))
         return
     for name, (wall, busy) in found.items():
-        print(f"{name:30} {wall:8.2f} s  {1000 * busy / chosen.images:8.1f} ms of processor time per image")
+        print(f"{name:30} {wall:8.3f} s  {1000 * busy / chosen.images:8.3f} ms of processor time per image")
 
 
 if __name__ == "__main__":

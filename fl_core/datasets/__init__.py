@@ -280,6 +280,7 @@ class _Scans:
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Path | None], SourceIndex | table.TableIndex] = {}
+        self._sound: dict[tuple[str, Path | None], bool] = {}
         self._shares: dict[tuple[str, Path | None, str], list[SiloIndices]] = {}
 
     def find(self, ref: DataRef, classes: Sequence[str] | None) -> SourceIndex | table.TableIndex:
@@ -295,7 +296,9 @@ class _Scans:
         found = self._found[key]
         if ref.federation is None or ref.silo is None:
             return found
-        if found.has_problems():
+        if key not in self._sound:
+            self._sound[key] = not found.has_problems()
+        if not self._sound[key]:
             return replace(found, origin=str(ref))
         shares = self._shares.get((*key, ref.federation.text))
         if shares is None:

@@ -76,13 +76,17 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One image of a source. name: unique within the source, independent of where the source lies."""
+    """One image of a source.
+
+    name: unique within the source, independent of where the source lies   size: in bytes, where listing told it
+    """
 
     path: Path
     name: str
     label: str
     split: Split
     group: str | None = None
+    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,10 @@ class SourceIndex:
 
     def _fingerprint(self) -> str:
         """Hash names, sizes in bytes, labels, groups and splits; not the pixels, which would take minutes."""
-        rows = sorted((i.name, i.label, i.split.value, i.group or "", _bytes(i.path)) for i in self.items)
+        rows = sorted(
+            (i.name, i.label, i.split.value, i.group or "", _bytes(i.path) if i.size is None else i.size)
+            for i in self.items
+        )
         return fingerprint(*rows)
 
     def _without_images(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fl_core.datasets.augmentation import PHOTOS
@@ -78,33 +79,40 @@ class _Tree:
     """What lies below a folder, each folder read once. Hidden files are nobody's; links to folders are not followed."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root, self._skip = root, len(str(root / "x")) - 1
+        self._levels: dict[Path, list[os.DirEntry[str]]] = {}
         self.unread: list[Path] = []
         self._closed: list[str] = []
         self._links: list[str] = []
 
     def subfolders(self, folder: Path) -> list[Path]:
-        return [p for p in self._entries(folder) if p.is_dir()]
+        return sorted(folder / entry.name for entry in self._level(folder) if _is_folder(entry))
 
     def images_in(self, folder: Path) -> list[Path]:
         """List the images of a folder itself."""
-        return [path for path in self._entries(folder) if not path.is_dir() and self._is_image(path)]
+        entries = [entry for entry in self._level(folder) if not _is_folder(entry)]
+        return sorted(Path(entry.path) for entry in entries if self._size_of_image(entry) is not None)
 
-    def images(self, folder: Path) -> list[Path]:
-        """List the images of a folder and of all below it."""
-        found: list[Path] = []
-        for at, below, names in os.walk(folder, onerror=self._note):
-            below[:] = [name for name in below if not name.startswith(".")]
-            self._links += [self._name(Path(at, name)) for name in below if Path(at, name).is_symlink()]
-            paths = (Path(at, name) for name in names if not name.startswith("."))
-            found += [path for path in paths if self._is_image(path)]
-        return sorted(found)
+    def images(self, folder: Path) -> list[tuple[str, int]]:
+        """List the images of a folder and of all below it: names within the root, and bytes."""
+        found: list[tuple[str, int]] = []
+        waiting = [str(folder)]
+        while waiting:
+            for entry in self._entries(waiting.pop()):
+                if not _is_folder(entry):
+                    if (size := self._size_of_image(entry)) is not None:
+                        found.append((entry.path[self._skip :], size))
+                elif entry.is_symlink():
+                    self._links.append(self._name(entry.path))
+                else:
+                    waiting.append(entry.path)
+        return sorted(found, key=lambda image: image[0].split("/"))  # as paths are sorted
 
     def items(self, level: Path, split: Split) -> list[Item]:
         return [
-            Item(path, self._name(path), folder.name, split)
+            Item(self._root / name, name, folder.name, split, size=size)
             for folder in self.subfolders(level)
-            for path in self.images(folder)
+            for name, size in self.images(folder)
         ]
 
     def problems(self) -> tuple[CheckProblem, ...]:
@@ -114,35 +122,49 @@ class _Tree:
             *problem(
                 "E-DATA-07",
                 "links to folders, which are not followed, below a class",
-                self._links,
+                sorted(self._links),
                 "Put the folders there, or use a manifest",
             ),
         )
 
-    def _entries(self, folder: Path) -> list[Path]:
+    def _level(self, folder: Path) -> list[os.DirEntry[str]]:
+        """Return what lies in a folder of class subfolders, which is asked for more than once."""
+        if folder not in self._levels:
+            self._levels[folder] = self._entries(str(folder))
+        return self._levels[folder]
+
+    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         try:
-            return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+            with os.scandir(folder) as entries:
+                return [entry for entry in entries if not entry.name.startswith(".")]
         except OSError as error:
-            self._note(error)
+            self._closed.append(self._name(os.fsdecode(error.filename or folder)))
             return []
 
-    def _is_image(self, path: Path) -> bool:
-        suffix = path.suffix.lower()
+    def _size_of_image(self, entry: os.DirEntry[str]) -> int | None:
+        """Return the bytes of a file that is an image; None for another, which is noted. One look at each file."""
         try:
-            found = path.stat().st_mode
+            found = entry.stat()
         except OSError:
-            self._closed.append(self._name(path))
-            return False
-        if stat.S_ISREG(found) and (suffix in SUFFIXES or (not suffix.strip(".0123456789") and is_dicom(path))):
-            return True
-        self.unread.append(path)
+            self._closed.append(self._name(entry.path))
+            return None
+        suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122 - a Path takes as long as all the rest
+        if stat.S_ISREG(found.st_mode) and (
+            suffix in SUFFIXES or (not suffix.strip(".0123456789") and is_dicom(Path(entry.path)))
+        ):
+            return found.st_size
+        self.unread.append(Path(entry.path))
+        return None
+
+    def _name(self, path: str) -> str:
+        return Path(path).relative_to(self._root).as_posix()
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
         return False
-
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self._root).as_posix()
-
-    def _note(self, error: OSError) -> None:
-        self._closed.append(self._name(Path(os.fsdecode(error.filename or self._root))))
 
 
 def _hold_out(items: list[Item]) -> list[Item]:
@@ -152,4 +174,4 @@ def _hold_out(items: list[Item]) -> list[Item]:
         names = [item.name for item in items if item.label == label]
         ranked = sorted(names, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
         test |= set(ranked[: max(1, round(TEST_SHARE * len(names)))] if len(names) > 1 else [])
-    return [Item(i.path, i.name, i.label, Split.TEST if i.name in test else Split.TRAIN) for i in items]
+    return [replace(i, split=Split.TEST) if i.name in test else i for i in items]

@@ -220,15 +220,38 @@ def test_silos_of_one_folder_read_it_once_and_decode_it_once(tmp_path: Path, mon
                 write_image(tmp_path / split / label / f"{i}.png", 20 * k + i + n)
     references, loader = federation(f"folder:{tmp_path}", "p2c2"), ImageLoader()
     one_by_one = [load(reference, image_size=8) for reference in references]
-    monkeypatch.setattr(os, "walk", once := _Counted(os.walk))
+    monkeypatch.setattr(os, "scandir", once := _Counted(os.scandir))
     together = load_all(references, image_size=8, loader=loader)
-    assert once.calls == 8
+    assert once.calls == 1 + 2 + 8  # the folder, train/ and test/, and the classes of both
     assert [s.fingerprint for s in together] == [s.fingerprint for s in one_by_one]
     index = torch.arange(12)
     first = [s.train.batch(index)[0] for s in together]
     for path in tmp_path.rglob("*.png"):
         path.write_bytes(b"")
     assert all(torch.equal(a, s.train.batch(index)[0]) for a, s in zip(first, together, strict=True))
+
+
+@pytest.mark.parametrize("root", [".", "images", "./images/../images"])
+def test_a_folder_named_from_here_is_the_folder(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for label in "ab":
+        for name in ("1.png", "deep/2.png", "deep.er/3.PNG"):
+            write_image(tmp_path / "images" / label / name, 9)
+    (tmp_path / "images" / "a" / "gone.png").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path / "images" if root == "." else tmp_path)
+    found, expected = check(f"folder:{root}"), check(f"folder:{tmp_path / 'images'}")
+    assert found.fingerprint == expected.fingerprint
+    assert found.counts == expected.counts
+    assert [p.first for p in found.problems] == [p.first for p in expected.problems] == [("a/gone.png",)]
+
+
+def test_the_images_of_a_folder_are_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    """The order decides who gets which image: a folder's name ends before its images' names begin."""
+    for name in ("a/1.png", "a.b/1.png", "a-c/1.png", "a/0.png", "10.png", "9.png"):
+        write_image(tmp_path / "k" / name, 9)
+        write_image(tmp_path / "l" / name, 9)
+    loaded = load(f"folder:{tmp_path}", image_size=8)
+    for split in (loaded.train, loaded.test):
+        assert list(split.paths) == sorted(split.paths)  # type: ignore[attr-defined]
 
 
 class _Counted:
