@@ -17,6 +17,7 @@ from protos.version import software
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
 from silo.cli.page import FILE as OPENED_PAGE
+from silo.identity.identity import SiloIdentity
 from silo.storage.home import OBJECTS, Home
 from silo.storage.store import Store
 
@@ -62,8 +63,9 @@ def backup(
     that lies in the home. Records are never in it.
     """
     place = Home.at(home)
-    if place.database.exists():
-        Store(place.database).close_database()  # one that is behind is not worth a copy
+    if place.database.exists() or SiloIdentity(place.path).folder.exists():
+        # One that is behind is not worth a copy; a hospital that has joined and never served has keys, and no database.
+        Store(place.database).close_database()
     made = backups.back_up(place.path, _layout(place, ledger_key), target, software(), time.time())
     ledger, key = (
         str(path.relative_to(place.path)) if path.is_relative_to(place.path) else ""

@@ -73,7 +73,9 @@ def check(
 
 
 def approve(
-    run: Annotated[str | None, typer.Argument(help="A run's id or name; without one, those that wait.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="A run's id or name, or `latest`: the last that waits. Without one: show all.")
+    ] = None,
     deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
     home: HomeOption = None,
     as_json: JsonOption = False,

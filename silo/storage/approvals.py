@@ -13,6 +13,8 @@ from fl_core.errors import ConfigError
 from protos.storage.sqlite import Database
 from silo.storage.schema import approvals
 
+LATEST = "latest"
+
 
 @dataclass(frozen=True, slots=True)
 class Approval:
@@ -56,12 +58,20 @@ class Approvals:
             return db.execute(select(approvals).where(waiting)).first() is not None
 
     def decide(self, run: str, approved: bool) -> Approval:
-        """Decide about a run, by its id or its name; raises ConfigError (E-RUN-10) when none like it has asked."""
+        """Decide about a run: by its id, by its name, or the `latest` of those that wait, whatever runs are called.
+
+        Raises ConfigError (E-RUN-10) when none like it has asked, or several have its name.
+        """
         with self._database.write() as db:
             rows = [Approval(**row._mapping) for row in db.execute(select(approvals).order_by(approvals.c.asked))]
-            found = [row for row in rows if run in (row.run_id, row.name)]
+            waiting = [row for row in rows if row.decided is None]
+            found = waiting[-1:] if run == LATEST else [row for row in rows if run in (row.run_id, row.name)]
+            if run == LATEST and not found:
+                raise ConfigError(
+                    "E-RUN-10", "expected a run that waits for this hospital, found none: see silo approve"
+                )
             if not found or len({row.run_id for row in found}) > 1:
-                known = ", ".join(row.run_id for row in rows if row.decided is None) or "none"
+                known = ", ".join(row.run_id for row in waiting) or "none"
                 raise ConfigError("E-RUN-10", f"expected one of the runs that wait ({known}), found {run!r}")
             newest = replace(found[-1], decided=approved)
             this = _is(newest.run_id, newest.manifest_digest)

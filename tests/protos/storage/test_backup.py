@@ -17,6 +17,10 @@ from fl_core.errors import ConfigError, FederationError, StateError
 from protos.storage.backup import FILE as CONTENTS
 from protos.storage.object_store import ObjectStore
 from silo.cli import backup as silo_cli
+from silo.identity.identity import SiloIdentity
+from silo.storage.home import Home
+from silo.storage.store import Store as SiloStore
+from tests.support.fake_coordinator import enrolled
 from tests.support.hospital import B, key, opened, stage
 
 
@@ -148,6 +152,25 @@ def test_a_hospitals_outbox_is_in_its_backup_and_the_ledgers_key_is_not(tmp_path
     assert again.bundle(entry).exists()
     again.sweep()
     assert again.bundle(entry).exists()
+
+
+def test_a_hospital_that_has_joined_and_never_served_is_backed_up_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    joined = enrolled(tmp_path / "home")
+    own = SiloIdentity(joined.path).current_credentials()
+    assert not joined.database.exists()
+    silo_cli.backup(tmp_path / "backup", home=joined.path, as_json=True)
+    silo_cli.restore(tmp_path / "backup", home=tmp_path / "new", as_json=True)
+    restored = Home(tmp_path / "new")
+    assert SiloIdentity(restored.path).current_credentials() == own
+    assert restored.addresses() == joined.addresses()
+    store = SiloStore(restored.database)
+    store.record_run("run-1", "first", "a" * 64)
+    store.close_database()
+    # Only a home in which nothing was ever remembered gets an empty database: one that lost its own is no backup.
+    SiloStore(joined.database).close_database()
+    joined.database.unlink()
+    with pytest.raises(FederationError, match="E-STATE-23"):
+        silo_cli.backup(tmp_path / "second", home=joined.path, as_json=True)
 
 
 def test_a_home_that_is_none_is_not_backed_up(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def fails(capsys, code, status, *words):
     err = capsys.readouterr().err
     assert err.startswith(f"{code}: ")
     assert err.count("\n") == 1
+    return err
 
 
 def spend(ledger: Ledger, round: int, state: str = "SPENT") -> str:
@@ -223,6 +224,27 @@ def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
     assert store.approvals.ask("run-1", "b" * 64, "skin", "fedmr") is None  # another manifest asks again
     assert answer(capsys, "approve", "run-1", "--deny", *home)["runs"][0]["decided"] == "denied"
     assert store.approvals.ask("run-1", "b" * 64, "skin", "fedmr") is False
+    store.close_database()
+
+
+def test_latest_is_the_run_that_asked_last_of_those_that_wait_whatever_runs_are_called(capsys, tmp_path):
+    place = enrolled(tmp_path / "home")
+    home = ["--home", str(place.path)]
+    assert "found none" in fails(capsys, "E-RUN-10", 2, "approve", "latest", *home)
+    store = Store(place.database)
+    store.approvals.ask("run-1", "a" * 64, "skin", "fedmr")
+    store.approvals.ask("run-2", "b" * 64, "lung", "fedavg")
+    assert answer(capsys, "approve", "latest", *home)["runs"][0]["run"] == "run-2"
+    store.approvals.ask("run-3", "c" * 64, "latest", "fedavg")  # a lead's choice of name
+    store.approvals.ask("run-4", "d" * 64, "bone", "fedavg")
+    assert answer(capsys, "approve", "latest", "--deny", *home)["runs"][0]["run"] == "run-4"
+    decided = [answer(capsys, "approve", "latest", *home)["runs"][0]["run"] for _ in range(2)]
+    assert decided == ["run-3", "run-1"]
+    assert "found none" in fails(
+        capsys, "E-RUN-10", 2, "approve", "latest", *home
+    )  # and nothing that was decided changes
+    found = {r["run"]: r["decided"] for r in answer(capsys, "approve", *home)["runs"]}
+    assert found == {"run-1": "approved", "run-2": "approved", "run-3": "approved", "run-4": "denied"}
     store.close_database()
 
 
