@@ -71,7 +71,7 @@ class LeadService(rpc.LeadServicer):
             chunk = await stream.next()
             digest = chunk.object if chunk is not None else ""
             size = self._weights.announced(lead, digest)
-            async with self._weights.uploads.writing(digest, stream.end):
+            async with self._weights.uploads.writing(f"{lead}/{digest}", stream.end):
                 with open_partial(self._weights.uploads.path(lead, digest)) as file:
                     while chunk is not None:
                         if chunk.object not in ("", digest):

@@ -40,9 +40,10 @@ class WeightsUploads:
         self._lock = threading.Lock()
 
     def open(self, lead: str, digest: str, size: int) -> int:
-        """Take an announcement and return how much of it is here.
+        """Take an announcement and return how much of it is here: all of it only where it is an object.
 
-        Raises ProtocolError (E-WIRE-06) on a digest that is none or a size that no weights have; UnavailableError
+        Raises as `finish` where all bytes came and were not made an object, because the disk was full or a crash came
+        between; ProtocolError (E-WIRE-06) on a digest that is none or a size that no weights have; UnavailableError
         (E-RUN-38) when the disk's reserve would be used.
         """
         if not _DIGEST.fullmatch(digest):
@@ -52,8 +53,12 @@ class WeightsUploads:
         with self._lock:
             with self._objects.lock:
                 if self._objects.holds(digest):
+                    self.uploads.discard(lead, digest)  # what this lead had sent of it before another one was done
                     return size
             have = self.uploads.size(lead, digest)
+            if have == size:
+                self._finish(lead, digest, None)
+                return size
             if have > size:
                 self.uploads.discard(lead, digest)
                 have = 0
@@ -97,15 +102,21 @@ class WeightsUploads:
         Raises ProtocolError (E-WIRE-04) and forgets the bytes when they have another digest.
         """
         with self._lock:
-            with self._objects.lock:
+            self._finish(lead, digest, found)
+
+    def _finish(self, lead: str, digest: str, found: str | None) -> None:
+        with self._objects.lock:
+            if self._objects.holds(digest):  # another lead was done before
+                self.uploads.discard(lead, digest)
+            else:
                 self._objects.commit(self.uploads.path(lead, digest), digest, found)
-            self._announced.pop((lead, digest), None)
-            self.uploads.forget(digest)
-            self._unused = [d for d in self._unused if d != digest] + [digest]
-            if len(self._unused) <= UNUSED:
-                return
-            with self._objects.lock:
-                needed = self._referenced()
-                self._unused = [d for d in self._unused if d not in needed]
-                while len(self._unused) > UNUSED:
-                    self._objects.remove(self._unused.pop(0))
+        self._announced.pop((lead, digest), None)
+        self.uploads.forget(f"{lead}/{digest}")
+        self._unused = [d for d in self._unused if d != digest] + [digest]
+        if len(self._unused) <= UNUSED:
+            return
+        with self._objects.lock:
+            needed = self._referenced()
+            self._unused = [d for d in self._unused if d not in needed]
+            while len(self._unused) > UNUSED:
+                self._objects.remove(self._unused.pop(0))

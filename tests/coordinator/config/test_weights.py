@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +21,18 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import build_manifest, manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead_client import LeadClient
+from coordinator.pki.leads import Leads
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.storage.weights import UNUSED
-from fl_core.errors import ConfigError, ProtocolError
+from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.models import build_model
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.digests import file_digest
+from protos.storage.digests import file_digest, write_all
 from protos.wire import codec
+from protos.wire.chunks import read_chunks
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, online
 from tests.support.federations import schema
@@ -228,6 +233,130 @@ def test_weights_that_no_run_begins_with_make_room_and_are_gone_after_a_restart(
     world.stop()
     world.start()
     assert not any(world.server.objects.has(digest) for _, digest in sent)
+
+
+def client_of(world: World, name: str) -> LeadClient:
+    assert world.server is not None
+    Leads(world.home, world.server.store).add(name)
+    return LeadClient.open(world.home, name)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_leads_that_send_at_once_are_both_done_and_neither_ends_the_others_stream(
+    world: World, client: LeadClient, tmp_path: Path, same: bool
+) -> None:
+    """Both are held after their first chunk until the other one's has arrived, then both go on."""
+    assert world.server is not None
+    first = written(tmp_path, 1, numbers=1 << 20)
+    second = first if same else written(tmp_path, 2, numbers=1 << 20)
+    other, both, lost = client_of(world, "anna"), threading.Barrier(2, timeout=60), list[BaseException]()
+
+    def send(of: LeadClient, name: str, file: Path, digest: str) -> None:
+        size, partial = file.stat().st_size, world.home / "blobs" / "weights" / "partial" / name / digest
+
+        def chunks() -> Iterator[pb.Chunk]:
+            for number, chunk in enumerate(read_chunks(file, digest, 0)):
+                if number == 1:
+                    until(lambda: partial.exists() and partial.stat().st_size, "the first chunk")
+                    both.wait()
+                yield chunk
+
+        try:
+            stub = of._lead
+            assert stub.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == 0
+            assert stub.PutWeights(chunks()).have == size
+        except BaseException as error:
+            lost.append(error)
+            both.abort()
+
+    uploads = ((client, "lead", *first), (other, "anna", *second))
+    threads = [threading.Thread(target=send, args=each) for each in uploads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    other.close()
+    assert lost == []
+    for file, digest in (first, second):
+        assert world.server.objects.verified(digest).read_bytes() == file.read_bytes()
+    assert not [p for p in (world.home / "blobs" / "weights").rglob("*") if p.is_file()]
+
+
+def test_what_a_lead_had_sent_of_weights_that_another_one_brought_whole_is_gone(
+    world: World, client: LeadClient, tmp_path: Path
+) -> None:
+    assert world.server is not None
+    file, digest = written(tmp_path, numbers=1 << 20)
+    other = client_of(world, "anna")
+    size, begin = file.stat().st_size, file.read_bytes()[: 1 << 20]
+    opened = pb.OpenWeightsRequest(digest=digest, size=size)
+    other._lead.OpenWeights(opened)
+    assert other._lead.PutWeights(iter([pb.Chunk(object=digest, data=begin)])).have == len(begin)
+    client.send_weights(digest, file)
+    other.send_weights(digest, file)
+    other.close()
+    assert world.server.objects.verified(digest).read_bytes() == file.read_bytes()
+    assert not [p for p in (world.home / "blobs" / "weights").rglob("*") if p.is_file()]
+
+
+def test_two_consoles_of_one_lead_that_send_the_same_weights_are_both_done(
+    world: World, client: LeadClient, tmp_path: Path
+) -> None:
+    assert world.server is not None
+    file, digest = written(tmp_path, numbers=1 << 20)
+    again, ended = LeadClient.open(world.home), list[str]()
+
+    def send(of: LeadClient) -> None:
+        of.send_weights(digest, file)
+        ended.append(digest)
+
+    threads = [threading.Thread(target=send, args=(c,)) for c in (client, again)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    again.close()
+    assert ended == [digest, digest]
+    assert world.server.objects.verified(digest).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.fault(
+    "the coordinator's disk",
+    "is full while a lead sends weights",
+    "refused with E-STATE-63; later the rest is sent",
+)
+def test_a_full_disk_says_disk_and_the_upload_goes_on_where_it_was(
+    world: World, client: LeadClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert world.server is not None
+    file, digest = written(tmp_path, numbers=1 << 20)
+    size, sent = file.stat().st_size, list[int]()
+
+    def full(file: object, data: bytes) -> None:
+        if sent:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sent.append(len(data))
+        write_all(file, data)
+
+    monkeypatch.setattr("coordinator.lead_client._WATCH_PATIENCE_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("protos.storage.partial_file.write_all", full)
+        with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
+            client.send_weights(digest, file)
+    assert client._lead.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == sent[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
+            client.send_weights(digest, file)  # all bytes are here, and cannot be made an object
+    assert not world.server.objects.has(digest)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: usage._replace(free=0))
+        other = written(tmp_path, 3)
+        with pytest.raises(UnavailableError, match="E-RUN-38"):
+            client.send_weights(other[1], other[0])
+    client.send_weights(digest, file)
+    assert world.server.objects.verified(digest).read_bytes() == file.read_bytes()
 
 
 def submitted(world: World, client: LeadClient, named: object, **changed: object) -> str:
