@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CONFIG, MANIFEST, SUMMARY, MODEL, PLOT = "config.yaml", "manifest.json", "summary.json", "model.safetensors", "plot.png"
 HISTORY, PARQUET = "history", "*.parquet"
+_EARLIER_NAMES = {"auc_macro": "macro_auc"}
 _LARGEST = 64 << 20
 """Bytes of a file of results that is read back; ours are far smaller."""
 
@@ -61,7 +62,7 @@ def history(result: Result) -> list[Measured]:
     |-----------------------------------|-----------------------------------------------------------------------|
     | accuracy, balanced_accuracy       | on the test set that the summary names                                |
     | class_accuracy                    | the same, one row per class                                           |
-    | auc_macro, calibration_error      | on that test set, where the run measures them (docs/metrics.md)       |
+    | macro_auc, calibration_error      | on that test set, where the run measures them (docs/metrics.md)       |
     | specificity, auc                  | the same, one row per class                                           |
     | cohort_accuracy                   | on the test sets of the round's silos, where that is another set      |
     | pa, pm_l, pm_v, ga (and ..._std)  | of personal models, mean and standard deviation over silos            |
@@ -88,7 +89,7 @@ def _of_round(result: Result, k: int) -> Iterator[Measured]:
 
 def _of_evaluation(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[Measured]:
     macro, error = found.macro_auc, found.calibration_error
-    yield Measured(done, "auc_macro", "", macro and macro.middle, macro and macro.low, macro and macro.high)
+    yield Measured(done, "macro_auc", "", macro and macro.middle, macro and macro.low, macro and macro.high)
     yield Measured(done, "calibration_error", "", error, error, error)
     for name, value, area in zip(classes, found.specificity, found.auc, strict=True):
         yield Measured(done, "specificity", name, value, value, value)
@@ -229,7 +230,8 @@ def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -
 
 def typed(row: Mapping[str, str]) -> dict[str, object]:
     """Give a row of history.csv its types back."""
-    found: dict[str, object] = {**row, "round": int(row["round"])}
+    measure = _EARLIER_NAMES.get(row["measure"], row["measure"])
+    found: dict[str, object] = {**row, "round": int(row["round"]), "measure": measure}
     return found | {name: float(row[name]) if row[name] else None for name in ("value", "low", "high")}
 
 

@@ -17,14 +17,16 @@ from safetensors.torch import load_file
 from coordinator.cli.research import RunFolders, _say_where, _summary, simulate
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
+from coordinator.reports.curves import MEASURES
 from coordinator.simulation import results, runner
 from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.results import ResultFolder
+from coordinator.simulation.results import ResultFolder, typed
 from coordinator.simulation.sweep import SweepTable, folder_name, swept
 from fl_core.errors import ConfigError, StateError
 from fl_core.models import build_model
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
+from fl_core.types.clinical import ClinicalMetrics, Range
 from privacy.reports import uncertainty
 
 SHORT = ["data=digits", "federation=p5c2", "rounds=2", "train.max_steps=2", "threads=1", "personal=true", "cohort=3"]
@@ -215,9 +217,21 @@ def test_the_command_says_where_the_results_are(tmp_path: Path, capsys: pytest.C
     with (tmp_path / "x/history.csv").open() as file:
         assert {row["measure"] for row in csv.DictReader(file)} == {
             *("accuracy", "balanced_accuracy", "class_accuracy"),
-            *("auc_macro", "auc", "specificity", "calibration_error"),
+            *("macro_auc", "auc", "specificity", "calibration_error"),
         }
     assert torch.isfinite(load_file(tmp_path / "x/model.safetensors")["head.weight"]).all()
+
+
+def test_the_macro_auc_has_one_name_everywhere_and_an_earlier_ones_files_are_read() -> None:
+    found = ClinicalMetrics(((1, 0), (0, 1)), (Range(0.5, 1.0), Range(0.5, 1.0)), ())
+    assert found.facts()["macro_auc"] == found.macro_auc.middle == 0.75
+    assert found.facts()["macro_auc_range"] == [0.5, 1.0]
+    assert "macro_auc" in MEASURES
+    earlier = {"round": "3", "measure": "auc_macro", "class": "", "value": "0.75", "low": "0.5", "high": ""}
+    assert typed(earlier) == {
+        **{"round": 3, "measure": "macro_auc", "class": ""},
+        **{"value": 0.75, "low": 0.5, "high": None},
+    }
 
 
 def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_is_there(
