@@ -30,6 +30,10 @@ Extensions = Annotated[
     list[str] | None,
     typer.Option("--extension", help="An installed distribution whose methods, models and data runs may use."),
 ]
+Trackers = Annotated[
+    list[str] | None,
+    typer.Option("--tracker", help="Also write its curves: tensorboard:DIR or mlflow:URI; may be repeated."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 

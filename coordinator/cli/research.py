@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from coordinator import console
-from coordinator.cli.options import Json
+from coordinator.cli.options import Json, Trackers
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import runner
-from coordinator.simulation.checkpoints import EVERY, Checkpoints
+from coordinator.simulation.checkpoints import EVERY
 from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.results import ResultFolder, left_out
-from coordinator.simulation.sweep import Job, SweepTable, combinations, folder_name, is_sweep, sweep, swept
+from coordinator.simulation.job import SimulationJob
+from coordinator.simulation.results import left_out
+from coordinator.simulation.sweep import SweepTable, combinations, is_sweep, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
@@ -37,7 +38,6 @@ from privacy import profiles
 from privacy.reports import uncertainty
 from protos import clinical_report
 from protos.console import make_table, print_json, span
-from protos.version import software
 
 
 class _RoundPrinter(Observer):
@@ -82,6 +82,7 @@ def simulate(
         int | None, typer.Option(help=f"With --out: rounds that a kill costs at most ({EVERY}, or a minute's).", min=1)
     ] = None,
     config_dir: Annotated[Path | None, typer.Option(help="Your own configurations, laid out as configs/.")] = None,
+    tracker: Trackers = None,
     ray_address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; none starts one here.")] = None,
     ray_actors: Annotated[int, typer.Option(help="Silos at work at a time.", min=1)] = 2,
     ray_gpus: Annotated[float, typer.Option(help="GPUs per actor; fractions share one.", min=0)] = 0.0,
@@ -92,25 +93,25 @@ def simulate(
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
     data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
     """
-    cluster = Cluster(ray_address, ray_actors, gpus=ray_gpus)
-    simulator = SimulationEngine(engine, device, spill, deterministic, cluster, workers=workers)
-    words, every = overrides or [], checkpoint_every or EVERY
     if checkpoint_every is not None and out is None:
         raise ConfigError(
             "E-CFG-08", "expected --out FOLDER with --checkpoint-every, found none: checkpoints lie there"
         )
-    if multirun:
-        place = None if out is None else RunFolders(out, swept(words), every)
-        _sweep(words, partial(_summary, data_root, simulator, fine_tune, place, config_dir), jobs, out, config_dir)
+    cluster = Cluster(ray_address, ray_actors, gpus=ray_gpus)
+    simulator = SimulationEngine(engine, device, spill, deterministic, cluster, workers=workers)
+    job = SimulationJob(simulator, data_root, config_dir, fine_tune, out, checkpoint_every or EVERY, tracker or ())
+    _simulate(job, overrides or [], jobs if multirun else None, as_json)
+
+
+def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_json: bool) -> None:
+    if sweep_jobs is not None:
+        _sweep(words, job, sweep_jobs)
         return
     if is_sweep(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
-    printer = None if as_json else _RoundPrinter
-    spec = compose_spec(words, config_dir)
-    simulator = replace(simulator, checkpoints=Checkpoints.within(out, every) if out else None)
-    result = runner.run(spec, data_root, printer, simulator, fine_tune, out=out, words=words)
-    if out is not None:
-        _say_where(out)
+    result = job.run(words, None if as_json else _RoundPrinter)
+    if job.out is not None:
+        _say_where(job.out)
     if as_json:
         print_json(result.summary())
     else:
@@ -146,49 +147,20 @@ def _say_where(out: Path) -> None:
     console.ERR.print(f"results in {out}{less}", soft_wrap=True)
 
 
-@dataclass(frozen=True, slots=True)
-class RunFolders:
-    """Where the runs of a sweep over these keys leave their results. every: rounds between two checkpoints."""
-
-    out: Path
-    keys: Sequence[str]
-    every: int = EVERY
-
-    def of(self, words: Sequence[str]) -> Path:
-        return self.out / folder_name(words, self.keys)
-
-
-def _summary(
-    data_root: Path | None,
-    simulator: SimulationEngine,
-    fine_tune: int,
-    folders: RunFolders | None,
-    config_dir: Path | None,
-    words: Sequence[str],
-) -> Mapping[str, object]:
-    """Simulate one run of a sweep; one that this version finished in its folder is not run again."""
-    spec, out = compose_spec(words, config_dir), folders.of(words) if folders else None
-    if out and (known := ResultFolder(out).finished(spec, software())):
-        return known
-    spill = simulator.spill / "_".join(words).replace("/", "-") if simulator.spill else None
-    kept = Checkpoints.within(out, folders.every) if folders and out else None
-    simulator = replace(simulator, spill=spill, checkpoints=kept)
-    return runner.run(spec, data_root, None, simulator, fine_tune, out=out, words=words).summary()
-
-
-def _sweep(words: Sequence[str], job: Job, jobs: int, out: Path | None, config_dir: Path | None) -> None:
+def _sweep(words: Sequence[str], job: SimulationJob, jobs: int) -> None:
     """Print one JSON line per simulation as it ends, and how far the sweep is on stderr."""
-    number, started = len(combinations(words, config_dir)), time.monotonic()
-    table = None if out is None else SweepTable(out, words)
-    for done, result in enumerate(sweep(words, job, jobs, config_dir), start=1):
+    number, started = len(combinations(words, job.config_dir)), time.monotonic()
+    table = None if job.out is None else SweepTable(job.out, words)
+    run = partial(job.run_of_sweep, swept(words))
+    for done, result in enumerate(sweep(words, run, jobs, job.config_dir), start=1):
         print_json(result)
         if table:
             table.add(result)
         spent = time.monotonic() - started
         console.ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}")
-    if table and out:
+    if table and job.out:
         table.close()
-        _say_where(out)
+        _say_where(job.out)
 
 
 def methods(

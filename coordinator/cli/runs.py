@@ -16,7 +16,7 @@ import typer
 
 from coordinator import console
 from coordinator.api import accuracy
-from coordinator.cli.options import Extensions, Home, Json, home_of
+from coordinator.cli.options import Extensions, Home, Json, Trackers, home_of
 from coordinator.lead_client import LeadClient
 from coordinator.reports.start import start_json, started_from
 from fl_core.errors import ConfigError
@@ -90,10 +90,7 @@ def run(
 
 def watch(
     run: Run = "latest",
-    tracker: Annotated[
-        list[str] | None,
-        typer.Option(help="Also write its curves: tensorboard:DIR or mlflow:URI; may be repeated."),
-    ] = None,
+    tracker: Trackers = None,
     home: Home = None,
     as_json: Json = False,
 ) -> None:

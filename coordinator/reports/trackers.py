@@ -10,15 +10,18 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from coordinator.api import accuracy
 from coordinator.console import personal_json
+from coordinator.reports.curves import MACRO_AUC, OF_SUMS
 from fl_core.errors import ConfigError, UnavailableError
-from privacy.reports.uncertainty import NOTHING, Estimate
+from fl_core.types.clinical import ClinicalMetrics
+from privacy.reports import uncertainty
+from privacy.reports.uncertainty import NOTHING, Estimate, Sums
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import printable
 
@@ -53,22 +56,42 @@ def open_tracker(where: str, run: str, about: Mapping[str, str]) -> Tracker:
     Raises ConfigError: E-CFG-02 on another form, E-CFG-08 without the package; UnavailableError (E-NET-01) when the
     server does not answer.
     """
-    kind, _, place = where.partition(":")
-    if kind not in ("tensorboard", "mlflow") or not place:
-        raise ConfigError("E-CFG-02", f"expected --tracker {' or '.join(KINDS)}, found {where!r}: correct it")
+    kind, place = parsed(where)
     if not _RUN_ID.fullmatch(run):  # it names a folder
         raise ConfigError("E-CFG-02", f"expected a run's id of letters, digits and hyphens, found {run[:80]!r}")
     return _TensorBoard(Path(place) / run) if kind == "tensorboard" else _MlFlow(place, run, about)
 
 
+def parsed(where: str) -> tuple[str, str]:
+    """Return the kind of a tracker and its place; raises ConfigError (E-CFG-02) on another form."""
+    kind, _, place = where.partition(":")
+    if kind not in ("tensorboard", "mlflow") or not place:
+        raise ConfigError("E-CFG-02", f"expected --tracker {' or '.join(KINDS)}, found {where!r}: correct it")
+    return kind, place
+
+
 def values_of(info: pb.RoundInfo) -> tuple[dict[str, float], dict[str, str]]:
     """Return what a closed round says of the global model and of personal ones, and why something is left out."""
-    values: dict[str, float] = {"updates": float(len(info.included))}
+    sums = info.correct, info.examples, accuracy.noise_of(info)
+    return values_from(len(info.included), sums, accuracy.clinical_of(info), info.personal, info.withheld)
+
+
+def values_from(
+    updates: int,
+    sums: Sums,
+    clinical: ClinicalMetrics | None,
+    personal: Mapping[str, float],
+    hidden: Collection[str],
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Do as `values_of`, with the parts of a round. hidden: scores in `personal` that noise hides."""
+    values: dict[str, float] = {"updates": float(updates)}
     withheld: dict[str, str] = {}
-    measures = {"accuracy": accuracy.of_round(info), "balanced_accuracy": accuracy.balanced(info)}
+    measures = {name: measure(*sums, uncertainty.LEVEL) for name, measure in OF_SUMS.items()}
+    if clinical is not None and (area := clinical.macro_auc) is not None:
+        measures[MACRO_AUC] = Estimate(area.middle, area.low, area.high)
     for name, found in measures.items():
         _add(values, withheld, name, found)
-    for name, score in personal_json(info.personal, info.withheld).items():
+    for name, score in personal_json(personal, hidden).items():
         if isinstance(score, float):
             values[f"personal/{name}"] = score
     return values, withheld
@@ -88,14 +111,22 @@ def _add(values: dict[str, float], withheld: dict[str, str], name: str, found: E
 class Tracking:
     """The trackers of one run. One that takes nothing any more is told of and left out; the run is followed on."""
 
-    def __init__(self, trackers: Sequence[Tracker], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        warn: Callable[[str], object],
+        remedy: str = "run `coordinator watch` again with --tracker",
+    ) -> None:
         self._trackers = list(trackers)
-        self._warn = warn
+        self._warn, self._remedy = warn, remedy
 
     def note(self, info: pb.RoundInfo) -> None:
         """Write a closed round."""
-        values, tags = values_of(info)
-        self._each(lambda tracker: tracker.log(info.round, values, tags))
+        self.log(info.round, *values_of(info))
+
+    def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
+        """Write numbers of a model with so many rounds behind it."""
+        self._each(lambda tracker: tracker.log(step, values, tags))
 
     def end(self, state: str) -> None:
         self._each(lambda tracker: tracker.end(state))
@@ -106,7 +137,7 @@ class Tracking:
                 do(tracker)
             except (UnavailableError, OSError) as error:
                 self._trackers.remove(tracker)
-                self._warn(f"{error}; nothing more is written there: run `coordinator watch` again with --tracker")
+                self._warn(f"{error}; nothing more is written there: {self._remedy}")
 
 
 class _TensorBoard:
@@ -156,7 +187,7 @@ class _MlFlow:
     def _begin(self, run: str, about: Mapping[str, str]) -> str:
         client = self._client
         experiment = client.get_experiment_by_name(_EXPERIMENT)
-        number = client.create_experiment(_EXPERIMENT) if experiment is None else experiment.experiment_id
+        number = self._new_experiment() if experiment is None else experiment.experiment_id
         found = client.search_runs([number], f"tags.`{_RUN_TAG}` = '{run}'", max_results=1)
         if found:
             return str(found[0].info.run_id)
@@ -164,6 +195,15 @@ class _MlFlow:
         for name, value in about.items():
             client.log_param(made.info.run_id, name, printable(value)[:500])
         return str(made.info.run_id)
+
+    def _new_experiment(self) -> Any:  # noqa: ANN401
+        try:
+            return self._client.create_experiment(_EXPERIMENT)
+        except Exception:  # another run of a sweep made it meanwhile, or MLflow says again what is wrong
+            found = self._client.get_experiment_by_name(_EXPERIMENT)
+            if found is None:
+                raise
+            return found.experiment_id
 
     def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
         def send() -> None:

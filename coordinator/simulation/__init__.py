@@ -1,1 +1,1 @@
-"""`coordinator simulate`: federations without a service, their sweeps, pictures of partitions, the privacy ablation."""
+"""`coordinator simulate`: federations without a service, sweeps, trackers, pictures of partitions, the ablation."""

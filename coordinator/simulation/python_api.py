@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
@@ -20,6 +21,7 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import results, runner
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.results import ResultFolder
+from coordinator.simulation.tracking import tracked
 from fl_core import datasets
 from fl_core.datasets.own_data import ArrayData, Split
 from fl_core.datasets.partition import own
@@ -138,6 +140,7 @@ def simulate(
     engine: SimulationEngine | None = None,
     fine_tune: int = 0,
     progress: Callable[[Progress], object] | None = None,
+    tracker: str | Sequence[str] = (),
     **keys: object,
 ) -> Simulation:
     """Run a federation in this process, as `coordinator simulate` does.
@@ -147,7 +150,9 @@ def simulate(
     federation: a name, "package.module:Name", a partition, a function of the train and test labels (n,) that returns
     shares, or the shares: positions of each silo's training examples, or (train, test) positions of each
     keys: all other words of the command line, `rounds=20, seed=0, train__lr=0.1` or `train={"lr": 0.1}`
-    progress: called after each round, in this thread; what it raises ends the simulation.
+    progress: called after each round, in this thread; what it raises ends the simulation
+    tracker: "tensorboard:DIR", "mlflow:URI" or several of them, which get each round as it is closed. One that stops
+    taking numbers is warned about and left out.
 
     Raises what the command line reports: FederationError, below all ConfigError and DataError, with its code.
     Guarantees: the same words give the same bits as the command line; no global state is left changed.
@@ -164,7 +169,9 @@ def simulate(
         words += _federation_words(stack, federation, words, root, folder)
         spec = compose_spec(words, folder)
         observer = None if progress is None else _observer(progress)
-        result = runner.run(spec, root, observer, engine, fine_tune, out=_path(out), words=words)
+        where = [tracker] if isinstance(tracker, str) else tracker
+        observed = stack.enter_context(tracked(where, observer, lambda text: warnings.warn(text, stacklevel=2)))
+        result = runner.run(spec, root, observed, engine, fine_tune, out=_path(out), words=words)
     return Simulation(result, spec)
 
 

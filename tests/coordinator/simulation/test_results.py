@@ -14,12 +14,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from coordinator.cli.research import RunFolders, _say_where, _summary, simulate
+from coordinator.cli.research import _say_where, simulate
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
 from coordinator.reports.curves import MEASURES
 from coordinator.simulation import results, runner
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulation.job import SimulationJob
 from coordinator.simulation.results import ResultFolder, typed
 from coordinator.simulation.sweep import SweepTable, folder_name, swept
 from fl_core.errors import ConfigError, StateError
@@ -143,11 +143,11 @@ def test_words_cannot_begin_a_line_of_the_configuration(tmp_path: Path, made: tu
 def test_a_sweep_gives_one_table_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = [word for word in SHORT if not word.startswith(("personal", "cohort"))]
     words = ["seed=0,1", *short]
-    folders, table = RunFolders(tmp_path, swept(words)), SweepTable(tmp_path, words)
+    job, table = SimulationJob(out=tmp_path), SweepTable(tmp_path, words)
 
     def ran(seed: int) -> dict[str, object]:
         chosen = [f"seed={seed}", *short]
-        return {"overrides": chosen, **_summary(None, SimulationEngine(), 0, folders, None, chosen)}
+        return {"overrides": chosen, **job.run_of_sweep(swept(words), chosen)}
 
     for seed in (1, 0):
         table.add(ran(seed))
@@ -163,7 +163,7 @@ def test_a_sweep_gives_one_table_and_goes_on_where_it_was(tmp_path: Path, monkey
 
     monkeypatch.setattr(runner, "run", never)
     assert ran(0)["model_digest"] == frame.model_digest[0]
-    monkeypatch.setattr("coordinator.cli.research.software", lambda: "another version")
+    monkeypatch.setattr("coordinator.simulation.job.software", lambda: "another version")
     with pytest.raises(AssertionError):
         ran(0)
 
