@@ -27,8 +27,10 @@ class NormClipped:
     """The weighed mean of updates whose norm is bounded by what earlier rounds had.
 
     With M_t the lower median of the accepted norms of round t and R_t = min(M_{t-1}, ceiling M_0), in the first round
-    M_0: an update above refuse_above R_t is refused, one above clip_at R_t cut to that. Without the ceiling norms would
-    follow the damage. rows: what has a weight per class is cut at this multiple of the median of the row's contributors
+    M_0: an update above refuse_above max(R_t, M_0) is refused, one above clip_at R_t cut to that. Without the ceiling
+    norms would follow the damage.
+
+    rows: what has a weight per class is cut at this multiple of the median of the row's contributors
     signs: refuse an update that lowers the scores of its own classes.
     """
 

@@ -47,6 +47,10 @@ class NormHistory:
         last, first = self.last.get(block, 0.0), self.first.get(block, 0.0)
         return min(last, ceiling * first) if last > 0 and first > 0 else None
 
+    def refusal_reference(self, block: str, reference: float) -> float:
+        """Return max(R_t, M_0): beside the short updates of a model that has converged, an honest one may be long."""
+        return max(reference, self.first.get(block, 0.0))
+
 
 NO_HISTORY = NormHistory()
 
@@ -131,7 +135,7 @@ class NormClippedSum(RoundSum):
         decided, references = Decided(), self._references()
         moved = self._moved(references)
         for name, held in sorted(self._waiting.items()):
-            over = {block: _ratio(norm, references.get(block)) for block, norm in self._differences(name).items()}
+            over = {block: self._excess(block, norm, references) for block, norm in self._differences(name).items()}
             block, worst = max(over.items(), key=lambda item: (item[1] if item[0] not in moved else 0.0, item[0]))
             if worst > self._options.refuse_above and block not in moved:
                 decided.refused[name] = self._refusal(name, worst)
@@ -171,10 +175,15 @@ class NormClippedSum(RoundSum):
         """
         found = set[str]()
         for block, norms in self._by_block().items():
-            above = [n for n in norms if _ratio(n, references.get(block)) > self._options.refuse_above]
+            above = [n for n in norms if self._excess(block, n, references) > self._options.refuse_above]
             if 2 * len(above) >= len(norms):
                 found.add(block)
         return frozenset(found)
+
+    def _excess(self, block: str, norm: float, references: Mapping[str, float]) -> float:
+        """Return how many times as long as what a refusal is measured by a norm is."""
+        reference = references.get(block)
+        return _ratio(norm, None if reference is None else self._history.refusal_reference(block, reference))
 
     def _by_block(self, without: Mapping[str, str] | None = None) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
@@ -190,10 +199,10 @@ class NormClippedSum(RoundSum):
 
     def _refusal(self, name: str, ratio: float) -> str:
         times = f"{ratio:.3g}x" if math.isfinite(ratio) else "without bound above"
-        which = "last round's" if self._history.last else "this round's"
         error = RefusedError(
             "E-RUN-44",
-            f"{name}: update is {times} {which} median (limit {self._options.refuse_above:g}x): refused",
+            f"{name}: update is {times} the usual length, the larger of the last and the first round's median (limit "
+            f"{self._options.refuse_above:g}x): refused",
         )
         return str(error)
 
