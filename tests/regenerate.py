@@ -1,5 +1,5 @@
 """Regenerate what is generated and committed: the protocol code, docs/errors.md, docs/operations/metrics.md,
-fl_core/methods/paper_tables.txt.
+fl_core/methods/paper_tables.txt and paper_claims.txt.
 
 python -m tests.regenerate          writes
 python -m tests.regenerate --check  fails, and says what differs, when something committed is not what would be written
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.paper import claims
 from coordinator.operations import metrics as coordinator_metrics
 from fl_core.errors.catalogue import page
 from protos.operations import metrics
@@ -50,6 +51,7 @@ def generate(out: Path) -> list[Path]:
     (out / "docs/errors.md").write_text(page(), encoding="utf-8")
     (out / "fl_core/methods").mkdir(parents=True)
     (out / "fl_core/methods/paper_tables.txt").write_text(_paper_tables(), encoding="utf-8")
+    (out / "fl_core/methods/paper_claims.txt").write_text(claims.packaged(), encoding="utf-8")
     (out / "docs/operations/metrics.md").write_text(_metrics_page(), encoding="utf-8")
     return sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
 

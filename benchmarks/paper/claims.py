@@ -1,4 +1,4 @@
-"""Write the claims of the five papers, each with our number and a verdict, into README.md.
+"""Write the claims of the five papers, each with our number and a verdict, into README.md and for the package.
 
     python -m benchmarks.paper.claims
 
@@ -21,6 +21,7 @@ from benchmarks.comparison.settings import CURVES, Comparison
 from benchmarks.comparison.study import Tuned
 
 HERE = Path(__file__).parent
+PACKAGED = HERE.parents[1] / "fl_core/methods/paper_claims.txt"
 BEGIN, END = "<!-- python -m benchmarks.paper.claims -->", "<!-- end -->"
 
 
@@ -38,6 +39,7 @@ def verdict(low: float, high: float) -> str:
 
 
 def row(claim: Mapping[str, object]) -> list[str]:
+    """Return paper, claim, the paper's number, ours, verdict and comparison of a claim."""
     head = [str(claim["paper"]), str(claim["claim"]), str(claim["printed"])]
     if "ours" not in claim:
         return [*head, "-", str(claim.get("verdict", f"open: {claim.get('why')}")), ""]
@@ -56,6 +58,17 @@ def markdown() -> str:
     return "\n".join(report.table(head, [row(claim) for claim in claims]))
 
 
+def packaged() -> str:
+    """Write the claims for `coordinator methods --papers`, which has no stores: tabs between the columns."""
+    lines = ["# Claims of the papers; `make protos` writes this file.\n"]
+    for claim in yaml.safe_load((HERE / "claims.yaml").read_text()):
+        paper, said, printed, ours, decided, name = (text.replace("*", "").replace("`", "") for text in row(claim))
+        verdict, _, why = decided.partition(": ")
+        scale = found(name)[0].title if name else ""
+        lines.append("\t".join((paper.lower(), said, printed, ours, verdict, why, name, scale)) + "\n")
+    return "".join(lines)
+
+
 def written(page: str) -> str:
     """Put the table between the marks of a page."""
     before, _, rest = page.partition(BEGIN)
@@ -66,4 +79,5 @@ def written(page: str) -> str:
 if __name__ == "__main__":
     file = HERE / "README.md"
     file.write_text(written(file.read_text()))
+    PACKAGED.write_text(packaged())
     print(markdown())

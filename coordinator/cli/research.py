@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -25,7 +26,7 @@ from coordinator.simulation.sweep import SweepTable, combinations, is_sweep, swe
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.methods import METHODS
-from fl_core.methods.papers import TABLES, Paper, needs, paper_of
+from fl_core.methods.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.rounds import extensions
 from fl_core.rounds.engine import Observer
@@ -198,27 +199,44 @@ def methods(
 
 
 def _papers(as_json: bool) -> None:
-    """Say where each method is from, what a run must offer it, and which tables of benchmarks/paper have it."""
-    rows = []
+    """Say where each method is from, what a run must offer it, what of its paper reproduces, which tables have it."""
+    rows: list[dict[str, Any]] = []
     for name, kind in METHODS.items():
         paper = asdict(paper_of(kind) or Paper("", "", "", ""))
-        rows.append({"name": name, **paper, "needs": needs(kind()), "tables": list(TABLES.get(name, ()))})
+        found = {"tables": list(TABLES.get(name, ())), "claims": [asdict(claim) for claim in claims_of(name)]}
+        rows.append({"name": name, **paper, "needs": needs(kind()), **found})
     if as_json:
         print_json(rows)
         return
-    head = ("method", "paper", "where", "needs", "tables")
+    head = ("method", "paper", "where", "needs", "reproduces", "tables")
     lines = [
         (
             str(row["name"]),
             f"{row['title']}, {row['venue']}" if row["title"] else "a lower bound, from no paper",
             str(row["where"]),
             ", ".join(row["needs"]) or "-",
+            _verdicts(claims_of(row["name"])),
             ", ".join(row["tables"]) or "-",
         )
         for row in rows
     ]
     console.OUT.print(make_table("Papers", head, lines))
-    console.OUT.print("tables: python -m benchmarks.paper table=NAME; what reproduces: benchmarks/paper/README.md")
+    shown = [(c.method, c.claim, c.printed, c.ours, _verdict(c), c.scale or "-") for c in CLAIMS]
+    head = ("paper of", "claim", "printed", "ours, points", "verdict", "scale")
+    console.OUT.print(make_table("Claims", head, shown))
+    console.OUT.print(
+        "tables: python -m benchmarks.paper table=NAME; how claims are judged: benchmarks/paper/README.md"
+    )
+
+
+def _verdicts(found: Sequence[Claim]) -> str:
+    counts = Counter(claim.verdict for claim in found)
+    words = {"holds": "hold" if counts["holds"] > 1 else "holds", "does not": "does not", "open": "open"}
+    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]) or "-"
+
+
+def _verdict(claim: Claim) -> str:
+    return f"{claim.verdict}: {claim.why}" if claim.why else claim.verdict
 
 
 def models(

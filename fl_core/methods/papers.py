@@ -59,6 +59,33 @@ def _lacks(method: FedAvg, capability: Capability) -> bool:
     return capability in method.unsupported and not private_form
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a paper claims of a method, and what we measured.
+
+    printed: the paper's number; ours: points above FedAvg with their 95 % interval, "-" where nothing was run; verdict:
+    holds, does not or open, and why; comparison, scale: the one of benchmarks/comparison that the number is from.
+    """
+
+    method: str
+    claim: str
+    printed: str
+    ours: str
+    verdict: str
+    why: str
+    comparison: str
+    scale: str
+
+
+def claims_of(method: str) -> list[Claim]:
+    return [claim for claim in CLAIMS if claim.method == method]
+
+
+def _claims() -> tuple[Claim, ...]:
+    text = (resources.files("fl_core.methods") / "paper_claims.txt").read_text(encoding="utf-8")
+    return tuple(Claim(*line.split("\t")) for line in text.splitlines() if not line.startswith("#"))
+
+
 def _tables() -> Mapping[str, tuple[str, ...]]:
     text = (resources.files("fl_core.methods") / "paper_tables.txt").read_text(encoding="utf-8")
     rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
@@ -67,3 +94,5 @@ def _tables() -> Mapping[str, tuple[str, ...]]:
 
 TABLES: Mapping[str, tuple[str, ...]] = _tables()
 """The tables of `benchmarks/paper` that a method is in: `python -m tests.regenerate` writes them."""
+CLAIMS = _claims()
+"""The claims of the papers with our numbers, of which `benchmarks/paper/claims.py` has the runs; written likewise."""

@@ -10,7 +10,7 @@ import yaml
 
 from coordinator.cli.research import methods
 from fl_core.methods import METHODS
-from fl_core.methods.papers import TABLES, paper_of
+from fl_core.methods.papers import CLAIMS, TABLES, paper_of
 from tests.regenerate import ROOT
 
 
@@ -55,3 +55,33 @@ def test_the_command_says_paper_needs_and_tables(capsys: pytest.CaptureFixture[s
     assert rows["local"]["title"] == ""
     methods(papers=True)
     assert "benchmarks/paper" in capsys.readouterr().out
+
+
+def test_each_claim_of_the_papers_has_a_verdict_with_its_number_and_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    stated = yaml.safe_load((ROOT / "benchmarks/paper/claims.yaml").read_text())
+    assert [(c.method, c.claim) for c in CLAIMS] == [(s["paper"].lower(), s["claim"]) for s in stated]
+    assert {c.method for c in CLAIMS} <= set(METHODS)
+    assert {c.verdict for c in CLAIMS} <= {"holds", "does not", "open"}
+    for claim, said in zip(CLAIMS, stated, strict=True):
+        if "ours" in said:
+            points, low, high = (float(x) for x in re.match(r"(\S+) \[(\S+), (\S+)\], 10 seeds", claim.ours).groups())  # type: ignore[union-attr]
+            assert low <= points <= high
+            assert claim.verdict == ("holds" if low > 0 else "does not" if high < 0 else "open")
+            assert claim.comparison == said["ours"][0]
+            assert len(claim.scale) > 20
+        else:
+            assert (claim.ours, bool(claim.why)) == ("-", True)
+    methods(papers=True, as_json=True)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert [c["verdict"] for c in rows["map"]["claims"]] == [c.verdict for c in CLAIMS if c.method == "map"]
+    assert rows["fedprox"]["claims"] == []
+    methods(papers=True)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "does not" in shown
+    assert "global accuracy" in shown
+
+
+def test_the_packaged_claims_agree_with_the_page_of_the_benchmark() -> None:
+    page = (ROOT / "benchmarks/paper/README.md").read_text()
+    for claim in CLAIMS:
+        assert f"| {claim.claim} | {claim.printed} | {claim.ours} |" in page
