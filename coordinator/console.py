@@ -277,7 +277,7 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str]) -> list[Table | 
     """Say what a round's evaluation measured, by class and over all; empty where it measured accuracies alone."""
     found = accuracy.clinical_of(info)
     if found is None:
-        return []
+        return [clinical_report.NOT_MEASURED] if info.HasField("noise") else []
     by_class = make_table("By class", clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes))
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from fl_core.types.clinical import ClinicalMetrics, Range
 
 CLASS_HEAD = ("class", "test examples", "sensitivity", "specificity", "AUC")
+NOT_MEASURED = (
+    "specificity, AUC, confusion matrix and calibration are not measured with the noise of a private run; sensitivity "
+    "is the accuracy of the class (docs/metrics.md)"
+)
 _PRECISE = 1e-3
 """An AUC whose range is wider is shown with it."""
 

@@ -130,6 +130,8 @@ def _print(result: runner.Result) -> None:
         rows_by_class = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
         console.OUT.print(make_table("Errors by class", clinical_report.CLASS_HEAD, rows_by_class))
         console.OUT.print(clinical_report.sentence(result.clinical))
+    elif result.noise.evaluation is not None:
+        console.OUT.print(clinical_report.NOT_MEASURED)
     console.OUT.print(
         f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     )

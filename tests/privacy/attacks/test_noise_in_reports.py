@@ -94,6 +94,7 @@ def test_a_simulation_withholds_what_noise_hides(case: str, capsys: pytest.Captu
     output = capsys.readouterr()
     truthful(output.out)
     truthful(output.err)
+    assert "specificity, AUC, confusion matrix and calibration are not measured" in " ".join(output.out.split())
     research.simulate([], **words, as_json=True)
     text = capsys.readouterr().out
     assert {v for _, v in machine(text, 10)} == {None}

@@ -87,6 +87,32 @@ def test_the_interval_holds_the_true_accuracy_19_times_of_20(case: str, share: f
     assert given_out > DRAWS / 2 or case == "one row"
 
 
+def test_sensitivities_and_their_mean_are_shares_whose_intervals_hold_where_the_ratios_of_the_sums_are_none() -> None:
+    """Three hospitals, four classes, of which the model recognises all, most, few and none of the examples."""
+    n, std, draw = np.full((3, 4), 250.0), 15.0, np.random.default_rng(11)
+    shares, noise = np.array([1.0, 0.9, 0.1, 0.0]), EvaluationNoise(15.0, 3)
+    wrong, wrong_mean, outside, withheld, draws = np.zeros(4), 0, np.zeros(4), 0, 300
+    for _ in range(draws):
+        right = (n * shares + draw.normal(0, std, n.shape)).sum(0)
+        examples = (n + draw.normal(0, std, n.shape)).sum(0)
+        outside += (right / examples > 1) | (right < 0)
+        for c, found in enumerate(by_class(list(right), list(examples), noise)):
+            if found.withheld:
+                withheld += 1
+                continue
+            assert 0 <= found.low <= found.point <= found.high <= 1
+            wrong[c] += not found.low - 1e-9 <= shares[c] <= found.high + 1e-9
+        mean = balanced(list(right), list(examples), noise)
+        if mean.withheld:
+            continue
+        assert 0 <= mean.low <= mean.point <= mean.high <= 1
+        wrong_mean += not mean.low <= shares.mean() <= mean.high
+    assert (wrong <= 0.08 * draws).all()  # 0.05 and more than two standard errors
+    assert wrong_mean <= 0.05 * draws
+    assert withheld <= 0.05 * 4 * draws  # sums that no shares could have given
+    assert (outside[[0, 3]] > 0.4 * draws).all()  # what would be printed without: sensitivities of 102 % and of -1 %
+
+
 def test_the_best_of_noisy_rounds_is_not_taken_for_the_best_accuracy() -> None:
     """Forty rounds of one and the same model: the largest number is luck, and its interval knows."""
     n, std, draw = spread(150.0), 20 * math.sqrt(2), np.random.default_rng(3)
