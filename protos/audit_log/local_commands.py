@@ -15,6 +15,7 @@ import typer
 from fl_core.errors import FederationError
 from protos.audit_log.lines import ALLOWED, REFUSED, Entry
 from protos.audit_log.log import FOLDER, AuditLog
+from protos.storage.disk import disk_errors
 
 Command = Callable[..., Any]
 SHOWN = frozenset(
@@ -69,7 +70,8 @@ def recorded(command: Command, name: str, home_of: Callable[[Path | None], Path]
 def recording(home: Path, name: str, options: Mapping[str, Any], via: str = "") -> Iterator[None]:
     """Write what is done within as one line, however it ends. via: from where, beside the user, as `page`.
 
-    Guarantees: where the log cannot be written, what is within is not begun. Without a home there is no log.
+    Raises UnavailableError (E-STATE-63) where the disk takes no line.
+    Guarantees: where the log cannot be opened, what is within is not begun. Without a home there is no log.
     """
     if (home / FOLDER).is_dir():
         AuditLog(home / FOLDER).close()
@@ -118,5 +120,5 @@ def _user() -> str:
 
 
 def _append(home: Path, entry: Entry) -> None:
-    with closing(AuditLog(home / FOLDER)) as log:
+    with disk_errors(home), closing(AuditLog(home / FOLDER)) as log:
         log.append(entry)

@@ -90,6 +90,11 @@ def as_it_was(thing):
 # ---- 1 ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "a web site",
+    "points its name at this machine to read a page (DNS rebinding)",
+    "421: no other Host than the page's own",
+)
 @pytest.mark.parametrize(
     "hosts",
     [
@@ -145,6 +150,7 @@ def test_a_form_does_what_its_button_says_and_the_page_says_so_once(server, brow
     assert "It was done." not in browser.get().text
 
 
+@pytest.mark.fault("a web site", "sends a page's form from the same browser", "refused; nothing is done")
 @pytest.mark.parametrize(
     "origin", [None, "null", "http://evil.example", "https://{host}", "http://127.0.0.1:1", "{host}"]
 )
@@ -199,6 +205,7 @@ def test_a_get_of_a_forms_address_does_nothing(browser, thing) -> None:
 # ---- 3 ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("a web site", "loads a page of ours into itself or into a tab", "403; nothing is shown")
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "", "none, cross-site"])
 def test_requests_that_another_site_causes_are_refused(server, browser, thing, site) -> None:
     headers = [*browser.headers(Sec_Fetch_Site=None), ("Sec-Fetch-Site", site)]
@@ -231,6 +238,7 @@ def fresh(thing, tmp_path):
         yield made
 
 
+@pytest.mark.fault("who reads a page's link", "opens it after its owner", "410: it works once, for ten minutes")
 def test_the_opening_link_works_once_and_goes_on_by_itself(fresh) -> None:
     target = Browser(fresh).secret_path()
     assert len(target.rpartition("/")[2]) >= 43  # 256 bits
@@ -348,6 +356,7 @@ def test_the_headers_say_what_the_list_asks_for() -> None:
 # ---- 7 ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("anybody with a name", "puts markup or invisible characters into it", "text on every page, escaped")
 def test_a_hostile_name_is_text_and_nothing_of_it_is_invisible(browser) -> None:
     page = browser.get().text
     assert "<script>alert" not in page

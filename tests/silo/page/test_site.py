@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,6 +169,29 @@ def test_a_run_that_is_not_shown_cannot_be_decided_about(home, show) -> None:
     assert set(decisions(home).values()) == {None}
 
 
+@pytest.mark.fault("a full disk", "meets a button of the hospital's page", "nothing is decided, and it says disk")
+def test_on_a_full_disk_the_page_is_shown_and_a_button_decides_nothing_and_says_why(home, show) -> None:
+    shown = show(home)
+    form = shown.form("/approve", ASKS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))  # no file grows: what is written gets EFBIG
+    try:
+        text = shown.text()
+        answer = shown.browser.post("/approve", form)
+        again = shown.text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "skin-study-2" in text
+    assert answer.status == 409
+    assert "E-STATE-63" in answer.text
+    assert "disk" in answer.text
+    assert "skin-study-2" in again
+    assert set(decisions(home).values()) == {None}
+    assert shown.browser.post("/approve", shown.form("/approve", ASKS)).status == 303  # and with room it works at once
+    assert decisions(home)[ASKS] is True
+    assert verify(LogFolder(home.path / FOLDER), []).lines > 0
+
+
 def test_two_clicks_at_once_decide_once(home, show) -> None:
     shown = show(home)
     form = shown.form("/approve", ASKS)
@@ -187,6 +211,7 @@ def test_the_page_and_the_command_say_the_same_of_what_would_be_spent(home, show
     assert runs["fedavg-digits-90d2"] in text
 
 
+@pytest.mark.fault("a lead, a hospital", "puts markup into names that hospitals' pages show", "text, escaped")
 def test_hostile_names_stay_text_wherever_they_come_from(home, show) -> None:
     asks(home, replace(manifest(), name=HOSTILE[:200], lead=HOSTILE), HOSTILE)
     took_part(home, replace(manifest(), name=HOSTILE[:200]), "run" + HOSTILE)

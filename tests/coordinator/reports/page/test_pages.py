@@ -56,6 +56,7 @@ def lied_to(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened(server)
 
 
+@pytest.mark.fault("a service that lies", "sends the lead's page markup in names", "text, escaped")
 @pytest.mark.parametrize(
     "path", ["/", "/runs/run-1", "/compare?a=run-1&b=run-2", "/compare", "/runs/" + "%3Cscript%3E"]
 )
@@ -229,6 +230,7 @@ def test_a_form_of_another_page_or_run_orders_nothing(world: World, browser: Bro
     assert world.run(run).state is RunState.FAILED
 
 
+@pytest.mark.fault("a web site", "sends the lead's page a form to end a run", "refused; nothing is ordered")
 def test_a_page_of_another_site_orders_nothing(world: World, browser: Browser) -> None:
     run = "run-kept"
     if run not in browser.get().text:
