@@ -107,11 +107,11 @@ def test_class_disjoint_digits_have_a_network_a_schedule_and_weights_of_their_ow
     words = ["method=fedmr", "data=digits", "federation=p5c2"]
     here, other = compose_spec(words), compose_spec([*words[:2], "federation=p10c3"])
     assert (here.model["norm"], here.train.lr, here.train.momentum, here.method["mu1"]) == ("none", 0.2, 0.0, 0.03)
-    assert (other.model["norm"], other.train.lr, other.method["mu1"]) == ("group", 0.01, 0.1)
+    assert (other.model["norm"], other.train.lr, other.method["mu1"]) == ("group", 0.01, 0.01)
     own = compose_spec([*words, "model.norm=group", "train.lr=0.5", "method.mu1=0"])
     assert (own.model["norm"], own.train.lr, own.method["mu1"]) == ("group", 0.5, 0)
     linear = compose_spec([*words, "model=digits_linear"])
-    assert (linear.train.momentum, linear.method["mu1"]) == (0.9, 0.1)
+    assert (linear.train.momentum, linear.method["mu1"]) == (0.9, 0.01)
     assert compose_spec([*words, "experiment=fedmr_1", "scale=small"]).model["norm"] == "group"
 
 
