@@ -10,9 +10,9 @@ Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (losses/fedmr.py, buildi
 Where the paper is silent or contradicts its own lemma, the default is what its text argues for, the printed form an
 option: `paper_literal_std`, `inter`, `negatives`; `intra="code"` is the official code's loss, which has no L_inter.
 The default `intra="mean"` is the paper's divided by d^2, so that mu1 does not depend on the number of features (ADR
-0047). Its mu1 and mu2 are the largest that were tried which cost FedAvg's accuracy nothing on class-disjoint digits; none
-gains there in both networks (benchmarks/comparison). method=fedmr_paper and method=fedmr_code have the printed form and
-the code's with their weights.
+0047). Its mu1 and mu2 are the largest pair that was tried which costs no accuracy on class-disjoint digits; none gains
+there in both networks (benchmarks/comparison). method=fedmr_paper and method=fedmr_code have the printed form and the
+code's with their weights.
 """
 
 from __future__ import annotations
