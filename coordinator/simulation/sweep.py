@@ -18,7 +18,7 @@ from blake3 import blake3
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import GROUPS, compose_spec
 from coordinator.simulation.results import HISTORY, typed, write_table
 from fl_core.errors import ConfigError
 
@@ -40,9 +40,12 @@ def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[l
     try:
         for word, parsed in zip(words, OverridesParser.create().parse_overrides(list(words)), strict=True):
             key = parsed.get_key_element()
-            choices.append(
-                [f"{key}={v}" for v in parsed.sweep_string_iterator()] if parsed.is_sweep_override() else [word]
-            )
+            if not parsed.is_sweep_override():
+                choices.append([word])
+                continue
+            # Hydra escapes values so that it reads them again; the place of an extension, package.module:Name, is ours.
+            values = parsed.sweep_iterator() if key in GROUPS else parsed.sweep_string_iterator()
+            choices.append([f"{key}={getattr(value, 'text', value)}" for value in values])
     except HydraException as error:
         raise ConfigError("E-CFG-01", " ".join(str(error).split("\n")[0].split())) from error
     found = [list(words) for words in itertools.product(*choices)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,3 +113,30 @@ def test_the_tutorial_for_administrators(tmp_path: Path) -> None:
             if words == ["south"] and token.exists():
                 (there["south"].folder / "clinic.token").write_text(token.read_text())
             there[words[0]].run(script)
+
+
+FILES = re.compile(r'```python title="([a-z_]+\.py)"\n(.*?)```', re.DOTALL)
+
+
+def test_the_tutorial_for_researchers(tmp_path: Path) -> None:
+    text = (ROOT / "docs/tutorials/researcher.md").read_text()
+    with machines(tmp_path, "here") as there:
+        here = there["here"]
+        images(here.folder / "images", COLOURS, 30)
+        for name, code in FILES.findall(text):
+            (here.folder / name).write_text(code)
+        said = ""
+        for words, script in blocks(text):
+            if words == ["interrupted"]:
+                log = here.serve(script)
+                until(lambda: list(here.folder.glob("long/checkpoints/round-*")), log.read_text())
+                here.services[0].kill()
+                here.services.pop().wait()
+                assert not (here.folder / "long" / "summary.json").exists()
+            said += here.run(script)
+        assert "standard error" in said
+        assert "withheld: " not in said  # a tutorial whose numbers noise hides shows nothing
+        rounds = (here.folder / "long" / "history.csv").read_text().splitlines()
+        assert sum(line.split(",")[1] == "accuracy" for line in rounds) == 31
+        assert json.loads((here.folder / "long" / "summary.json").read_text())["rounds"] == 30
+        assert (here.folder / "own_data.csv").stat().st_size > 1000

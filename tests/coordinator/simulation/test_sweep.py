@@ -29,6 +29,15 @@ def test_combinations_are_the_grid_and_brackets_separate_nothing() -> None:
     assert not is_sweep(words[2:])
 
 
+def test_methods_of_ones_own_are_swept_over_by_their_places_and_quoted_names_are_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "swept_over.py").write_text("from consilium.extending import FedAvg\n\nclass Mine(FedAvg):\n    pass\n")
+    words = ["method=fedavg,swept_over:Mine,'fedmr'"]
+    assert combinations(words) == [["method=fedavg"], ["method=swept_over:Mine"], ["method=fedmr"]]
+
+
 @pytest.mark.parametrize(
     ("words", "code"), [(["seed=0,x"], "E-CFG-02"), (["method=fedavg,fedmrr"], "E-CFG-01"), (["=1"], "E-CFG-01")]
 )
