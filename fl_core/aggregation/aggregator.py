@@ -83,7 +83,8 @@ def _zeros(spec: PartSpec) -> Part:
 
 
 def _blocks(value: Tensor) -> Iterator[Tensor]:
-    return iter(torch.split(value.detach().reshape(-1), BLOCK))
+    flat = value.detach().reshape(-1)
+    return iter((flat,) if len(flat) <= BLOCK else torch.split(flat, BLOCK))  # a split takes as long as a small sum
 
 
 def _stack(values: list[Tensor], zero: Tensor) -> Tensor:

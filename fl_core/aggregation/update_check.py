@@ -38,6 +38,7 @@ BUFFERS = ("running_mean", "running_var")
 _SIGMAS = 12.0
 _ROUNDING = 1e-4
 _FEWEST_TESTED = 20
+_BLOCK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +185,12 @@ class UpdateCheck:
 
     def _square(self, name: str, key: str, value: Tensor, weight: Tensor, silo: str) -> Tensor:
         """Return the sum of squares, per row where weights are; raises ProtocolError where it is not finite."""
-        rows = value.detach() if weight.dim() else value.detach().unsqueeze(0)
+        rows = value.detach() if weight.dim() else (value.detach(),)
         sums = [math.fsum(_block_squares(row.reshape(-1), self._scale(name, row))) for row in rows]
         if not all(map(math.isfinite, sums)):
             raise _not_finite(name)
         square = torch.tensor(sums if weight.dim() else sums[0], dtype=torch.float64)
-        if name not in self.noise and bool(square[weight == 0].any()):
+        if name not in self.noise and any(s for s, w in zip(sums, weight.reshape(-1).tolist(), strict=True) if w == 0):
             raise _refused(silo, f"{name!r} holds values of weight 0 in {key!r}", "0")
         return square
 
@@ -248,7 +249,7 @@ def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:
 
 def _block_squares(value: Tensor, scale: float) -> Iterator[float]:
     """Sum squares block by block, one thread and one order: equal bytes give equal sums on every machine alike."""
-    for block in torch.split(value, 1 << 15):
+    for block in (value,) if len(value) <= _BLOCK else torch.split(value, _BLOCK):  # a split takes as long as the sum
         numbers = block.cpu().numpy() if block.dtype != torch.bfloat16 else block.float().cpu().numpy()
         exact = numbers.astype(np.float64)
         if scale != 1.0:
