@@ -3,13 +3,14 @@
 python -m benchmarks.gpu --minutes 25 --data-root /data
 python -m benchmarks.gpu --small --device cpu --minutes 2     # the same steps on digits, to see that they work
 
-1. checks      runs on the device beside the same on the CPU: plain, bf16, private, deterministic, batched
+1. checks      runs on the device beside the same on the CPU: plain, bf16, the words for speed, compiled, private,
+               deterministic, batched
 2. tests       those of the suite that look for a device
 3. throughput  images per second of a silo's training, beside a bare loop of PyTorch, by precision and memory format
 4. runs        FedAvg, FedMR (four forms), FedGELA, FedProx, MOON on CIFAR10 P5C2 and P10C3 with the papers' settings
 
-Each of 1 to 3 is done once; 4 takes turns of a few rounds, the run with the fewest rounds first, until the time is up,
-and ends with the round that it is in.
+Each of 1 to 3 is done once; 4 takes turns of a few rounds, the run with the fewest rounds first, until there is no time
+for one more round. Missing images are told before anything is done.
 OUT/steps.jsonl has a line per step and OUT/rounds.jsonl one per round, both with device and date, written as they come.
 """
 
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from benchmarks import timing
@@ -31,7 +33,12 @@ from fl_core.errors import FederationError
 from fl_core.training.devices import choose_device
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/privacy/dp_sgd/test_devices.py", "tests/fl_core/simulation/test_scale.py", "tests/fl_core/test_rng.py")
+TESTS = (
+    "tests/privacy/dp_sgd/test_devices.py",
+    "tests/fl_core/training/test_devices.py",
+    "tests/fl_core/simulation/test_scale.py",
+    "tests/fl_core/test_rng.py",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +104,14 @@ def suite(given: Visit) -> Mapping[str, object]:
     return {"tests": list(TESTS), "wrong": [found.stdout[-2000:]] if found.returncode else []}
 
 
+def _check(name: str, given: Visit) -> Mapping[str, object]:
+    return checks.check(name, given.device)
+
+
 STEPS: Mapping[str, Callable[[Visit], Mapping[str, object]]] = {
-    "checks": lambda v: checks.check(v.device),
+    **{f"check {name}": partial(_check, name) for name in checks.KINDS},
     "tests": suite,
-    "throughput": lambda v: throughput.measure(v.device, v.small),
+    "throughput": lambda v: throughput.measure(v.device, v.small, lambda: v.left),
     "runs": lambda v: runs.go_on(runs.listed(v.small, v.images), v),
 }
 
@@ -118,11 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         choose_device(given.device)
+        deadline = time.monotonic() + 60 * given.minutes
+        now = Visit(given.out, given.device, deadline, given.small, given.data_root, given.images)
+        runs.require_data(runs.listed(now.small, now.images)[0], now)
     except FederationError as error:
         print(error, file=sys.stderr)
         return 2
-    deadline = time.monotonic() + 60 * given.minutes
-    return visit(Visit(given.out, given.device, deadline, given.small, given.data_root, given.images))
+    wrong = visit(now)
+    print(f"results: {now.out}/steps.jsonl and rounds.jsonl; the same command goes on", flush=True)
+    return wrong
 
 
 if __name__ == "__main__":

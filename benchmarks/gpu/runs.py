@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from benchmarks.paper import images
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
+from fl_core import datasets
 from fl_core.rounds.engine import Observer
 from fl_core.training.devices import choose_device
 from fl_core.types.enums import TaskKind
@@ -20,7 +23,8 @@ from fl_core.types.values import RoundContext, State
 
 TURN = 5
 """Rounds of a run before the next one has its turn."""
-FAST = ("train.amp=bf16", "train.channels_last=true")
+FAST = ("train.amp=bf16", "train.channels_last=true", "train.cudnn_benchmark=true")
+AUGMENTED = "train.augment_on_device=true"
 METHODS: Mapping[str, tuple[str, ...]] = {
     "FedAvg": ("method=fedavg",),
     "FedMR code": ("method=fedmr", "method.intra=code", "method.mu1=0.01", "method.mu2=0"),
@@ -87,9 +91,24 @@ def go_on(asked: Sequence[Run], place: Place) -> dict[str, object]:
     return {"complete": len(over) == len(asked), "rounds": done}
 
 
+def require_data(run: Run, place: Place) -> None:
+    """Raise DataError or ConfigError where a run has no images, before a minute is spent on anything else."""
+    words = _words(run, choose_device("cpu"))
+    spec = compose_spec(images.resolved(words, place.data_root))
+    for report in runner.read_silos(spec, images.root_of(words, place.data_root), datasets.check_all)[:1]:
+        report.require_sound()
+
+
+def _words(run: Run, device: torch.device) -> list[str]:
+    words = ["experiment=fedmr_1", *run.words]
+    if device.type != "cuda":
+        return words
+    augmented = compose_spec(images.resolved(words, None, cut=False)).train.augment
+    return [*words, *FAST, *([AUGMENTED] if augmented else [])]
+
+
 def _turn(run: Run, place: Place) -> Mapping[str, object]:
-    fast = FAST if choose_device(place.device).type == "cuda" else ()
-    words = ["experiment=fedmr_1", *run.words, *fast]
+    words = _words(run, choose_device(place.device))
     kept = Checkpoints(place.out / "checkpoints" / _folder(run), 1)
     watch = _Watch(run.name, place, TURN)
     spec = compose_spec(images.resolved(words, place.data_root))
@@ -98,18 +117,26 @@ def _turn(run: Run, place: Place) -> Mapping[str, object]:
 
 
 class _Watch(Observer):
-    """Notes every round, and ends a turn between two rounds, when the one before is kept."""
+    """Notes every round, and ends a turn between two rounds, when the one before is kept.
+
+    A round is not begun where less time is left than the turn's longest one took: it would be lost.
+    """
 
     def __init__(self, name: str, place: Place, rounds: int) -> None:
         self._name, self._place, self._left = name, place, rounds
+        self._before, self._longest = place.left, 0.0
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:  # noqa: ARG002
-        if self._left <= 0 or self._place.left <= 0:
+        if self._left <= 0 or self._place.left <= self._longest:
             raise TimeUpError
         self._left -= 1
+        self._before = self._place.left
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
-        self._place.note("rounds.jsonl", {"run": self._name, "after": record.round, "accuracy": record.accuracy})
+        took = self._before - self._place.left
+        self._longest = max(self._longest, took)
+        line = {"run": self._name, "after": record.round, "accuracy": record.accuracy, "seconds": round(took, 1)}
+        self._place.note("rounds.jsonl", line)
 
 
 def _folder(run: Run) -> str:

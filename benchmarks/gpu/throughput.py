@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -14,7 +15,7 @@ from fl_core.datasets.examples import TensorExamples
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training import optimizers
-from fl_core.training.devices import choose_device, move_to_device
+from fl_core.training.devices import choose_device, cudnn_benchmark, move_to_device
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Examples, RoundContext
@@ -24,27 +25,42 @@ SMALL, LARGE = ("digits_cnn", (1, 8, 8), 64, 32, 1), ("resnet18", (3, 32, 32), 6
 """Model, shape of an example, examples, batch, measured turns."""
 
 
-def measure(device: str, small: bool) -> dict[str, object]:
-    """Measure ResNet18 on CIFAR10's shape (a small network on the digits'), by precision and memory format."""
+WORDS: Sequence[Mapping[str, object]] = (
+    {},
+    {"channels_last": True},
+    {"amp": "bf16"},
+    {"amp": "bf16", "channels_last": True},
+    {"amp": "bf16", "channels_last": True, "cudnn_benchmark": True},
+    {"amp": "bf16", "channels_last": True, "cudnn_benchmark": True, "compile": True},
+)
+"""What is measured: words of a run's `train`."""
+
+
+def measure(device: str, small: bool, left: Callable[[], float] = lambda: math.inf) -> dict[str, object]:
+    """Measure ResNet18 on CIFAR10's shape (a small network on the digits'), by words for speed; left: seconds."""
     chosen = choose_device(device)
-    name, shape, n, batch, turns = (
-        ("digits_cnn", (1, 8, 8), 64, 32, 1) if small else ("resnet18", (3, 32, 32), 6400, 128, 5)
-    )
+    name, shape, n, batch, turns = SMALL if small else LARGE
     schema, draw = Schema(shape, CLASSES), torch.Generator().manual_seed(0)
     examples = TensorExamples(torch.rand(n, *shape, generator=draw), torch.randint(10, (n,), generator=draw))
     placed, _ = move_to_device(examples, chosen, 1 << 40)
     found: dict[str, object] = {}
-    for amp in ("off", "bf16"):
-        for last in (False, True):
-            config = TrainConfig(batch_size=batch, epochs=1, amp=amp, channels_last=last)
-            ways = {
-                "silo": _silo(name, schema, config, placed, chosen),
-                "bare": _bare(name, schema, config, placed, chosen),
-            }
-            timed = timing.interleaved(ways, turns, device=chosen)
-            rates = {f"{way}_per_second": round(n / median(t.wall)) for way, t in timed.items()}
-            found[f"{amp}{', channels_last' if last else ''}"] = {**rates, **timing.ratio(timed["silo"], timed["bare"])}
+    for words in WORDS:
+        if left() <= 0:
+            return {"complete": False, "images_per_second": found}
+        config = replace(TrainConfig(batch_size=batch, epochs=1), **words)
+        ways = {
+            "silo": _silo(name, schema, config, placed, chosen),
+            "bare": _bare(name, schema, config, placed, chosen),
+        }
+        timed = timing.interleaved(ways, turns, device=chosen)
+        rates = {f"{way}_per_second": round(n / median(t.wall)) for way, t in timed.items()}
+        found[_called(words)] = {**rates, **timing.ratio(timed["silo"], timed["bare"])}
+        print(_called(words), found[_called(words)], flush=True)
     return {"model": name, "batch": batch, "images_per_second": found}
+
+
+def _called(words: Mapping[str, object]) -> str:
+    return ", ".join(str(v) if name == "amp" else name for name, v in words.items()) or "as written"
 
 
 def _silo(
@@ -61,15 +77,20 @@ def _bare(
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     model = model.to(memory_format=layout)  # type: ignore[call-overload]
     half = config.amp != "off"
+    forward = torch.compile(model) if config.compile else model
 
     def epoch() -> None:
+        with cudnn_benchmark(config.cudnn_benchmark):
+            steps()
+
+    def steps() -> None:
         optimizer = optimizers.make_optimizer(model.parameters(), config.lr, replace(config))
         model.train()
         for index in torch.split(torch.randperm(len(examples)), config.batch_size):
             x, y = (v.to(device) for v in examples.batch(index))
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                loss = cross_entropy(model(x.contiguous(memory_format=layout)), y)
+                loss = cross_entropy(forward(x.contiguous(memory_format=layout)), y)
             loss.backward()
             optimizer.step()
 

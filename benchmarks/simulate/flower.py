@@ -1,24 +1,19 @@
 """The same work in Flower's simulator, with its own strategy and messages; run with an interpreter that has Flower.
 
-python -m benchmarks.simulate.engines --write work.pt   # ours: silos, model, batches and steps
 PYTHONPATH=. .../python benchmarks/simulate/flower.py work.pt
 
-Prints a line of JSON: the median wall seconds of a round and the processor seconds of a round over all of its
-processes, both without the first round, and the accuracy after the last one. Each silo also evaluates what it
-received, as in the federation.
+It does a round for each line that it reads (`others.Other`). Each silo also evaluates what it received, as in the
+federation. The accuracy of the model in the end goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import time
+import sys
 from functools import cache
-from statistics import median
 
-import psutil
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -26,6 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
+from benchmarks.simulate.others import DONE, READY, say, wait_for_turn
 from benchmarks.simulate.plain import Plain
 from fl_core.rounds.manifest import RunManifest
 
@@ -54,42 +50,29 @@ def train(message: Message, context: Context) -> Message:
     return Message(content=answer, reply_to=message)
 
 
-class Timed(FedAvg):
-    """Flower's FedAvg, with the time of each round."""
+class Gated(FedAvg):
+    """Flower's FedAvg, which begins a round when it is asked to."""
 
-    def __init__(self) -> None:
-        super().__init__(fraction_train=1.0, fraction_evaluate=0.0)
-        self.at, self.cpu = [time.perf_counter()], [cpu_seconds()]
+    def configure_train(self, server_round, arrays, config, grid):  # noqa: ANN001, ANN201 - as in Flower
+        """Wait, then ask all clients."""
+        if server_round == 1:
+            say(READY)
+        wait_for_turn()
+        return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(self, server_round, replies):  # noqa: ANN001, ANN201 - as in Flower
-        """Note when the round was over."""
+        """Say that the round is over."""
         found = super().aggregate_train(server_round, replies)
-        self.at.append(time.perf_counter())
-        self.cpu.append(cpu_seconds())
+        say(DONE)
         return found
-
-
-def cpu_seconds() -> float:
-    """Sum the processor seconds of all processes that this one started."""
-    own = psutil.Process()
-    total = 0.0
-    for process in (own, *own.children(recursive=True)):
-        try:
-            total += sum(process.cpu_times()[:2])
-        except psutil.NoSuchProcess:
-            continue
-    return total
 
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:  # noqa: ARG001 - as Flower calls it
-    plain, strategy = loop(), Timed()
+    plain, strategy = loop(), Gated(fraction_train=1.0, fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord(plain.weights), num_rounds=plain.rounds, timeout=3600)
     plain.weights = result.arrays.to_torch_state_dict()
-    took = [b - a for a, b in zip(strategy.at, strategy.at[1:], strict=False)][1:]
-    used = [b - a for a, b in zip(strategy.cpu, strategy.cpu[1:], strict=False)][1:]
-    found = {"flower_seconds": round(median(took), 3), "flower_cpu_seconds": round(median(used), 3)}
-    print(json.dumps(found | {"flower_accuracy": round(plain.evaluate(), 4)}), flush=True)
+    print("accuracy in Flower:", round(plain.evaluate(), 4), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -136,3 +136,13 @@ def test_no_augmentation_at_all_changes_nothing_of_what_is_stored() -> None:
     x = torch.rand(3, *SCHEMA.shape)
     plain = TensorExamples(x, torch.zeros(3), how=Augmentation())
     assert torch.equal(plain.prepared(x, drawn()), x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@KINDS
+def test_a_gpu_augments_as_the_cpu_does_up_to_rounding(made: Callable[[Path], Examples], tmp_path: Path) -> None:
+    examples, index = made(tmp_path), torch.arange(N)
+    there = OnDevice(examples, torch.device("cuda"), as_stored=True)
+    x, _ = there.batch(index, drawn())
+    assert x.device.type == "cuda"
+    assert torch.allclose(x.cpu(), examples.batch(index, drawn())[0], atol=1e-4)
