@@ -80,7 +80,10 @@ def visit(given: Visit, steps: Mapping[str, Callable[[Visit], Mapping[str, objec
     wrong = 0
     done = {line["step"] for line in lines(given.out / "steps.jsonl") if line.get("complete")}
     for name, step in (STEPS if steps is None else steps).items():
-        if name in done or given.left <= 0:
+        if name in done:
+            continue
+        if given.left <= 0:
+            print(f"not reached in time: {name}", flush=True)
             continue
         began = time.monotonic()
         try:
@@ -136,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     wrong = visit(now)
-    print(f"results: {now.out}/steps.jsonl and rounds.jsonl; the same command goes on", flush=True)
+    print(f"results: steps.jsonl and rounds.jsonl in {now.out}; the same command goes on", flush=True)
     return wrong
 
 

@@ -61,7 +61,9 @@ def test_the_runs_are_the_papers_with_their_forms_of_fedmr() -> None:
     assert (paper["intra"], paper["mu1"], paper["mu2"]) == ("paper", 1e-5, 0.1)
 
 
-def test_a_step_is_done_once_and_one_that_fails_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_a_step_is_done_once_and_one_that_fails_is_told_and_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls = []
 
     def sound(_: gpu.Visit) -> dict[str, object]:
@@ -81,6 +83,7 @@ def test_a_step_is_done_once_and_one_that_fails_is_told_and_tried_again(tmp_path
     assert all({"date", "device"} <= set(line) for line in kept)
     over = gpu.Visit(tmp_path / "over", "cpu", 0.0, True, None, "")
     assert gpu.visit(over, {"a": sound}) == 0
+    assert "not reached in time: a" in capsys.readouterr().out
     assert gpu.lines(tmp_path / "over/steps.jsonl") == []
 
 
