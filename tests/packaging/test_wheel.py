@@ -72,6 +72,7 @@ def test_it_holds_the_packages_their_data_and_their_types_and_nothing_else(wheel
     "words",
     [
         ["coordinator", "--version"],
+        ["coordinator", "methods", "--papers"],
         ["coordinator", "simulate", "method=fedmr", "data=digits", "federation=p5c2", "rounds=1"],
         ["coordinator", "privacy", "preview", "privacy=dp_record", "data=digits", "federation=p5c2"],
         ["coordinator", "explain", "E-TLS-05"],

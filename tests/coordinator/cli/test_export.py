@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
@@ -81,7 +81,7 @@ def test_a_file_names_the_options_of_its_method(tmp_path: Path) -> None:
     _, file = exported(tmp_path, "fedgela", {"logit_scale": 12.0})
     with safe_open(file, framework="pt") as opened:
         facts = json.loads(opened.metadata()["consilium"])
-    assert facts["method_options"] == {"logit_scale": 12.0}
+    assert facts["method_options"] == asdict(build_method("fedgela", {"logit_scale": 12.0}))
     assert facts["model_options"] == {}
 
 
