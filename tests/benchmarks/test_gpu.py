@@ -110,6 +110,7 @@ def test_a_check_names_what_is_too_far_apart(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # torch.compile takes minutes where cores are busy
 def test_the_small_mode_does_all_steps_on_a_cpu(tmp_path: Path) -> None:
     assert gpu.main(["--small", "--device", "cpu", "--minutes", "30", "--out", str(tmp_path)]) == 0
     assert [line["step"] for line in gpu.lines(tmp_path / "steps.jsonl")] == [*gpu.STEPS]
