@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,6 +187,28 @@ def test_a_button_does_what_the_command_does_and_is_in_the_audit_log_as_the_lead
     assert f"{run} is aborted" in browser.get(f"/runs/{run}").text
     lines = [json.loads(line) for file in sorted((world.home / "audit").glob("*.jsonl")) for line in file.open()]
     assert ("lead://test/lead", f"run_id={run}") in [(x["who"], x["about"]) for x in lines if x["what"] == "Lead/Abort"]
+
+
+@pytest.mark.fault("a full disk", "meets a button of the lead's page", "nothing is ordered, and it says disk")
+def test_on_the_services_full_disk_the_page_is_shown_and_a_button_orders_nothing_and_says_why(
+    world: World, browser: Browser
+) -> None:
+    run = failed(world, "run-on-a-full-disk")
+    (form,) = forms(browser, "/abort", run)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))  # no file grows: what is written gets EFBIG
+    try:
+        answer = browser.post("/abort", form)
+        shown = browser.get().text
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert answer.status == 409
+    assert "E-STATE-63" in answer.text
+    assert run in shown
+    assert world.run(run).state is RunState.FAILED
+    (form,) = forms(browser, "/abort", run)
+    assert browser.post("/abort", form).status == 303
+    assert world.run(run).state is RunState.ABORTED
 
 
 def test_a_button_does_nothing_once_the_run_is_another_than_was_shown(world: World, browser: Browser) -> None:
