@@ -96,6 +96,13 @@ class RunRecord:
         """The newest rounds, the last one first."""
         return tuple(_round(r) for r in reversed(self.detail.rounds[-MOST_ROUNDS:]))
 
+    @property
+    def not_measured(self) -> str:
+        """Say what noise keeps from being measured; empty in a run whose numbers are exact."""
+        noisy = self.detail.rounds and self.detail.rounds[-1].HasField("noise")
+        said = clinical_report.NOT_MEASURED
+        return f"{said[:1].upper()}{said[1:]}." if noisy and self.clinical is None else ""
+
     @cached_property
     def clinical(self) -> Clinical | None:
         classes, rounds = self.compared.classes, self.detail.rounds

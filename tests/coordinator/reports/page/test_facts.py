@@ -125,6 +125,16 @@ def test_curves_of_the_page_are_those_of_the_record() -> None:
     assert [chart.series[0].name for chart in facts.record.class_charts] == ["a"]
 
 
+def test_a_run_with_noise_says_what_is_not_measured_and_one_without_says_nothing() -> None:
+    rounds = measured([0.1, 0.25])
+    assert RunRecord(detail("run-1", rounds)).not_measured == ""
+    assert RunRecord(detail("run-1", [])).not_measured == ""
+    for r in rounds:
+        r.noise.CopyFrom(pb.Noise(std=2.0, draws=1))
+    said = RunRecord(detail("run-1", rounds)).not_measured
+    assert said.startswith("Specificity, AUC, confusion matrix and calibration are not measured")
+
+
 @pytest.mark.parametrize(
     "state", ["finished", "paused", "failed", "aborted", "running", "waiting", "of a later version"]
 )

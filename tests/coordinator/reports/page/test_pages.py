@@ -28,6 +28,7 @@ def hostile_detail(run_id: str) -> pb.RunDetail:
     """Everything that others write into a run is hostile, its id too."""
     rounds = measured([0.1, 0.2, 0.3])
     for r in rounds:
+        r.noise.CopyFrom(pb.Noise(std=2.0, draws=1))
         r.included.append(HOSTILE)
         r.missing["south" + HOSTILE] = HOSTILE
         r.cut["east" + HOSTILE] = HOSTILE
@@ -70,6 +71,10 @@ def test_no_name_brings_markup_or_an_invisible_character_into_a_page(lied_to: Br
     if answer.status == 200:
         assert "&lt;script&gt;alert(1)" in answer.text
     assert len(answer.body) < 1_500_000
+
+
+def test_a_private_run_says_what_noise_keeps_from_being_measured(lied_to: Browser) -> None:
+    assert "confusion matrix and calibration are not measured" in lied_to.get("/runs/run-1").text
 
 
 def test_rounds_come_as_a_table_whose_texts_no_spreadsheet_computes(lied_to: Browser) -> None:
