@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from scipy import stats
 
 from benchmarks.comparison import report, run, settings, study
@@ -63,6 +65,18 @@ def test_every_setting_is_fair_and_its_table_is_what_the_store_makes(name: str, 
     text = run.compare(asked, tmp_path, -1, None, stored=True)
     kept = (run.RESULTS / f"{name}.md").read_text()
     assert text.splitlines()[:-1] == kept.splitlines()[:-1]  # the last line names the machine
+
+
+@pytest.mark.slow
+def test_stored_runs_are_what_todays_code_computes() -> None:
+    """One of each method of the linear model, to the last bit: a key says what is asked for, not by which code."""
+    store, machine = run.RESULTS / "digits_linear.jsonl", (run.RESULTS / "digits_linear.md").read_text().strip()
+    if not machine.endswith(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}."):
+        pytest.skip("the runs were computed with another torch or on another kind of machine")
+    asked = settings.load("digits_linear")
+    for method, tuned in study.compared(asked, run.stored_runs(store), None).items():
+        (trial,) = study.trials(method, (*asked.words, *asked.methods[method]), [tuned.lr], [0], None)
+        assert study.measure(trial)["model"] == tuned.runs[0]["model"], f"{trial}: {trial.key}"
 
 
 def test_a_rate_is_chosen_for_each_method_on_seeds_that_the_table_does_not_use() -> None:
