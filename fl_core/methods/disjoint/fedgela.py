@@ -12,7 +12,7 @@ balanced classes: the adapted classifiers then average to W. The frame travels a
 
 The paper takes sqrt(E_W) from 100 to 1000 (method=fedgela_paper: 100), its code multiplies BatchNorm features by 1e5.
 The default, 1, is the best of 1, 2, 3, 5, 10 and 30 on class-disjoint digits with a linear and a convolutional network
-(benchmarks/comparison), where phi_k, up to C, is a scale already: 10 is 26 points and more behind FedAvg. Without `adapt`
+(benchmarks/comparison), where phi_k, up to C, is a scale already: 10 is far behind FedAvg. Without `adapt`
 10 is the best with the linear network, and 1, 3 and 10 are alike with the convolutional one.
 """
 
