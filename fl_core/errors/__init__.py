@@ -5,6 +5,9 @@ A message says what was expected, what was found and what to do. `extras` has th
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 REASON_CHARS = 500
 """What is kept of an error whose text another side has a hand in."""
 
@@ -19,6 +22,10 @@ class FederationError(Exception):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let an error travel between processes: otherwise one run that fails takes a whole pool of workers with it."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(FederationError, ValueError):
