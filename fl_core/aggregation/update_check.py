@@ -38,6 +38,7 @@ BUFFERS = ("running_mean", "running_var")
 _SIGMAS = 12.0
 _ROUNDING = 1e-4
 _FEWEST_TESTED = 20
+_FEWEST_LACKED = 0.2
 _BLOCK = 1 << 15
 
 
@@ -64,8 +65,8 @@ class Measured:
     """The norms of an update's mean values, in float64.
 
     norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
-    rows: per part with one weight per row (C,), NaN where the row has weight 0   sign: covariance over classes of the
-    head's bias and the silo's classes; 0 where that says nothing.
+    rows: per part with one weight per row (C,), NaN where the row has weight 0   sign: below 0 where the
+    head's bias fell for the silo's own classes; 0 where that says nothing.
     """
 
     norms: Mapping[str, float]
@@ -227,16 +228,23 @@ class UpdateCheck:
 
 
 def _sign(bias: Tensor, counts: Tensor) -> float:
-    """Return the covariance over classes of the bias's change and the class shares; 0 unless the silo lacks a class.
+    """Return a number below 0 where the head's bias fell for a silo's own classes; 0 where that says nothing.
 
-    Shares are those of its test examples, which every update says. It is 0 where they are fewer than 20: a silo of a
-    handful of examples takes steps of any sign.
+    The gradient of a cross-entropy lowers the bias of every class without an example, and all of them together stay
+    where they are: it rises on average for the classes of an honest silo, however logits are scaled. Which classes it
+    has, test examples say, which every update counts, and a class without one may have had some to train on. So
+    it is 0 where they are fewer than 20 or fewer than a fifth of the classes lack one, and below 0 only if the
+    covariance with the classes' shares is, too, in which a class of few examples hardly counts.
     """
-    held = int((counts > 0).sum())
-    if bias.shape != counts.shape or not 0 < held < len(counts) or float(counts.sum()) < _FEWEST_TESTED:
+    held = counts > 0
+    lacked = len(counts) - int(held.sum())
+    if bias.shape != counts.shape or not _FEWEST_LACKED * len(counts) <= lacked < len(counts):
+        return 0.0
+    if float(counts.sum()) < _FEWEST_TESTED:
         return 0.0
     share, change = counts.double() / counts.double().sum(), bias.double()
-    return float(((change - change.mean()) * (share - share.mean())).mean())
+    covariance = ((change - change.mean()) * (share - share.mean())).mean()
+    return float(torch.maximum(covariance, change[held].mean() - change[~held].mean()))
 
 
 def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:

@@ -58,7 +58,7 @@ class TrainConfig:
         """Return all fields for JSON, without later ones at their default, so that digests stay as they were."""
         raw = asdict(self)
         for name in _LATER:
-            if not raw[name]:
+            if raw[name] is False:
                 del raw[name]
         return raw
 

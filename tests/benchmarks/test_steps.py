@@ -37,7 +37,7 @@ def moved(model: nn.Module, setting: Setting = SMALL) -> float:
 
 def test_fedmr_takes_its_losses_and_fedavg_none() -> None:
     examples = SMALL.examples()
-    fedmr, fedavg = (PlainSteps(SMALL, examples, m) for m in (FedMR(mu1=1e-3, eps=1e-3), FedAvg()))
+    fedmr, fedavg = (PlainSteps(SMALL, examples, m) for m in (FedMR(mu1=1e-3, mu2=0.01, eps=1e-3), FedAvg()))
     for run in (fedmr, fedavg):
         run.take(1)
     assert apart(fedmr.model, fedavg.model) > 0.01 * moved(fedmr.model)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.aggregation.fixed_point import RING64_BOUND
-from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, with_undeclared
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, _sign, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
@@ -175,3 +175,27 @@ def test_norms_are_of_the_mean_update_and_those_of_batch_norm_apart() -> None:
         keys = [k for k in mean if k.endswith(("running_mean", "running_var")) is own]
         wanted = math.sqrt(sum(float(mean[k].square().sum()) for k in keys))
         assert measured.norms[block] == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "counts", "refused"),
+    [
+        # The labels are in another order: the bias fell for the classes of the test images.
+        ([-0.2, -0.1, 0.1, 0.2, 0.0, 0, 0, 0, 0, 0], [20, 10, 0, 0, 0, 0, 0, 0, 0, 0], True),
+        # An honest silo corrects its classes among themselves: the larger falls, the smaller rises, the others fall.
+        ([-0.1, 0.3, 0.0, -0.02, -0.02, -0.02, -0.02, -0.02, -0.02, -0.02], [20, 5, 0, 0, 0, 0, 0, 0, 0, 0], False),
+        # Two classes that it trained on have no test image by chance: each rises more than the large one.
+        ([0.1, 0.0, 0.4, 0.3, -0.1, -0.1, -0.1, -0.1, 0, 0], [30, 1, 0, 0, 1, 1, 1, 1, 0, 0], False),
+        # One class lacks a test image: too little is known.
+        ([-0.2, -0.1, 0.1, 0.2, 0.0, 0, 0, 0, 0, 0.5], [9, 9, 9, 9, 9, 9, 9, 9, 9, 0], False),
+        # Fewer than 20 test images.
+        ([-0.2, -0.1, 0.1, 0.2, 0.0, 0, 0, 0, 0, 0], [10, 9, 0, 0, 0, 0, 0, 0, 0, 0], False),
+        # All classes, and none.
+        ([-0.2] + [0.1] * 9, [9.0] * 10, False),
+        ([-0.2] + [0.1] * 9, [0.0] * 10, False),
+    ],
+)
+def test_a_direction_is_held_against_a_silo_only_where_its_test_images_say_enough(
+    change: list[float], counts: list[float], refused: bool
+) -> None:
+    assert (_sign(torch.tensor(change), torch.tensor(counts)) < 0) is refused
