@@ -250,15 +250,21 @@ class Examples(ABC):
 
         Raises ConfigError (E-CFG-08) where examples are read in one piece.
         """
-        raise ConfigError(
+        raise self._read_in_one_piece()
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:  # noqa: ARG002
+        """Make of what `stored` read what `batch` gives, on the device of `x`; the generator is the CPU's.
+
+        Raises as `stored`.
+        """
+        raise self._read_in_one_piece()
+
+    def _read_in_one_piece(self) -> ConfigError:
+        return ConfigError(
             "E-CFG-08",
             f"expected examples that can be augmented on a device, found {type(self).__name__}, which augments where "
             "it reads: leave train.augment_on_device out",
         )
-
-    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
-        """Make of what `stored` read what `batch` gives, on the device of `x`; the generator is the CPU's."""
-        raise NotImplementedError
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Read all examples once, in order, without augmentation."""

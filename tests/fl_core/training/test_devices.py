@@ -125,6 +125,8 @@ def test_examples_that_are_read_in_one_piece_cannot_be_augmented_on_the_device()
     data = PlainLocalData(share.train, share.test, config, FED.for_silo(0, 0))
     with pytest.raises(ConfigError, match=r"E-CFG-08.*MadeUp.*augment_on_device"):
         data.sgd(build_model("digits_mlp", {}, SCHEMA, 0), FedAvg.loss)
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*MadeUp.*augment_on_device"):
+        share.train.prepared(torch.zeros(1, *SCHEMA.shape))
 
 
 def test_augmentation_on_the_device_needs_augmentation() -> None:
