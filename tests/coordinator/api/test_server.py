@@ -101,7 +101,6 @@ def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
         assert numbers == list(range(1, len(numbers) + 1))
         assert [e.closed.round for e in stored if e.kind == "closed"] == [0, 1, 2]
         assert (stored[-1].kind, stored[-1].info.state) == ("ended", "finished")
-        assert any(s.state == "online" for e in events for s in e.silos)
         assert [e.number for e in client.watch("test", after=numbers[-2])] == numbers[-1:]
         detail = client.show()
         assert [r.run_id for r in client.runs()] == [info.run_id]
@@ -119,6 +118,20 @@ def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
         client.close()
         for silo in people:
             silo.stop()
+
+
+def test_a_watch_shows_who_is_there_while_a_run_waits_for_the_others(tmp_path: Path) -> None:
+    with running(tmp_path / "home", NAMES) as world:
+        run = world.submit(manifest(rounds=1))
+        client = LeadClient.open(world.home)
+        there = ScriptedSilo(world, NAMES[0], shares()[0])
+        watching = client.watch(run.id)  # has no end of its own while the other silos are absent
+        live = next(e for e in watching if any(s.state == "online" for s in e.silos))
+        assert {s.name for s in live.silos if s.state == "online"} == {there.name}
+        assert {s.name for s in live.silos} == set(NAMES)
+        watching.close()
+        there.stop()
+        client.close()
 
 
 def test_a_watch_goes_on_over_a_restart_of_the_service(tmp_path: Path) -> None:
