@@ -1,1 +1,1 @@
-"""Runs while they run: the scheduler, a port per silo, the dispatcher to sessions, and checkpoints."""
+"""Runs while they run: the scheduler, one run's execution, a port per silo, the dispatcher to sessions, checkpoints."""

@@ -1,4 +1,4 @@
-"""Runs: submitted, run round after round, ended, resumed. The arithmetic is that of `fl_core.rounds.engine`."""
+"""All runs: submitted, queued, steered, ended, resumed. Each is executed by `coordinator.runs.execution`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from coordinator.runs import preflight, start_point
-from coordinator.runs.checkpointer import RunCheckpointer
+from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
-from coordinator.runs.round_closer import RoundCloser, Waiting
+from coordinator.runs.execution import RunExecution
+from coordinator.runs.grpc_port import StoredObject
+from coordinator.runs.round_closer import Waiting
 from coordinator.runs.tasks import RunInterrupted
-from coordinator.runs.update_checks import UpdateChecks, declared_sizes
+from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from coordinator.storage.uploads import UploadRegistry
 from fl_core import validate
-from fl_core.aggregation.round_sum import FEWEST
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import RunManifest
@@ -45,6 +44,11 @@ _FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37"})
 _MOST_HOURS = 24.0 * 365
 
 
+class _Active(NamedTuple):
+    execution: RunExecution
+    thread: threading.Thread
+
+
 @dataclass(slots=True, eq=False)
 class RunScheduler:
     """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
@@ -62,8 +66,7 @@ class RunScheduler:
     """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _queue: deque[str] = field(default_factory=deque)
-    _active: dict[str, threading.Thread] = field(default_factory=dict)
-    _closers: dict[str, RoundCloser] = field(default_factory=dict)
+    _active: dict[str, _Active] = field(default_factory=dict)
     _stopping: bool = False
     _cleanup: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="cleanup"))
     checks: UpdateChecks = field(init=False)
@@ -151,7 +154,7 @@ class RunScheduler:
         if self.store.steering.exclude(run.id, silo, readmit):
             kind, text = ("readmitted", "asked again") if readmit else ("excluded", "by the lead: it is asked no more")
             self.store.runs.event(run.id, kind, run.closed, silo, text)
-        self._tell_closer(run.id)
+        self._tell_execution(run.id)
         return run
 
     def extend(self, query: str, hours: float) -> Run:
@@ -164,14 +167,14 @@ class RunScheduler:
         run = self._steerable(query, (RunState.RUNNING,))
         self.store.steering.extend(run.id, self._open_round(run), 3600 * hours)
         self.store.runs.event(run.id, "extended", self._open_round(run), text=f"by {hours:g} h")
-        self._tell_closer(run.id)
+        self._tell_execution(run.id)
         return run
 
     def waiting(self, run_id: str) -> Waiting | None:
         """Say whom a run's open round waits for; None where none is open."""
         with self._lock:
-            closer = self._closers.get(run_id)
-        return None if closer is None else closer.waiting()
+            active = self._active.get(run_id)
+        return None if active is None else active.execution.waiting()
 
     def _steerable(self, query: str, states: Collection[RunState]) -> Run:
         run = self.store.runs.find(query)
@@ -188,11 +191,11 @@ class RunScheduler:
             raise StateError("E-RUN-11", f"expected an open round of {run.id}, found none yet: wait for the next")
         return row.round
 
-    def _tell_closer(self, run_id: str) -> None:
+    def _tell_execution(self, run_id: str) -> None:
         with self._lock:
-            closer = self._closers.get(run_id)
-        if closer is not None:
-            closer.steered()
+            active = self._active.get(run_id)
+        if active is not None:
+            active.execution.steered()
         self.dispatcher.changes.notify()
 
     def with_model_digest(self, run: Run) -> Run:
@@ -225,16 +228,16 @@ class RunScheduler:
             active = dict(self._active)
         for run_id in active:
             self.dispatcher.interrupt(run_id)
-        for thread in active.values():
-            thread.join(seconds)
+        for run in active.values():
+            run.thread.join(seconds)
         wait([self._cleanup.submit(lambda: None)], seconds)  # what is being deleted now needs the store
 
     def lives(self) -> bool:
         """Tell whether every run under way has a thread that lives, and none waits where there is room for it."""
         with self._lock:
-            threads = list(self._active.values())
-            waiting = bool(self._queue) and len(threads) < self.parallel
-        return not self._stopping and not waiting and all(thread.is_alive() for thread in threads)
+            active = list(self._active.values())
+            waiting = bool(self._queue) and len(active) < self.parallel
+        return not self._stopping and not waiting and all(run.thread.is_alive() for run in active)
 
     def _enqueue(self, run: Run) -> None:
         with self._lock:
@@ -248,13 +251,23 @@ class RunScheduler:
         with self._lock:
             while self._queue and len(self._active) < self.parallel and not self._stopping:
                 run_id = self._queue.popleft()
-                thread = threading.Thread(target=self._execute, args=(run_id,), name=f"run-{run_id}", daemon=True)
-                self._active[run_id] = thread
+                execution = RunExecution(
+                    run_id,
+                    self.store,
+                    self.objects,
+                    self.dispatcher,
+                    self.checks,
+                    self.model_lock,
+                    self._schedule_cleanup,
+                )
+                thread = threading.Thread(target=self._execute, args=(execution,), name=f"run-{run_id}", daemon=True)
+                self._active[run_id] = _Active(execution, thread)
                 thread.start()
 
-    def _execute(self, run_id: str) -> None:
+    def _execute(self, execution: RunExecution) -> None:
+        run_id = execution.run_id
         try:
-            self._run(run_id)
+            execution.run()
         except RunInterrupted:
             log.info("run %s was interrupted", run_id)
         except FederationError as error:
@@ -275,58 +288,6 @@ class RunScheduler:
                 # A run that was resumed before this thread had left is waiting again.
                 self._enqueue(self.store.runs.get(run_id))
                 self._start_queued()
-
-    def _run(self, run_id: str) -> None:
-        run = self.store.runs.get(run_id)
-        if run.state.ended:
-            return
-        manifest = RunManifest.from_json(run.manifest)
-        with self.model_lock:
-            compiled = CompiledRun.of(manifest)
-        steering = self.store.steering.of(run_id)
-        if preflight.is_due(run, compiled, self.store):
-            preflight.ask(run, manifest, self.dispatcher, steering.excluded)
-        if len(run.members) < FEWEST and self.store.runs.round(run_id, 0) is None:
-            text = f"fewer than {FEWEST} silos: nothing bounds what one of them does to the model"
-            self.store.runs.event(run_id, "warning", text=text)
-        broadcasts = BroadcastCache(run_id, manifest.deadline_s, self.store, self.objects, self._schedule_cleanup)
-        server = self._begin(run, compiled, broadcasts)
-        with self._closer(run_id, manifest) as closer:
-            services = broadcasts, self.store, self.objects, self.dispatcher
-            task = run_id, run.manifest_digest, compiled.dtypes, steering.attempt
-            ports = [GrpcPort(m.name, *task, closer, self.checks, *services) for m in manifest.members]
-            closed = [row.medians for row in self.store.runs.rounds(run_id)]
-            loop = compiled.round_loop(ports, parallel=len(ports), sizes=declared_sizes(self.store, run_id))
-            loop = replace(loop, schedule=replace(loop.schedule, quorum=steering.quorum or loop.schedule.quorum))
-            checkpointer = RunCheckpointer(run_id, closer, loop.needed, *services)
-            loop.run(server, checkpointer, start=run.closed, closed=closed)
-
-    @contextmanager
-    def _closer(self, run_id: str, manifest: RunManifest) -> Iterator[RoundCloser]:
-        closer = RoundCloser(run_id, manifest, self.store, self.dispatcher)
-        with self._lock:
-            self._closers[run_id] = closer
-        try:
-            with closer.running():
-                yield closer
-        finally:
-            with self._lock:
-                del self._closers[run_id]
-
-    def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
-        """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
-        if run.state_object is None:
-            with self.model_lock:
-                state = compiled.initial_state()
-            with self.objects.lock:
-                base = StoredObject.stored(state, self.objects)
-                self.store.runs.begin(run.id, *base)
-        else:
-            file = self.objects.verified(run.state_object)
-            state, base = read_state(file), StoredObject(run.state_object, file.stat().st_size)
-            self.store.runs.begin(run.id, *base)
-        broadcasts.remember(state, base)
-        return state
 
     def _end(self, run_id: str, state: RunState, reason: str) -> None:
         """End a run as paused or failed. Silos get no message: it may be resumed, with what they have staged."""
