@@ -59,6 +59,7 @@ class Session:
     def __init__(self, stub: rpc.ControlStub, tally: Callable[[], Tally], on_offer: Callable[[pb.Offer], None]) -> None:
         self._call = stub.Session()
         self._tally, self._on_offer = tally, on_offer
+        self._writing = asyncio.Lock()  # gRPC ends a call in which two messages are written at once
         self.heard = time.monotonic()
 
     async def open(self, hello: pb.Hello) -> pb.Welcome:
@@ -123,7 +124,8 @@ class Session:
 
     async def _send(self, message: pb.SiloMessage) -> None:
         try:
-            await self._call.write(message)
+            async with self._writing:
+                await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             raise _EndedError(await self._why()) from None
 

@@ -38,6 +38,9 @@ _MAX_DIMENSIONS = 8
 _MAX_STAGED = 1000
 _SOONEST = 0.75
 """Sessions that began together, as after a restart, are replaced over a quarter of the time that they last."""
+_PER_SESSION_S = 1.0
+_LONGEST_S = 3600.0
+"""No silo takes a longer time than this for one that was meant."""
 
 
 class ControlService(rpc.ControlServicer):
@@ -148,7 +151,7 @@ class ControlService(rpc.ControlServicer):
             attested=self._dispatcher.store.attestations.newest(name),
         )
         welcome.MergeFrom(self._common)
-        welcome.recycle_seconds *= secrets.SystemRandom().uniform(_SOONEST, 1.0)
+        welcome.recycle_seconds = session_seconds(welcome.recycle_seconds, len(self._dispatcher.connected()))
         return pb.CoordinatorMessage(welcome=welcome)
 
     async def _receive(self, session: SiloSession, context: Context) -> None:
@@ -189,6 +192,15 @@ class ControlService(rpc.ControlServicer):
 
 def _refusal(error: FederationError) -> pb.Refusal:
     return pb.Refusal(code=error.code, reason=error.message)
+
+
+def session_seconds(asked: float, sessions: int) -> float:
+    """Draw how long a session lasts until its silo replaces it; 0: for ever.
+
+    Guarantees: however many there are, hardly more than one of them is replaced in a second, up to an hour for each.
+    """
+    longest = min(max(asked, _PER_SESSION_S * sessions), _LONGEST_S) if asked else 0.0
+    return longest * secrets.SystemRandom().uniform(_SOONEST, 1.0)
 
 
 def data_offer(data: pb.DataOffer) -> DataOffer:

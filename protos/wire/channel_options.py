@@ -25,6 +25,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.max_concurrent_streams", 100),
+    # A busy service answers late. gRPC would cancel what waited for 30 s, and give the caller no reason.
+    ("grpc.server_max_unrequested_time_in_server", 300),
 )
 _OF_CLIENTS: tuple[tuple[str, int], ...] = (
     *_MESSAGES,

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator.api.control import session_seconds
 from coordinator.api.server import Settings
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
@@ -52,6 +53,13 @@ def test_sessions_that_begin_together_are_not_replaced_together(world: World) ->
     assert len({line.got[0].welcome.recycle_seconds for line in lines}) == len(NAMES)
     for line in lines:
         line.close()
+
+
+@pytest.mark.parametrize(("sessions", "longest"), [(3, 300.0), (300, 300.0), (1000, 1000.0), (100_000, 3600.0)])
+def test_hardly_more_than_one_session_is_replaced_in_a_second(sessions: int, longest: float) -> None:
+    drawn = [session_seconds(300.0, sessions) for _ in range(200)]
+    assert 0.75 * longest <= min(drawn) < max(drawn) <= longest
+    assert session_seconds(0.0, sessions) == 0.0
 
 
 def test_a_session_that_says_nothing_new_writes_nothing(world: World) -> None:
