@@ -54,6 +54,9 @@ _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
 _MEMBER_THREADS, _LEAD_THREADS, _SESSION_THREADS = 8, 4, 4
 _MAINTENANCE_S = 5.0
 _FEW_DESCRIPTORS = 4096
+_MOST_CONNECTIONS = 1 << 20
+_OWN_DESCRIPTORS = 1024
+"""Descriptors that no connection takes, where there are enough: databases, objects, logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class CoordinatorServer:
         """
         consortium = Authority.open(self.home).consortium
         self._lock = lock_home(self.home)
-        _raise_descriptor_limit()
+        self._connections = _connections_of(_raise_descriptor_limit())
         self._loop.start()
         try:
             self.store = Store(self.home)
@@ -183,7 +186,8 @@ class CoordinatorServer:
         calls = Interceptor(authorizer, gate, self._members, self._leads, self._trail, self.metrics, self._streams)
         self._grpc = grpc.aio.server(
             interceptors=[calls],
-            options=SERVER_OPTIONS,
+            # Beyond that a connection is closed at once: files must stay open whoever connects.
+            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._connections)),
         )
         self._add_services(authorizer)
         self._add_standard_services()
@@ -262,14 +266,21 @@ class CoordinatorServer:
                 log.exception("maintenance met an unexpected error")
 
 
-def _raise_descriptor_limit() -> None:
-    """Take as many descriptors as the system allows: each connection is one, also a stranger's."""
+def _raise_descriptor_limit() -> int:
+    """Take as many descriptors as the system allows, and return how many: each connection is one, also a stranger's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     if soft != resource.RLIM_INFINITY and soft < _FEW_DESCRIPTORS:
         log.warning("this process may have %d files and connections open at once: raise its LimitNOFILE", soft)
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft
+
+
+def _connections_of(descriptors: int) -> int:
+    """Return how many connections there may be, so that the service's own files can always be opened."""
+    own = min(_OWN_DESCRIPTORS, descriptors // 2)
+    return max(1, min(descriptors - own, _MOST_CONNECTIONS))
 
 
 def _with_port(bind: str, port: int) -> str:

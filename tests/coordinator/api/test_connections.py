@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -41,6 +42,26 @@ def test_idle_connections_keep_nobody_out(tmp_path: Path, few_descriptors: int) 
         line = Line(world, "north", HELLO)
         stack.callback(line.close)
         until(online(world, "north"), "north", 10)
+
+
+@pytest.mark.fault(
+    "a stranger", "holds more connections than the service may have files open", "the rest stay free for its own files"
+)
+def test_connections_leave_descriptors_for_the_services_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (400, 400))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with running(tmp_path / "home", NAMES, FAST) as world, ExitStack() as stack:
+        lead = world.lead()
+        assert len(lead.Silos(pb.SilosRequest(), timeout=10).silos) == len(NAMES)
+        held = [stack.enter_context(socket.create_connection(("127.0.0.1", world.port), 10)) for _ in range(400)]
+        poll = select.poll()
+        for connection in held:
+            poll.register(connection, select.POLLIN)  # also where the service has closed it
+        until(lambda: len(poll.poll(0)) >= 200, "those beyond half of the descriptors to be closed", 5)
+        assert len(poll.poll(0)) <= 250
+        assert len(lead.Silos(pb.SilosRequest(), timeout=10).silos) == len(NAMES)
 
 
 @pytest.mark.fault("a stranger", "connects and never begins TLS", "disconnected after 10 s")
