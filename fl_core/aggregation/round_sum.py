@@ -103,17 +103,26 @@ class NormClippedSum(RoundSum):
     Guarantees: where nothing is refused or cut, the bytes are those of `RoundSum`.
     """
 
-    def __init__(self, sums: Aggregator, check: UpdateCheck, options: NormClipped, history: NormHistory) -> None:
+    def __init__(
+        self,
+        sums: Aggregator,
+        check: UpdateCheck,
+        options: NormClipped,
+        history: NormHistory,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Prepare a round; bias: of the head that it sends, where there is one."""
         super().__init__(sums, check)
         self._options = options
         self._history = history
+        self._bias = bias
         self._waiting: dict[str, _Update] = {}
         self._late: dict[str, _Update] = {}
         self._norms: dict[str, Mapping[str, float]] = {}
 
     def measure(self, update: Bundle, name: str) -> Measured:
         measured = super().measure(update, name)
-        if self._options.signs and measured.sign < 0:
+        if self._options.signs and measured.direction(self._bias) < 0:
             raise RefusedError(
                 "E-RUN-44", f"{name}: update lowers the score of its own classes: refused; check the label order"
             )

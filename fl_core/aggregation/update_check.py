@@ -65,13 +65,30 @@ class Measured:
     """The norms of an update's mean values, in float64.
 
     norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
-    rows: per part with one weight per row (C,), NaN where the row has weight 0   sign: below 0 where the
-    head's bias fell for the silo's own classes; 0 where that says nothing.
+    rows: per part with one weight per row (C,), NaN where the row has weight 0   bias: how far the head's bias moved
+    (C,), None where that says nothing of classes   tested: test examples per class (C,)   decay: the largest share of
+    the received bias that weight decay took away.
     """
 
     norms: Mapping[str, float]
     rows: Mapping[str, Tensor]
-    sign: float = 0.0
+    bias: Tensor | None = None
+    tested: Tensor | None = None
+    decay: float = 0.0
+
+    def direction(self, received: Tensor | None = None) -> float:
+        """Return a number below 0 where the head's bias fell for the silo's own classes; 0 where that says nothing.
+
+        received: the bias (C,) that training began with. Weight decay takes the more of a class's bias the larger it
+        is, whatever the examples say, and where a model has converged nothing else moves: so no share of it up to
+        `decay` explains an update that is below 0. Between both ends the number is convex.
+        """
+        if self.bias is None or self.tested is None:
+            return 0.0
+        found = _sign(self.bias, self.tested)
+        if found < 0 and received is not None and received.shape == self.bias.shape:
+            found = max(found, _sign(self.bias + self.decay * received.double(), self.tested))
+        return found
 
 
 class MeasuredUpdate(dict[str, Part]):
@@ -135,8 +152,18 @@ class UpdateCheck:
                 rows[name] = torch.where(weight > 0, square.sqrt() / weight, math.nan)
             elif weight > 0:
                 norms |= {block: math.sqrt(v) / float(weight) for block, v in _by_block(name, squares).items()}
-        sign = 0.0 if bias is None or not self.signs else _sign(bias, update[METRICS].weight)
-        return Measured(norms, rows, sign)
+        counted = float(update["delta"].weight) if bias is not None and self.signs else 0.0
+        if bias is None or not counted > 0:
+            return Measured(norms, rows)
+        change = bias.detach().cpu().double() * self._scale("delta", bias) / counted
+        return Measured(norms, rows, change, update[METRICS].weight.detach().cpu().double(), self._decay(counted, silo))
+
+    def _decay(self, weight: float, silo: str) -> float:
+        """Bound the share of a parameter that weight decay takes away in one round."""
+        counted = self.rule("delta", False).weight is Weighing.EXAMPLES
+        examples = weight if counted else self.sizes.get(silo, DeclaredSize()).train
+        steps = _most_steps(self.train, examples) if self.train.weight_decay else 0.0
+        return min(1.0, self.train.lr * self.train.weight_decay * steps)
 
     def rule(self, name: str, per_row: bool) -> PartRule:
         """Return what a part means; prototypes and what else has a weight per row count examples unless it says not."""
@@ -228,7 +255,7 @@ class UpdateCheck:
 
 
 def _sign(bias: Tensor, counts: Tensor) -> float:
-    """Return a number below 0 where the head's bias fell for a silo's own classes; 0 where that says nothing.
+    """Return a number below 0 where a bias fell for a silo's own classes; 0 where that says nothing.
 
     The gradient of a cross-entropy lowers the bias of every class without an example, and all of them together stay
     where they are: it rises on average for the classes of an honest silo, however logits are scaled. Which classes it

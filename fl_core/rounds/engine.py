@@ -119,7 +119,7 @@ class RoundLoop:
         model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
-        sums = self._round_sum(check, history)
+        sums = self._round_sum(check, history, msg)
         included, missing = self._collect_updates(msg, context, kind, ids, sums, observer)
         decided = sums.finish()
         included = sorted(set(included) - set(decided.refused))
@@ -161,12 +161,12 @@ class RoundLoop:
             self.ports[k].settle(context, kind, self.ports[k].name in included)
         return server, decided.medians
 
-    def _round_sum(self, check: UpdateCheck, history: NormHistory) -> RoundSum:
+    def _round_sum(self, check: UpdateCheck, history: NormHistory, msg: State) -> RoundSum:
         sums, aggregator = Aggregator(check.layout, check.grid, self.method.unsummed_parts), self.aggregator
         if isinstance(aggregator, Mean):
             return RoundSum(sums, check)
         if isinstance(aggregator, NormClipped):
-            return NormClippedSum(sums, check, aggregator, history)
+            return NormClippedSum(sums, check, aggregator, history, msg.get("w", {}).get("head.bias"))
         return CoordinatewiseSum(sums, check, aggregator)
 
     def _collect_updates(

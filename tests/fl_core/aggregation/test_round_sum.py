@@ -19,13 +19,14 @@ from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import local_ports
+from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.training.evaluation import METRICS
 from fl_core.types.enums import TaskKind, Weighing
 from fl_core.types.interfaces import SiloPort
+from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, RoundContext, State
 from tests.oracles import slow_lower_median
-from tests.support.federations import NAMES, Failing, go, manifest, same, same_bundle, shares
+from tests.support.federations import NAMES, Failing, Given, go, manifest, same, same_bundle, shares
 
 D = 6
 LAYOUT: Layout = {
@@ -284,6 +285,33 @@ def test_an_update_that_lowers_its_own_classes_is_refused() -> None:
     assert set(kept.records[0].missing) == {"north"}
     said = kept.records[0].missing["north"]
     assert said == ("E-RUN-44: north: update lowers the score of its own classes: refused; check the label order")
+
+
+@pytest.mark.fault(
+    "a hospital", "is honest, and weight decay alone still moves its converged model", "no direction is held against it"
+)
+def test_weight_decay_of_a_converged_model_is_held_against_nobody() -> None:
+    easy, rounds = [], 6
+    for k in range(3):
+        draw = torch.Generator().manual_seed(k)
+        y = torch.arange(24) % 2
+        x = 0.1 * torch.rand(24, 1, 8, 8, generator=draw)
+        x[torch.arange(24), 0, 4 * y] += 1.0
+        easy.append(SiloShare(Given(x, y), Given(x, y)))
+    schedule = TrainConfig(batch_size=6, epochs=4, lr=0.1, weight_decay=1e-3)
+    run = manifest("fedavg", model="digits_mlp", rounds=rounds, train=schedule)
+
+    def lowers(sent: Bundle) -> Bundle:
+        total, weight = sent["delta"].total, sent["delta"].weight
+        bias = total["head.bias"] - weight * torch.tensor([0.1, 0.1, 0.0, 0.0])
+        return {**sent, "delta": Part({**total, "head.bias": bias}, weight)}
+
+    honest = local_ports(RunSetup.of(run), easy)
+    _, kept = go(run, honest)
+    assert all(not record.missing for record in kept.records)
+    north, east, south = local_ports(RunSetup.of(run), easy)
+    _, kept = go(run, [Altered(north, lowers, rounds - 1), east, south])
+    assert set(kept.records[rounds - 1].missing) == {"north"}  # far more than the decay explains
 
 
 def test_a_resumed_run_goes_on_with_the_bound_of_its_earlier_rounds() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.aggregation.fixed_point import RING64_BOUND
-from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, _sign, with_undeclared
+from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck, _sign, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
@@ -199,3 +199,13 @@ def test_a_direction_is_held_against_a_silo_only_where_its_test_images_say_enoug
     change: list[float], counts: list[float], refused: bool
 ) -> None:
     assert (_sign(torch.tensor(change), torch.tensor(counts)) < 0) is refused
+
+
+@pytest.mark.parametrize(("received", "refused"), [([1.0, 1.0, -1.0, 0.0], False), ([0.1, 0.1, -0.1, 0.0], True)])
+def test_weight_decay_explains_no_more_of_a_direction_than_it_can_take_away(
+    received: list[float], refused: bool
+) -> None:
+    change, tested = torch.tensor([-0.01, -0.01, 0.01, 0.0]).double(), torch.tensor([20.0, 20, 0, 0]).double()
+    found = Measured({}, {}, change, tested, decay=0.02)
+    assert found.direction() < 0
+    assert (found.direction(torch.tensor(received)) < 0) is refused
