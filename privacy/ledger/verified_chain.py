@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from fl_core.errors import StateError
 from privacy.ledger.account import Account, UnsoundError
-from privacy.ledger.hash_chain import START, ChainHead, HashChain, rolled_back
+from privacy.ledger.hash_chain import START, ChainHead, Event, HashChain, rolled_back
 from privacy.ledger.tables import differences, schema_differences
 
 SHOWN = 5
@@ -101,11 +101,14 @@ class VerifiedChain(HashChain):
         Raises StateError as `verify` does on events and on the schema: an added trigger could take away what is
         written.
         """
-        with self._lock, self._transaction() as db:
-            account = self._catch_up(db)
-            with self._damage():
-                self._require_schema(db)
-            yield db, account
+        with self._lock:
+            with self._transaction() as db:
+                account = self._catch_up(db)
+                with self._damage():
+                    self._require_schema(db)
+                yield db, account
+                written = list(self._follow(db, self._seen))
+            self._take(written)  # only once it is on the disk; from then on its loss is noticed
 
     def _require_schema(self, db: sqlite3.Connection) -> None:
         if wrong := list(schema_differences(db)):
@@ -119,11 +122,14 @@ class VerifiedChain(HashChain):
         with self._damage():
             if self._seen == START:
                 self._require_schema(db)
-            for event, head in self._follow(db, self._seen):
-                if event is not None:
-                    self._apply(self._account, event)
-                self._seen = head
+            self._take(self._follow(db, self._seen))
         return self._account
+
+    def _take(self, events: Iterable[tuple[Event | None, ChainHead]]) -> None:
+        for event, head in events:
+            if event is not None:
+                self._apply(self._account, event)
+            self._seen = head
 
     def _apply(self, account: Account, event: object) -> None:
         try:

@@ -196,6 +196,23 @@ def test_an_older_copy_that_was_put_back_is_found(tmp_path: Path) -> None:
         ledger.verify(seen)
 
 
+@pytest.mark.fault(
+    "an older ledger", "is put back under a service that has just written one more line", "it is noticed: E-BUDGET-08"
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_open_ledger_notices_the_loss_of_its_own_last_event(tmp_path: Path, replaced: bool) -> None:
+    ledger, file = made(tmp_path), tmp_path / "ledger.db"
+    backup = file.read_bytes()
+    ledger.reserve("isic/center3", task(0), ROUND)
+    if replaced:
+        (tmp_path / "older").write_bytes(backup)
+        (tmp_path / "older").replace(file)
+    else:
+        file.write_bytes(backup)
+    with pytest.raises(StateError, match="E-BUDGET-08"):
+        ledger.reserve("isic/center3", task(1), ROUND)
+
+
 def test_one_more_image_does_not_mint_a_new_budget(tmp_path: Path) -> None:
     ledger = made(tmp_path)
     spend(ledger, 0)
