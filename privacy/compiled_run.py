@@ -52,7 +52,8 @@ class CompiledRun(RunSetup):
         declared = {
             m.name: DeclaredSize(m.units or math.inf, tests.get(m.name, math.inf)) for m in self.manifest.members
         }
-        return replace(super().update_check(declared), noise=self.profile.count_noise(), signs=False)
+        noisy, rows = self.profile.count_noise(), self.profile.noisy_rows()
+        return replace(super().update_check(declared), noise=noisy, noisy_rows=rows, signs=False)
 
     @property
     def private(self) -> bool:

@@ -12,7 +12,8 @@
 | anything of weight 0                     | 0                                                                       |
 
 n_k is what the silo declared before the run. In a private run weights are known exactly and counts are noisy: noise of
-a known size widens the ranges by twelve standard deviations, noise of unknown size lifts them.
+a known size widens the ranges by twelve standard deviations, noise of unknown size lifts them. Where sums per class are
+released with noise of a known size, their lengths are bounded as well (`NoisyRows`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,23 @@ def with_undeclared(sizes: Mapping[str, DeclaredSize]) -> dict[str, DeclaredSize
 
 
 @dataclass(frozen=True, slots=True)
+class NoisyRows:
+    """Sums and counts per class of a private run, of which a row is 0 unless its noisy count is positive.
+
+    length: of one unit's vector, at most; also of what a method makes of a row of count 1
+    count, value: standard deviation of the noise on a count, and on each number of a sum
+    """
+
+    length: float
+    count: float
+    value: float
+
+    def longest(self, weight: float, numbers: int) -> float:
+        """Bound the length of an honest row: its true count is hidden by at most so much noise."""
+        return self.length * (weight + _SIGMAS * self.count) + self.value * (math.sqrt(numbers) + _SIGMAS)
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """The norms of an update's mean values, in float64.
 
@@ -105,6 +123,7 @@ class UpdateCheck:
 
     rules: as `Method.part_rules`   sizes: per silo; a silo without one may claim what the grid holds
     noise: in a private run the standard deviation of counts by part; infinite: they are not checked
+    noisy_rows: in a private run what parts with a weight per class hold, where that is known
     signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
     masked: whether single updates are random numbers, so that nothing but their layout can be checked.
     """
@@ -115,6 +134,7 @@ class UpdateCheck:
     train: TrainConfig = TrainConfig()  # noqa: RUF009
     sizes: Mapping[str, DeclaredSize] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
+    noisy_rows: NoisyRows | None = None
     signs: bool = False
     masked: bool = False
 
@@ -182,9 +202,15 @@ class UpdateCheck:
             most = 1.0
         elif rule.weight is Weighing.QUALITY:
             most = max(most, math.e)
+        low, rows = -slack, self._noisy(name, weight)
+        if rows is not None:
+            low, slack = 0.0, 0.0 if rule.weight is Weighing.ONCE else _SIGMAS * rows.count
         together = most + slack * weight.numel() if rule.weight is Weighing.EXAMPLES else math.inf
-        _within(f"weight of {name!r}", weight, -slack, most + slack, together, silo)
+        _within(f"weight of {name!r}", weight, low, most + slack, together, silo)
         return weight
+
+    def _noisy(self, name: str, weight: Tensor) -> NoisyRows | None:
+        return self.noisy_rows if weight.dim() and name not in METRIC_PARTS else None
 
     def _slack(self, name: str, weight: Tensor) -> float:
         """Return how far noise may carry a count; a weight of one number is no noisy count."""
@@ -218,7 +244,10 @@ class UpdateCheck:
         if not all(map(math.isfinite, sums)):
             raise _not_finite(name)
         square = torch.tensor(sums if weight.dim() else sums[0], dtype=torch.float64)
-        if name not in self.noise and any(s for s, w in zip(sums, weight.reshape(-1).tolist(), strict=True) if w == 0):
+        if (noisy := self._noisy(name, weight)) is not None:
+            _within_noise(name, square.sqrt(), weight, noisy, value[:1].numel(), silo)
+        empty = any(s for s, w in zip(sums, weight.reshape(-1).tolist(), strict=True) if w == 0)
+        if empty and (noisy is not None or name not in self.noise):
             raise _refused(silo, f"{name!r} holds values of weight 0 in {key!r}", "0")
         return square
 
@@ -313,6 +342,13 @@ def _within(what: str, value: Tensor, low: float, high: float, together: float, 
             raise _refused(silo, f"{what} {number:g}", f"{low:g} to {high:g}")
     if len(numbers) > 1 and (total := math.fsum(numbers)) > together + room:
         raise _refused(silo, f"{what}, {total:g} together", f"at most {together:g}")
+
+
+def _within_noise(name: str, lengths: Tensor, weight: Tensor, noisy: NoisyRows, numbers: int, silo: str) -> None:
+    """Raise ProtocolError (E-RUN-43) where a row of so many numbers is longer than clip and noise make it."""
+    for length, counted in zip(lengths.tolist(), weight.tolist(), strict=True):
+        if counted > 0 and length > (most := noisy.longest(counted, numbers)):
+            raise _refused(silo, f"a row of {name!r} of length {length:.3g}", f"at most {most:.3g}")
 
 
 def _refused(silo: str, found: str, expected: str) -> ProtocolError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fl_core.aggregation.options import Options
+from fl_core.aggregation.update_check import NoisyRows
 from fl_core.converter import Option
 from fl_core.errors import RefusedError
 from fl_core.rounds.run_setup import Guards, RunSetup
@@ -155,6 +156,10 @@ class PrivacyProfile(ABC):
             return {}
         noise, found = self.evaluation_noise(), dict.fromkeys(self.run.manifest.layout, math.inf)
         return {**found, METRICS: 0.0 if noise is None else noise.std, CLINICAL_PART: 0.0}
+
+    def noisy_rows(self) -> NoisyRows | None:
+        """Return what is known of released sums per class; None where nothing is."""
+        return None
 
     def aggregator(self, chosen: Options) -> Options:
         """Return what of an aggregator the profile leaves; raises ConfigError (E-CFG-08) where that is nothing."""

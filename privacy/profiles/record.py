@@ -11,6 +11,7 @@ import torch
 
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import NormClipped, Options
+from fl_core.aggregation.update_check import NoisyRows
 from fl_core.converter import Option
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
@@ -197,6 +198,13 @@ class RecordProfile(PrivateProfile):
 
     def own_noise(self) -> EvaluationNoise | None:
         return self.evaluation_noise()
+
+    def noisy_rows(self) -> NoisyRows:
+        """Return what prototypes may be; a method that makes directions of them has rows of length 1."""
+        terms = self.terms
+        length = max(terms.prototype_bound, 1.0)
+        std = terms.prototype_noise * math.hypot(1.0, terms.count_weight) * GRID_SLACK
+        return NoisyRows(length, std / terms.count_weight, std * length)
 
     def examples_at_once(self, index: int) -> int:
         return self.plan(index).rows

@@ -10,6 +10,7 @@ import torch
 from fl_core import datasets
 from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.errors import ProtocolError
+from fl_core.methods import build_method
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import TaskKind
@@ -33,9 +34,12 @@ def sent(manifest: RunManifest) -> tuple[CompiledRun, list[Bundle]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("make", [private, hospital_level])
-def test_no_honest_private_update_is_refused(make: object, seed: int) -> None:
-    run, updates = sent(replace(make("fednh"), seed=seed))  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("make", "method"), [*((private, m) for m in ("fednh", "fedmr", "fedproto", "creff")), (hospital_level, "fednh")]
+)
+def test_no_honest_private_update_is_refused(make: object, method: str, seed: int) -> None:
+    options = build_method(method, {}).private_form if make is private else {}
+    run, updates = sent(replace(make(method, options), seed=seed))  # type: ignore[operator]
     sizes = {m.name: DeclaredSize(1e6, 1e6) for m in run.manifest.members}
     for check in (run.update_check(), run.update_check(sizes)):
         for member, update in zip(run.manifest.members, updates, strict=True):
@@ -53,3 +57,26 @@ def test_a_private_weight_above_the_declared_size_is_refused() -> None:
         run.update_check({member.name: DeclaredSize(100, 40)}).check(
             {**updates[0], "metrics": Part(updates[0]["metrics"].total, counts)}, member.name
         )
+
+
+@pytest.mark.fault(
+    "a hospital", "sends false prototypes in a private run", "refused by name beyond what noise explains (E-RUN-43)"
+)
+@pytest.mark.parametrize("method", ["fedmr", "fedproto", "fednh"])
+def test_prototypes_of_a_private_run_are_no_longer_than_clip_and_noise_make_them(method: str) -> None:
+    run, updates = sent(private(method, build_method(method, {}).private_form))
+    check, name, honest = run.update_check(), run.manifest.members[0].name, updates[0]
+    check.check(honest, name)
+    part = honest["prototypes"]
+    row = int(part.weight.argmax())
+
+    def lie(total: float, weight: float) -> Bundle:
+        values, weights = {k: v.clone() for k, v in part.total.items()}, part.weight.clone()
+        weights[row] = weight
+        for value in values.values():
+            value[row] = total
+        return {**honest, "prototypes": Part(values, weights)}
+
+    for total, weight in ((1e30, 1.0), (1e6, 1.0), (1e38, 1e-40), (0.0, -1e-3), (0.0, 1e6), (1.0, 0.0)):
+        with pytest.raises(ProtocolError, match="E-RUN-43"):
+            check.check(lie(total, weight), name)
