@@ -19,7 +19,7 @@ from fl_core.types.records import fairness
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
 from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import local_time, make_table, plain_console, span
+from protos.console import counted, local_time, make_table, plain_console, printable, span
 
 OUT = plain_console(width=None if sys.stdout.isatty() else 160)
 ERR = plain_console(stderr=True)
@@ -102,7 +102,8 @@ def waiting_lines(info: pb.RunInfo) -> list[str]:
     lines = [f"excluded by the lead: {', '.join(info.excluded)}"] if info.excluded else []
     if info.waiting.silos:
         now = info.waiting
-        lines.append(f"round {now.round + 1}: {now.there} updates are there, {now.needed} close it; waits for")
+        there = f"{counted(now.there, 'update')} {'is' if now.there == 1 else 'are'} there"
+        lines.append(f"round {now.round + 1}: {there}, {now.needed} close it; waits for")
         lines += [f"  {silo.name} ({awaited(silo)})" for silo in now.silos]
     return lines
 
@@ -111,7 +112,7 @@ def awaited(silo: pb.AwaitedSilo) -> str:
     """Say where an awaited silo is, how much longer it is awaited, and which classes depend on it."""
     where = "connected" if silo.online else f"offline {span(silo.offline_s)}"
     alone = f"; nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
-    return f"{where}, {span(silo.left_s)} more{alone}"
+    return f"{where}, for at most {span(silo.left_s)} more{alone}"
 
 
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
@@ -189,14 +190,19 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
                 r.method,
                 r.data,
                 f"{r.closed}/{r.rounds}",
-                accuracy.newest(r).text(),
-                accuracy.best(r).text(),
+                accuracy.newest(r).short(),
+                accuracy.best(r).short(),
                 f"{size(r.bytes_up)} / {size(r.bytes_down)}",
-                local_time(r.created_unix),
+                _minute(r.created_unix),
             )
             for r in runs
         ),
     )
+
+
+def _minute(unix: float) -> str:
+    """Format a time to the minute, as columns of a table have it."""
+    return local_time(unix)[:16]
 
 
 def show_alarms(silos: Iterable[pb.SiloInfo]) -> None:
@@ -209,18 +215,30 @@ def show_alarms(silos: Iterable[pb.SiloInfo]) -> None:
 def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
     return make_table(
         "Silos",
-        ("silo", "state", "data", "size", "doing", "policy", "last seen", "certificate until", "fingerprint"),
+        (
+            "silo",
+            "state",
+            "data",
+            "size, rounded up",
+            "classes",
+            "doing",
+            "policy",
+            "last seen",
+            "certificate until",
+            "fingerprint",
+        ),
         (
             (
                 s.name,
                 s.state,
                 s.data.name or "-",
                 f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
+                ", ".join(s.data.holds) or "-",
                 doing(s),
                 s.policy_digest[:12] or "-",
                 local_time(s.last_seen_unix),
-                local_time(s.certificate_until_unix),
-                s.fingerprint[:23],
+                _minute(s.certificate_until_unix)[:10],
+                s.fingerprint[:12],
             )
             for s in silos
         ),
@@ -234,7 +252,7 @@ def doing(silo: pb.SiloInfo) -> str:
     if word in ("idle", "activity_unspecified"):
         return "present"
     share = f" {100 * min(silo.done, silo.total) // silo.total} %" if silo.total else ""
-    return f"{word} (round {silo.round + 1}){share}"
+    return f"{word.replace('_', ' ')} (round {silo.round + 1}){share}"
 
 
 def _activity(silo: pb.SiloInfo) -> str:
@@ -282,6 +300,10 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str]) -> list[Table | 
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 
 
+_SAID_ABOVE = ("warning", "refused")
+"""Kinds of events that stay above the repainted view: nothing in it says the same later."""
+
+
 class Watcher:
     """Live progress of one run: a table and a chart on a terminal, repainted; one line per change when piped."""
 
@@ -316,6 +338,8 @@ class Watcher:
         if event.silo:
             self._silos[event.silo] = event.kind if not event.text else f"{event.kind}: {event.text}"
         if self._live:
+            if event.kind in _SAID_ABOVE:
+                self._live.console.print(self._line(event), soft_wrap=True)
             self._live.refresh()
         elif event.kind != "silo":
             self._console.print(self._line(event), soft_wrap=True)
@@ -332,7 +356,8 @@ class Watcher:
         if event.silo:
             text += f"  {event.silo}"
         if event.kind == "closed":
-            text += f"  accuracy {accuracy.newest(info).text()}{self._clinical}{self._personal}"
+            before = "" if event.round >= info.rounds else " before it"
+            text += f"  accuracy{before} {accuracy.newest(info).text()}{self._clinical}{self._personal}"
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
         return f"{text}  {event.text}" if event.text else text
@@ -341,21 +366,24 @@ class Watcher:
         values = [self._accuracies.get(number) for number in range(max(self._accuracies, default=-1) + 1)]
         width = min(_CHART_WIDTH, self._console.width - _CHART_MARGIN)
         lines = chart(values, width, ascii_only=self._console.options.ascii_only)
-        caption = [f"        accuracy over {len(values) - 1} rounds of training"] if lines else []
-        return Group(self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
+        caption = [f"        accuracy over {counted(len(values) - 1, 'round')} of training"] if lines else []
+        return Group(Text(self._title()), self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
 
-    def _table(self) -> Table:
+    def _title(self) -> str:
         info = self._info
         measured = f"{self._clinical}{self._personal}"
-        title = (
+        return printable(
             f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
             f"accuracy {accuracy.newest(info).text()}  best {accuracy.best(info).text()}{measured}  "
             f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
         )
+
+    def _table(self) -> Table:
+        info = self._info
         passed, rows = time.monotonic() - self._heard, dict(self._silos)
         for silo in info.waiting.silos:
             left = pb.AwaitedSilo()
             left.CopyFrom(silo)
             left.left_s = max(0.0, silo.left_s - passed)
-            rows[silo.name] = f"{rows.get(silo.name, '-')}; awaited: {awaited(left)}"
-        return make_table(title, ("silo", "doing"), sorted(rows.items()))
+            rows[silo.name] = f"{rows.get(silo.name, '-')}; awaited ({awaited(left)})"
+        return make_table("", ("silo", "doing"), sorted(rows.items()))

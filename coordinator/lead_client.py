@@ -227,6 +227,8 @@ class LeadClient:
         if not isinstance(error, grpc.Call):
             return UnavailableError("E-NET-01", f"the call failed: {error}")
         answer = status.from_status(error.code().name, error.details())
+        if isinstance(answer, ProtocolError) and not answer.code.startswith("E-WIRE"):
+            answer = ConfigError(answer.code, answer.message)  # the same status on the wire; what the caller asked for
         if answer.code != "E-NET-01" or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return answer
         own = self._credentials

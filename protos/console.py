@@ -66,11 +66,25 @@ def print_json(value: object) -> None:
     sys.stdout.flush()
 
 
+_KEPT_WHOLE = 40
+
+
 def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table that a narrow terminal folds and never shortens; what its first column names stays in one line."""
     table = Table(*map(printable, head), title=printable(title), title_justify="left")
-    for row in rows:
-        table.add_row(*map(printable, row))
+    shown = [tuple(map(printable, row)) for row in rows]
+    for column in table.columns:
+        column.overflow = "fold"
+    if table.columns:
+        table.columns[0].no_wrap = all(len(row[0]) <= _KEPT_WHOLE for row in shown if row)
+    for row in shown:
+        table.add_row(*row)
     return table
+
+
+def counted(number: int, word: str) -> str:
+    """Write a number and what it counts: "1 silo", "2 silos"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def local_time(unix: float | None) -> str:

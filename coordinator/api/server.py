@@ -42,6 +42,7 @@ from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.operations import checks
 from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from protos.pki.identity import Address
 from protos.storage import private_files
@@ -242,17 +243,15 @@ class CoordinatorServer:
 
     def _listen(self) -> int:
         try:
+            checks.try_to_bind(self.bind)  # says why in the system's words; gRPC would not
             port = self._grpc.add_secure_port(self.bind, server_credentials(self.home))
-        except RuntimeError as error:
-            port, cause = 0, f" ({error})"
-        else:
-            cause = ""
-        if port == 0:
+        except (OSError, RuntimeError) as error:
+            why = (isinstance(error, OSError) and error.strerror) or str(error)
             raise StateError(
                 "E-NET-20",
-                f"expected to listen on {self.bind}, found that this cannot be{cause}: another program has the port, "
+                f"expected to listen on {self.bind}, found that this cannot be ({why}): another program has the port, "
                 "or the address is none of this machine's; choose another with --bind",
-            )
+            ) from error
         return int(port)
 
     def _run_maintenance(self) -> None:

@@ -32,7 +32,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
 from protos import startup
 from protos.console import local_time, print_json
-from protos.operations import logs
+from protos.operations import checks, logs
 from protos.operations.exit_status import ShutdownSignals
 from protos.operations.notify import READY, STOPPING, notify
 from protos.pki.identity import check_name, colons
@@ -163,6 +163,7 @@ def serve(
     from fl_core.rounds import extensions
 
     place = home_of(home)
+    checks.host_and_port(bind)
     use_passphrase(passphrase_file, passphrase_env)
     Authority.open(place).unlock()
     logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, place)

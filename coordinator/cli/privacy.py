@@ -28,6 +28,13 @@ _NUMBERS = {
     "of a test record": "epsilon_test",
 }
 
+_LEGEND = (
+    "q: share of a hospital's records in one step; noise z: standard deviation of the noise over the clipping norm; "
+    "epsilon: what the run spends, and what decides; with reserve: where a round must be repeated after a crash; "
+    "tighter bound: of the same run, for information; of a record, of a test record: what one training "
+    "or test image bears"
+)
+
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
 privacy.callback()(lambda: None)
 
@@ -68,6 +75,7 @@ def preview(
         return
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
     console.OUT.print(make_table(title, (*_FACTS, *_NUMBERS), [_row(silo) for silo in found["silos"]]))
+    console.OUT.print(_LEGEND, soft_wrap=True)
     console.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
 
 

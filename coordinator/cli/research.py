@@ -46,6 +46,7 @@ class _RoundPrinter(Observer):
 
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = profiles.result_noise(manifest)
+        self._first = True
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""
@@ -53,6 +54,9 @@ class _RoundPrinter(Observer):
         scores = console.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
         trained = record.kind is TaskKind.TRAIN
+        if self._first and trained and record.round:
+            console.ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
+        self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
         console.ERR.print(f"{when}  accuracy {found.text()}{scores}")
 
@@ -106,11 +110,16 @@ def simulate(
 
 def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_json: bool) -> None:
     if sweep_jobs is not None:
-        _sweep(words, job, sweep_jobs)
+        _sweep(words, job, sweep_jobs, as_json)
         return
     if is_sweep(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
-    result = job.run(words, None if as_json else _RoundPrinter)
+    try:
+        result = job.run(words, None if as_json else _RoundPrinter)
+    except KeyboardInterrupt:
+        if job.out is not None:
+            console.ERR.print("interrupted: the same command goes on at its newest checkpoint")
+        raise
     if job.out is not None:
         _say_where(job.out)
     if as_json:
@@ -124,13 +133,14 @@ def _print(result: runner.Result) -> None:
     for text in (console.private_form(manifest), console.aggregator_warning(manifest, {})):
         if text:
             console.OUT.print(text)
-    rows = [(name, found.text()) for name, found in result.by_class().items()]
-    console.OUT.print(make_table("Accuracy by class", ("class", "accuracy"), rows))
-    if result.clinical is not None:
+    if result.clinical is not None:  # its sensitivity is the accuracy of the class
         rows_by_class = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
-        console.OUT.print(make_table("Errors by class", clinical_report.CLASS_HEAD, rows_by_class))
-        console.OUT.print(clinical_report.sentence(result.clinical))
-    elif result.noise.evaluation is not None:
+        console.OUT.print(make_table("By class", clinical_report.CLASS_HEAD, rows_by_class))
+        console.OUT.print(clinical_report.sentence(result.clinical), soft_wrap=True)
+    else:
+        rows = [(name, found.text()) for name, found in result.by_class().items()]
+        console.OUT.print(make_table("By class", ("class", "accuracy"), rows))
+    if result.clinical is None and result.noise.evaluation is not None:
         console.OUT.print(clinical_report.NOT_MEASURED)
     console.OUT.print(
         f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
@@ -150,20 +160,43 @@ def _say_where(out: Path) -> None:
     console.ERR.print(f"results in {out}{less}", soft_wrap=True)
 
 
-def _sweep(words: Sequence[str], job: SimulationJob, jobs: int) -> None:
-    """Print one JSON line per simulation as it ends, and how far the sweep is on stderr."""
+def _sweep(words: Sequence[str], job: SimulationJob, jobs: int, as_json: bool) -> None:
+    """Print a table of the runs, or one JSON line per run as it ends; on stderr how far the sweep is."""
+    keys, rows = swept(words), dict[tuple[str, ...], tuple[str, ...]]()
     number, started = len(combinations(words, job.config_dir)), time.monotonic()
     table = None if job.out is None else SweepTable(job.out, words)
-    run = partial(job.run_of_sweep, swept(words))
+    run = partial(job.run_of_sweep, keys)
     for done, result in enumerate(sweep(words, run, jobs, job.config_dir), start=1):
-        print_json(result)
+        values, numbers = _of_sweep(result, keys)
+        rows[values] = numbers
+        if as_json:
+            print_json(result)
         if table:
             table.add(result)
         spent = time.monotonic() - started
-        console.ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}")
+        what = "" if as_json else f"  {' '.join(map('='.join, zip(keys, values, strict=True)))}  accuracy {numbers[0]}"
+        console.ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}{what}", soft_wrap=True)
+    if not as_json:
+        shown = [(*values, *numbers) for values, numbers in sorted(rows.items())]
+        console.OUT.print(make_table("Runs", (*keys, "accuracy", "best", "balanced", "epsilon spent"), shown))
     if table and job.out:
         table.close()
         _say_where(job.out)
+
+
+def _of_sweep(result: Mapping[str, Any], keys: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the values of the swept keys, and what a line says of their run."""
+    words = dict(word.split("=", 1) for word in result["overrides"])
+    private = result.get("privacy") or {}
+    names = (("global_accuracy", "withheld"), ("best_global_accuracy", "best_withheld"))
+    numbers = [_share(result, name, hidden) for name, hidden in (*names, ("balanced_accuracy", "balanced_withheld"))]
+    spent = private.get("epsilon")
+    return tuple(words[key] for key in keys), (*numbers, "-" if spent is None else f"{spent:.3f}")
+
+
+def _share(result: Mapping[str, Any], name: str, hidden: str) -> str:
+    point = result.get(name)
+    return "withheld" if result.get(hidden) else "-" if point is None else f"{100 * point:.2f} %"
 
 
 def methods(

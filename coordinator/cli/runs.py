@@ -21,11 +21,12 @@ from coordinator.lead_client import LeadClient
 from coordinator.reports.start import start_json, started_from
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import local_time, make_table, print_json
+from protos.console import counted, local_time, make_table, print_json
 
 if TYPE_CHECKING:
     from coordinator.reports.trackers import Tracking
 
+_NAMED = 20
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
 
 
@@ -71,8 +72,9 @@ def run(
                 client.send_weights(taken.named.object, file)
         info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
         if not as_json:
-            console.ERR.print(f"submitted {info.run_id} ({info.rounds} rounds); manifest {info.manifest_digest[:16]}")
             manifest = client.show(info.run_id).manifest_json
+            what = f"{counted(info.rounds, 'round')} with {_listed(manifest)}"
+            console.ERR.print(f"submitted {info.run_id}: {what}; manifest {info.manifest_digest[:16]}", soft_wrap=True)
             holds = {silo.name: silo.data.holds for silo in client.silos().silos}
             notes = (
                 started_from(manifest, "" if parent is None else parent.manifest_json),
@@ -86,6 +88,13 @@ def run(
             _show_info(info, as_json)
             return
         _follow(client, info.run_id, as_json)
+
+
+def _listed(manifest: str) -> str:
+    """Name the hospitals that take part: only those that were online do."""
+    names = [member["name"] for member in json.loads(manifest)["members"]]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{counted(len(names), 'hospital')}: {', '.join(names[:_NAMED])}{more}"
 
 
 def watch(

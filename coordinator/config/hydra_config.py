@@ -247,12 +247,26 @@ def _federation(value: str) -> list[str]:
     return []
 
 
+def unreadable_word(error: Exception) -> str:
+    """Say what Hydra's grammar did not take, and how such a value is written."""
+    said = " ".join(str(error.__cause__ or error).split("\n")[0].split())
+    ambiguous = re.match(r"Ambiguous value for argument '(.*)'", said)
+    if ambiguous is not None:
+        return f"expected one value, found {ambiguous[1]!r}: a list is written [A,B], and a number with a point, 0.1"
+    grammar = re.match(r"(?:Lexer\w+Exception|mismatched input|no viable alternative|extraneous input)", said)
+    if grammar is None:
+        return said
+    found = said.partition("Exception: ")[2] or said
+    how = "put quotes around a name with accents or signs, as in 'data.classes=[\"A (b)\",c]'"
+    return f"expected KEY=VALUE, found {found!r}: {how}"
+
+
 def _explain(error: Exception, words: Sequence[str], config_dir: Path | None) -> str:
     """Turn Hydra's report of a bad key into one line with the nearest valid key."""
     text = str(error.__cause__ or error)
     match = re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text)
     if match is None:
-        return " ".join(text.split("\n")[0].split())
+        return unreadable_word(error)
     beside: object = _compose([word for word in words if word.split("=")[0] in GROUPS], config_dir)
     for step in match[2].split(".")[:-1]:
         beside = beside.get(step) if isinstance(beside, dict) else None

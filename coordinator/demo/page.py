@@ -21,7 +21,7 @@ def write_page(
     """Write the page. curves: a model's name -> its accuracy (0 to 1, None: withheld) before round 1 and after each."""
     rounds = max(map(len, curves.values()))
     drawn = Chart(
-        "Test images told right (%)",
+        "Test images classified correctly (%)",
         "rounds of training",
         range(rounds),
         [Series(name, [None if v is None else 100 * v for v in values]) for name, values in curves.items()],

@@ -98,8 +98,8 @@ def _headline(ours: pb.RunDetail, plain: pb.RunDetail) -> tuple[str, str]:
     return (
         "Six hospitals trained one model, and no image left any of them",
         "None of them has seen more than two of the ten digits. After "
-        f"{ours.info.rounds} rounds the model told {best.text()} of all their test images right with FedGELA, "
-        f"{other.text()} with plain averaging.",
+        f"{ours.info.rounds} rounds the model classifies {best.text()} of all their test images correctly with "
+        f"FedGELA, {other.text()} with plain averaging.",
     )
 
 
@@ -120,11 +120,11 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
         axes.plot(range(len(series)), middle, color=COLOURS[method], linewidth=2, label=label)
         if any(not e.exact for e in series):  # what is withheld is a gap
             axes.fill_between(range(len(series)), low, high, color=COLOURS[method], alpha=0.15, linewidth=0)
-    axes.set(xlabel="rounds of training", ylabel="test images told right (%)", ylim=(0, 100))
+    axes.set(xlabel="rounds of training", ylabel="test images classified correctly (%)", ylim=(0, 100))
     axes.set_title("Six hospitals train one model; none has seen more than two of the ten digits")
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0)
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -62,7 +62,7 @@ def by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
         for m, d in details.items()
     ]
     reached = f"{MILESTONE:.0%} first after"
-    head = ("trained by", "images told right", "at best", reached, "rounds", "bytes up", "bytes down", "time")
+    head = ("trained by", "classified correctly", "at best", reached, "rounds", "bytes up", "bytes down", "time")
     model = " and ".join(sorted({model_name(d) for d in details.values()}))
     title = f"One model ({model}) for six hospitals; no image moved, no digit is at two hospitals"
     return ResultTable(title, head, rows)
@@ -72,7 +72,7 @@ def by_class(details: Mapping[str, pb.RunDetail]) -> ResultTable:
     last = {m: accuracy.by_class(d.rounds[-1]) for m, d in details.items()}
     names = json.loads(details[REPAIRED].manifest_json)["schema"]["classes"]
     rows = [(name, *(estimates[c].text() for estimates in last.values())) for c, name in enumerate(names)]
-    return ResultTable("Images told right, by digit", ("digit", *(LABELS[m] for m in last)), rows)
+    return ResultTable("Images classified correctly, by digit", ("digit", *(LABELS[m] for m in last)), rows)
 
 
 def by_hospital(

@@ -5,6 +5,7 @@ No answer is stored: after a restart all are asked again, which spends no budget
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -78,8 +79,8 @@ def _failures(asked: Mapping[str, PendingTask]) -> Mapping[str, FederationError]
 
 def _combined_error(failures: Mapping[str, FederationError], silos: int) -> FederationError:
     silent = sorted(name for name, error in failures.items() if error.code == "E-RUN-37")
-    unanswered = f"no answer from {', '.join(silent)}" if silent else ""
-    refused = [f"{name}: {str(error)[:_REASON_CHARS]}" for name, error in failures.items() if name not in silent]
+    unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
+    refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]
     remedy = "no round was begun and nothing charged; have it put right, then resume the run"
     if not refused:
         return UnavailableError(
@@ -87,5 +88,11 @@ def _combined_error(failures: Mapping[str, FederationError], silos: int) -> Fede
         )
     listed = "; ".join([*refused, unanswered] if unanswered else refused)
     return RefusedError(
-        "E-RUN-36", f"expected all {silos} silos to be ready, found {len(refused)} not: {listed}: {remedy}"
+        "E-RUN-36",
+        f"expected all {silos} silos to be ready, found {len(refused)} not: {listed}: {remedy}; what a hospital does "
+        "about its code says `coordinator explain CODE`",
     )
+
+
+def _shortened(error: FederationError) -> str:
+    return textwrap.shorten(str(error), _REASON_CHARS, placeholder=" ...")

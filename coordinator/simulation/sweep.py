@@ -18,7 +18,7 @@ from blake3 import blake3
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from coordinator.config.hydra_config import GROUPS, compose_spec
+from coordinator.config.hydra_config import GROUPS, compose_spec, unreadable_word
 from coordinator.simulation.results import HISTORY, typed, write_table
 from fl_core.errors import ConfigError
 
@@ -47,7 +47,7 @@ def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[l
             values = parsed.sweep_iterator() if key in GROUPS else parsed.sweep_string_iterator()
             choices.append([f"{key}={getattr(value, 'text', value)}" for value in values])
     except HydraException as error:
-        raise ConfigError("E-CFG-01", " ".join(str(error).split("\n")[0].split())) from error
+        raise ConfigError("E-CFG-01", unreadable_word(error)) from error
     found = [list(words) for words in itertools.product(*choices)]
     for words in found:
         compose_spec(words, config_dir)
@@ -86,6 +86,9 @@ class SweepTable:
         words, summary = result["overrides"], {k: v for k, v in result.items() if k != "overrides"}
         assert isinstance(words, list)
         values = dict(word.split("=", 1) for word in words if word.partition("=")[0] in self._keys)
+        private = summary.get("privacy")
+        if isinstance(private, Mapping):
+            summary |= {"epsilon": private.get("epsilon"), "delta": private.get("delta")}
         numbers = {k: v for k, v in summary.items() if isinstance(v, str | int | float) or v is None}
         chosen = {key: values[key] for key in self._keys}
         self._runs[folder_name(words, self._keys)] = chosen | {k: v for k, v in numbers.items() if k not in chosen}

@@ -28,6 +28,7 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
+from protos.console import counted
 from protos.storage.sqlite import Database
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class RunStore:
                 note_object(db, start[0], run.id, ObjectKind.STATE, 0, start[1])
             if weights is not None:
                 note_object(db, weights[0], run.id, ObjectKind.WEIGHTS, 0, weights[1])
-            text = f"{run.rounds} rounds of {run.method} with {len(run.members)} silos"
+            text = f"{counted(run.rounds, 'round')} of {run.method} with {counted(len(run.members), 'silo')}"
             self._event(db, run.id, "submitted", text=f"{text}, from {run.parent}" if run.parent else text)
             for name, (train, test) in (sizes or {}).items():
                 db.execute(insert(declared_sizes).values(run_id=run.id, silo=name, train=train, test=test))
@@ -179,7 +180,7 @@ class RunStore:
             row = RoundRow(run_id, round, kind, is_open=True, cohort=tuple(cohort), opened=self._clock())
             values = row_values(rounds, row) | {"kind": kind.value}
             if db.execute(upsert(rounds).values(values).on_conflict_do_nothing()).rowcount:
-                self._event(db, run_id, "opened", round, text=f"{kind.value}: {len(cohort)} silos")
+                self._event(db, run_id, "opened", round, text=f"{kind.value}: {counted(len(cohort), 'silo')}")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
         with self._db.write() as db:
@@ -246,7 +247,9 @@ class RunStore:
             else:
                 progress |= {"state": RunState.FINISHED.value, "ended": now}
             _change_run(db, run_id, **progress)
-            text = f"{len(record.included)} updates" + (f", {len(record.missing)} missing" if record.missing else "")
+            text = counted(len(record.included), "update") + (
+                f", {len(record.missing)} missing" if record.missing else ""
+            )
             self._event(db, run_id, "closed", record.round, text=text)
             if not train:
                 self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)

@@ -128,8 +128,9 @@ class SourceIndex:
         report = self.report()
         with ThreadPoolExecutor(cores()) as pool:
             found = list(pool.map(lambda item: _measure(item.path, window), self.items))
-        broken = [f"{i.name}: {m}" for i, m in zip(self.items, found, strict=True) if isinstance(m, str)]
-        sound = [(i, m) for i, m in zip(self.items, found, strict=True) if isinstance(m, _Measured)]
+        pairs = list(zip(self.items, found, strict=True))
+        broken = [f"{i.name}: {m}" for i, m in pairs if isinstance(m, str) and i.path.exists()]
+        sound = [(i, m) for i, m in pairs if isinstance(m, _Measured)]
         dark = [item.name for item, measured in sound if measured.dark]
         unreadable = problem("E-DATA-04", "images that cannot be read", broken, "Restore these files or leave them out")
         twins, notes = _twins(sound)
@@ -190,9 +191,11 @@ class SourceIndex:
         train, test = ({c for c, n in zip(self.classes, counts[s], strict=True) if not n} for s in SPLITS)
         none, untested = sorted(train & test), sorted(test - train)
         notes = (
-            (f"no image of the classes {_listed(none)}: right where this hospital has never seen them",) if none else ()
+            (f"classes without an image: {_listed(none)}; right where this hospital has never seen them",)
+            if none
+            else ()
         )
-        return (*notes, *((f"no test image of the classes {_listed(untested)}",) if untested else ()))
+        return (*notes, *((f"classes without a test image: {_listed(untested)}",) if untested else ()))
 
     def _unknown(self) -> tuple[CheckProblem, ...]:
         unknown = Counter(item.label for item in self.items if item.label not in self.classes)
@@ -249,7 +252,7 @@ def _measure(path: Path, window: Window | None) -> _Measured | str:
         low, high = open_image(path, window).convert("L").getextrema()
     except UnreadableError as error:
         return str(error)
-    return _Measured(found.key, found.size, bool(high - low < 16))  # type: ignore[operator]
+    return _Measured(found.key, found.size, bool(high - low <= 16))  # type: ignore[operator]
 
 
 def _twins(found: Sequence[tuple[Item, _Measured]]) -> tuple[tuple[CheckProblem, ...], tuple[str, ...]]:

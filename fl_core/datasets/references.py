@@ -28,7 +28,7 @@ from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_fed
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
 from fl_core.rounds import extensions
-from fl_core.suggest import suggest
+from fl_core.suggest import did_you_mean, suggest
 
 OWN = ("isic2019", "folder", "manifest", "table")
 """Data with a grammar of their own; all others are NAME/FEDERATION/SILO."""
@@ -124,6 +124,9 @@ def resolved(reference: str) -> str:
     """
     own_files = reference.startswith(tuple(f"{kind}:" for kind in FILES))
     head, sign, tail = reference.partition("#" if own_files else "/")
+    kind, colon, _ = reference.partition(":")
+    if not own_files and colon and (hint := did_you_mean(kind, FILES)):
+        raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {hint} valid forms: {VALID_FORMS}")
     if not own_files and head not in SOURCES:
         head = extensions.load("data", head) or head
     partition, slash, silo = tail.rpartition("/")

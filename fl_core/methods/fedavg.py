@@ -53,7 +53,9 @@ class FedAvg(Traits):
     weights: Literal["samples", "uniform"] = "samples"
 
     def __post_init__(self) -> None:
-        validate.declared("E-CFG-02", self.name, self)
+        kind = type(self)
+        owner = self.name if "name" in vars(kind) else kind.__name__  # a class of a user's inherits the name of another
+        validate.declared("E-CFG-02", owner, self)
 
     def shared(self, name: str) -> bool:  # noqa: ARG002
         """Tell whether a parameter or buffer of the model travels."""

@@ -68,6 +68,10 @@ class Estimate:
             return f"{100 * self.point:.2f} %"
         return f"{100 * self.point:.1f} % (95 %: {100 * self.low:.1f} to {100 * self.high:.1f} %)"
 
+    def short(self) -> str:
+        """Write it for a column of many: that it is withheld, without why."""
+        return "withheld" if self.withheld else self.text()
+
     def facts(self, name: str = "accuracy", prefix: str = "") -> dict[str, float | bool | None]:
         """Write it for machines: the number under `name`, and its interval and whether it is withheld beside it."""
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -103,18 +103,24 @@ def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
             facts: dict[str, Any] = {"lines": found.lines, "first": found.first, "last": found.last}
             print_json(facts | {"hash": found.hash, "agreed": found.agreed, "notes": list(found.notes)})
             return
-        OUT.print(f"lines\t{found.first} to {found.last}, unbroken")
-        OUT.print(f"hash\t{found.hash}")
+        _fact("lines", f"{found.first} to {found.last}, unbroken")
+        _fact("hash", found.hash)
         compared = f"{found.agreed} ends agree" if against is not None else "not compared: --against FILE"
-        OUT.print(f"other side\t{compared}")
+        _fact("other side", compared)
         for note in found.notes:
-            OUT.print(f"note\t{printable(note)}")
+            _fact("note", printable(note))
 
     return app
 
 
+def _fact(name: str, value: str) -> None:
+    OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}")
+
+
 def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool, last: int | None) -> None:
     newest: deque[tuple[Line, bytes]] = deque(maxlen=last)
+    if OUT.is_terminal and not as_json:
+        OUT.print(_in_columns(("line", "when", "who", "from", "what", "about", "outcome", "code")))
     for name, place, raw in read_lines(folder):
         try:
             line = Line.decode(raw)
@@ -151,4 +157,14 @@ def _text(line: Line) -> str:
     entry = line.entry
     extra = [f"{entry.bytes} bytes"] * bool(entry.bytes) + [f"x {entry.times}"] * (entry.times != 1)
     words = (entry.who, entry.address, entry.what, entry.about, entry.outcome, entry.code, *extra)
-    return "\t".join([str(line.number), local_time(line.at), *(printable(word) or "-" for word in words)])
+    shown = (str(line.number), local_time(line.at), *(printable(word) or "-" for word in words))
+    return _in_columns(shown) if OUT.is_terminal else "\t".join(shown)
+
+
+_WIDTHS = (6, 19, 26, 21, 24, 40, 7, 0)
+
+
+def _in_columns(words: Sequence[str]) -> str:
+    """Put words below one another on a terminal; one that is longer moves the rest of its line."""
+    padded = (f"{word:<{width}}" for word, width in zip(words, _WIDTHS, strict=False))
+    return "  ".join([*padded, *words[len(_WIDTHS) :]]).rstrip()

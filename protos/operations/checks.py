@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import platform
+import re
 import shlex
 import socket
 import sqlite3
@@ -17,7 +18,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
 
-from fl_core.errors import FederationError
+from fl_core.errors import ConfigError, FederationError
 from protos.console import plain_console, print_json, printable
 from protos.operations.health import Answer
 from protos.pki.certificates import utc_now
@@ -228,18 +229,30 @@ def certificate(what: str, own: Credentials, renewed: str, now: datetime | None 
 # ---- network -------------------------------------------------------------------------------------------------------
 
 
+def host_and_port(bind: str) -> tuple[str, int]:
+    """Read what `--bind` says; raises ConfigError (E-CFG-02) on anything but HOST:PORT and [V6]:PORT."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:/\[\]\s]+)):([0-9]{1,5})", bind)
+    if match is None or int(match[3]) >= _PORTS:
+        raise ConfigError(
+            "E-CFG-02", f"--bind: expected HOST:PORT such as 0.0.0.0:8443 or [::]:8443, found {bind[:80]!r}: correct it"
+        )
+    return match[1] or match[2], int(match[3])
+
+
+def try_to_bind(bind: str) -> None:
+    """Take an address and give it back at once; raises OSError where it cannot be had, and as `host_and_port`."""
+    host, number = host_and_port(bind)
+    family, kind, proto, _, where = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+
+
 def port(bind: str) -> Iterator[Finding]:
     """Look whether an address can be listened on; it is given back at once."""
-    host, _, number = bind.rpartition(":")
-    host = host.strip("[]")
     try:
-        if not 0 <= int(number) < _PORTS:
-            raise ValueError("a port is a number below 65536")
-        family, kind, proto, _, where = socket.getaddrinfo(host or None, int(number), type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
-    except (OSError, ValueError, OverflowError) as error:
+        try_to_bind(bind)
+    except (OSError, ConfigError) as error:
         found = f"{bind} cannot be listened on ({error})"
         yield problem("port", found, "stop the other program, or choose another address with --bind")
     else:

@@ -26,7 +26,8 @@ from protos.console import printable
 
 VARIABLE = "CONSILIUM_LOG_FORMAT"
 FIELDS = ("event", "run", "round", "kind", "silo", "code", "bytes", "included")
-"""What a record may carry beside its message, as `extra`. A round counts from 0 here, as in all JSON."""
+"""What a record may carry beside its message, as `extra`. A round counts from 0 here, as in all JSON;
+in a line of text from 1, as wherever people read it."""
 _CHARACTERS = 4000
 _LAST_LINES_S = 2.0
 _CODE = re.compile(r"\bE-[A-Z]+-\d\d\b")
@@ -117,6 +118,8 @@ class OneLine(logging.Formatter):
         if self._json:
             line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": text} | facts
             return json.dumps(line)
+        if isinstance(facts.get("round"), int):
+            facts["round"] = int(facts["round"]) + 1
         rest = "".join(f" {name}={value}" for name, value in facts.items() if name not in ("code", "kind"))
         return f"{at} {record.levelname} {text}{rest}"
 

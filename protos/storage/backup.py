@@ -79,12 +79,13 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
 
     Raises ConfigError (E-CFG-02) on another folder; StateError: E-STATE-63 on an object that is damaged or missing,
     E-STATE-44 where there is no home; UnavailableError (E-STATE-63) when the disk is full.
-    Guarantees: what is restored from it is the home at one moment between two transactions.
+    Guarantees: what is restored from it is the home at one moment between two transactions; after an error the folder
+    is empty again, so that the same command can be repeated.
     """
     if not (home / layout.database).exists():
         raise StateError("E-STATE-44", f"expected {layout.database} in {home}, found none: name the home with --home")
     _require_empty(target)
-    with disk_errors(target), _scratch(home) as scratch:
+    with disk_errors(target), _emptied_on_error(target), _scratch(home) as scratch:
         _name_objects(home, layout, target, scratch)
         for name in layout.databases:
             if (home / name).exists():
@@ -134,6 +135,16 @@ def restore(backup: Path, home: Path, layout: HomeLayout) -> BackupContents:
         aside.replace(home / layout.database)
         sync_folder(home)
     return contents
+
+
+@contextmanager
+def _emptied_on_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for child in folder.iterdir():
+            shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+        raise
 
 
 def _name_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -> None:

@@ -39,13 +39,20 @@ def collection_json(ledger: Ledger, name: str) -> Json:
     }
 
 
+_LEGEND = (
+    "unit: what a budget protects. spent (RDP): the epsilon that counts; spent (PRV): a tighter bound of the same. "
+    "used: the share of the budget as the ledger adds it up, to which epsilon is not in proportion: at 100 % it is the "
+    "budget's. one replaced: epsilon where one record is exchanged for another, instead of added or removed."
+)
+
+
 def show_collections(found: Sequence[Json]) -> None:
     if not found:
         OUT.print("Nothing is registered in this ledger: `silo ledger register --data REF` enters data.")
         return
     OUT.print(_sentence(found))
     show_rows(
-        "Privacy budgets (per unit added or removed; RDP decides, PRV is for information)",
+        "Privacy budgets",
         ("collection", "unit", "budget", "spent (RDP)", "spent (PRV)", "used", "one replaced"),
         [
             (
@@ -61,6 +68,8 @@ def show_collections(found: Sequence[Json]) -> None:
         ],
         headings=True,
     )
+    if OUT.is_terminal:
+        OUT.print(_LEGEND)
 
 
 def _sentence(found: Sequence[Json]) -> str:

@@ -31,14 +31,21 @@ def show_policy(home: HomeOption = None, as_json: JsonOption = False) -> None:
     facts = [("file", str(silo_home.policy) if policy.digest else f"{silo_home.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
     for section in ("runs", "privacy", "prototypes", "evaluation"):
-        facts += [(f"{section}.{key}", _text(value)) for key, value in asdict(getattr(policy, section)).items()]
+        facts += [
+            (f"{section}.{key}", _text(value, _EMPTY.get(f"{section}.{key}", "none")))
+            for key, value in asdict(getattr(policy, section)).items()
+        ]
     facts += [(f"budget of {name}", f"epsilon {e:g} at delta {d:g}") for name, (e, d) in policy.budgets.items()]
     console.show_facts(facts)
 
 
-def _text(value: object) -> str:
+_EMPTY = {"runs.methods": "any", "runs.leads": "any"}
+"""What an empty list means; any other: none."""
+
+
+def _text(value: object, empty: str) -> str:
     if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "-"
+        return ", ".join(map(str, value)) or empty
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value) or "-"
 
 
@@ -111,6 +118,9 @@ def approve(
             for a in found
         ]
         print_json({"runs": runs})
+        return
+    if not found:
+        console.OUT.print("No run has asked for a decision. One that has just been started asks within a minute.")
         return
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in found]
     console.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for", "what it would spend"), rows)

@@ -133,7 +133,8 @@ class TaskRunner:
         progress, most = self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
-        self.emit(event("training", f"{key} of {name}: training", key, {"name": name}))
+        doing = "training" if key.kind is TaskKind.TRAIN else "evaluating"
+        self.emit(event("training", f"{key} of {name}: {doing}", key, {"name": name}))
         self.queue.set_activity(task, pb.TRAINING)
         state = self._kept_state(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)

@@ -68,7 +68,7 @@ WAITING = pb.RunInfo(
 
 
 def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on_it() -> None:
-    line = "south (offline 40 min, 12 min more; nobody else holds keratosis)"
+    line = "south (offline 40 min, for at most 12 min more; nobody else holds keratosis)"
     assert display.waiting_lines(WAITING) == [
         "round 7: 5 updates are there, 4 close it; waits for",
         f"  {line}",
@@ -82,7 +82,7 @@ def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on
     out = io.StringIO()
     with display.Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
         watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))
-    assert "offline; awaited: offline 40 min, 12 min more; nobody else holds keratosis" in out.getvalue()
+    assert "offline; awaited (offline 40 min, for at most 12 min more; nobody else holds keratosis)" in out.getvalue()
 
 
 def closed(number: int, correct: float) -> pb.Event:
@@ -101,3 +101,45 @@ def test_a_terminal_shows_the_accuracies_of_a_run_as_a_chart_and_a_pipe_does_not
     assert " 100 % ┤" in shown.getvalue()
     assert "█" not in piped.getvalue()
     assert "accuracy over" not in piped.getvalue()
+
+
+def test_on_a_narrow_terminal_a_run_can_still_be_named_and_nothing_is_left_out() -> None:
+    runs = [pb.RunInfo(run_id=f"fedmr-folder-{k:04x}", state="finished", rounds=3, accuracy=-1) for k in (1, 2)]
+    for run in runs:
+        run.accuracy_estimate.withheld = "noise larger than signal"
+    out = io.StringIO()
+    Console(file=out, width=80).print(display.runs_table(runs))
+    assert "fedmr-folder-0001" in out.getvalue()
+    assert "fedmr-folder-0002" in out.getvalue()
+    assert "…" not in out.getvalue()
+    assert "noise larger" not in out.getvalue()
+
+
+def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_above_it() -> None:
+    out = io.StringIO()
+    info = pb.RunInfo(run_id="run-1", state="running", rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)
+    with display.Watcher(Console(file=out, force_terminal=True, width=200, highlight=False)) as watcher:
+        watcher.show(pb.Event(kind="warning", text="fewer than 3 silos", info=info, at_unix=1))
+        watcher.show(pb.Event(kind="silo", info=info, silos=[pb.SiloInfo(name="north", state="online")]))
+    lines = out.getvalue().splitlines()
+    assert any("warning" in line and "fewer than 3 silos" in line for line in lines)
+    assert any("run-1  running  round 1/3  accuracy 50.00 %" in line for line in lines)
+
+
+def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_before_it() -> None:
+    out = io.StringIO()
+    info = pb.RunInfo(rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)
+    with display.Watcher(Console(file=out, width=200)) as watcher:
+        watcher.show(pb.Event(kind="closed", round=0, info=info))
+        watcher.show(pb.Event(kind="closed", round=3, info=info))
+    assert out.getvalue().count("accuracy before it 50.00 %") == 1
+    assert out.getvalue().count("accuracy 50.00 %") == 1
+
+
+def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:
+    silo = pb.SiloInfo(name="north", state="online", activity=pb.AWAITING_APPROVAL)
+    silo.data.CopyFrom(pb.DataOffer(name="folder", nominal_size=100, holds=["nevus", "keratosis"]))
+    out = io.StringIO()
+    Console(file=out, width=220).print(display.silos_table([silo]))
+    for said in ("size, rounded up", "nevus, keratosis", "awaiting approval (round 1)"):
+        assert said in out.getvalue()

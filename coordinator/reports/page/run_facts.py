@@ -97,9 +97,15 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     newest = accuracy.newest(info)
     reached = "" if newest == NOTHING else f"Newest accuracy: {newest.text()}."
     if info.state == "finished":
-        share = newest.text() if newest.point is not None else "nothing that noise leaves a number of"
+        if newest.withheld:
+            return "Finished", f"How good the model is, is withheld: {newest.withheld}."
+        if newest.point is None:
+            return "Finished", "Nothing was measured of the model."
         best = "" if curve is None else f" Best over rounds: {curve.scores.best.text()}."
-        return f"Finished: {share}", f"of all hospitals' test images, answered right by the model of all.{best}"
+        return (
+            f"Finished: {newest.text()}",
+            f"of all hospitals' test images are classified correctly by the shared model.{best}",
+        )
     if info.state in ("paused", "failed", "aborted"):
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
         return after, f"{info.reason or 'No reason was given.'} {reached}"

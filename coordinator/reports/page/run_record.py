@@ -67,7 +67,9 @@ class RunRecord:
 
     @cached_property
     def chart(self) -> Chart | None:
-        return chart_of("Of all test images, answered right", {TITLES[n]: c for n, c in self.compared.curves.items()})
+        return chart_of(
+            "Of all test images, classified correctly", {TITLES[n]: c for n, c in self.compared.curves.items()}
+        )
 
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:
@@ -75,7 +77,7 @@ class RunRecord:
         curves = zip(self.compared.classes, by_class(self.detail.rounds, _MOST_CLASSES), strict=False)
         found = [(name, curve) for name, curve in curves if curve.measured]
         groups = [dict(found[k : k + MOST_SERIES]) for k in range(0, len(found), MOST_SERIES)]
-        charts = [chart_of("Of the test images of each class, answered right", group) for group in groups]
+        charts = [chart_of("Of the test images of each class, classified correctly", group) for group in groups]
         return tuple(chart for chart in charts if chart is not None)
 
     @cached_property

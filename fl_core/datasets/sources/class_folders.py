@@ -64,7 +64,13 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
         names = {folder.name for folder in levels}
         notes = ("no train/ and test/ level: a fifth of each class, chosen by file name, is held out as test",)
     if not names:
-        raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found none: check the path")
+        loose = sum(problem.count for problem in problems)
+        found, remedy = (
+            ("none", "check the path")
+            if not loose
+            else (f"{loose} images that lie in no class", "put each into a subfolder that is named after its class")
+        )
+        raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found {found}: {remedy}")
     problems += tree.problems()
     space = tuple(classes or sorted(names))
     return SourceIndex(f"folder:{root}", space, tuple(items), problems, notes, unread=by_extension(tree.unread))

@@ -13,7 +13,7 @@ from coordinator import console
 from coordinator.api.control import data_offer
 from coordinator.lead_client import LeadClient
 from coordinator.storage.records import DataOffer
-from fl_core.errors import ProtocolError
+from fl_core.errors import ConfigError, ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import Address
 from protos.wire import status
@@ -98,3 +98,12 @@ def test_events_after_the_last_number_there_can_be_are_none(world: World) -> Non
     run = world.submit(manifest())
     world.lead().Abort(pb.RunQuery(run_id=run.id))
     assert not list(world.lead().Watch(pb.WatchRequest(run_id=run.id, after=2**64 - 1)))
+
+
+def test_what_a_lead_asks_wrongly_is_a_wrong_command_and_not_a_broken_protocol(world: World) -> None:
+    lead = LeadClient(Address("127.0.0.1", world.port), world.people["lead"])
+    try:
+        with pytest.raises(ConfigError, match="E-RUN-10"):  # status 2: the caller can put it right
+            lead.show("nobody")
+    finally:
+        lead.close()

@@ -120,6 +120,15 @@ def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(dispatcher: Dispatc
     assert len(error.message) < 600
 
 
+def test_a_reason_is_cut_between_words_and_what_to_do_about_its_code_is_said(dispatcher: Dispatcher) -> None:
+    asking = Asking(dispatcher, ALONE)
+    dispatcher.preflight(session(), said(ready=False, code="E-BUDGET-04", reason="registered " * 100))
+    error = asking.over()
+    assert isinstance(error, RefusedError)
+    assert "registered ...: no round was begun" in error.message
+    assert "coordinator explain CODE" in error.message
+
+
 def test_who_has_answered_is_not_asked_again_in_the_next_session(dispatcher: Dispatcher) -> None:
     asking = Asking(dispatcher, replace(PRIVATE, members=PRIVATE.members[:2]))
     dispatcher.preflight(session(), said())

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cli import research
 from coordinator.cli.research import simulate
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.sweep import combinations, is_sweep
+from coordinator.simulation.job import SimulationJob
+from coordinator.simulation.sweep import SweepTable, combinations, is_sweep
 from fl_core.errors import ConfigError
 
 COMMAND = str(Path(sys.executable).parent / "coordinator")
@@ -47,10 +49,55 @@ def test_a_wrong_word_is_refused_before_anything_runs(words: list[str], code: st
     assert caught.value.code == code
 
 
+def test_a_sweep_shows_a_table_of_its_runs_and_with_json_an_object_for_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spent = {"overrides": ["privacy.epsilon=4", "seed=1"], "privacy": {"epsilon": 3.75, "delta": 1e-5}}
+    noisy = {"overrides": ["privacy.epsilon=2", "seed=1"], "global_accuracy": None, "withheld": True, "privacy": None}
+    results = [{**spent, "global_accuracy": 0.5, "best_global_accuracy": 0.625, "balanced_accuracy": 0.25}, noisy]
+    monkeypatch.setattr(research, "sweep", lambda *_: iter(results))
+    words = ["privacy=dp_record", "privacy.epsilon=4,2", "seed=1"]
+    research._simulate(SimulationJob(), words, 1, as_json=False)
+    shown = capsys.readouterr()
+    assert "{" not in shown.out
+    assert "1 of 2 done, left 0 s  privacy.epsilon=4  accuracy 50.00 %" in shown.err
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.out.splitlines() if "│" in line]
+    assert rows == [["2", "withheld", "-", "-", "-"], ["4", "50.00 %", "62.50 %", "25.00 %", "3.750"]]
+    research._simulate(SimulationJob(), words, 1, as_json=True)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
+    table = SweepTable(tmp_path, words)
+    table.add(results[0])
+    assert "3.75" in (tmp_path / "sweep.csv").read_text()
+    assert "epsilon,delta" in (tmp_path / "sweep.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("data.classes=[nevus,Melanom (bösartig)]", "put quotes around a name"),
+        ("data.classes=nevus,keratosis", r"a list is written \[A,B\]"),
+        ("train.lr=0,1", "a number with a point, 0.1"),
+    ],
+)
+def test_a_value_that_the_grammar_does_not_take_is_answered_with_how_it_is_written(word: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        compose_spec(["data=folder", word])
+    assert caught.value.code == "E-CFG-01"
+    assert "Exception" not in caught.value.message
+
+
+def test_names_with_accents_and_signs_are_classes_in_quotes() -> None:
+    spec = compose_spec(["data=folder", 'data.classes=["Melanom (bösartig)",nevus]'])
+    assert spec.data["classes"] == ["Melanom (bösartig)", "nevus"]
+
+
 @pytest.mark.slow
 def test_a_sweep_prints_one_object_per_run_that_equals_the_run_alone() -> None:
     done = subprocess.run(
-        [COMMAND, "simulate", "-m", *SHORT, "seed=0,1", "--jobs", "2"], capture_output=True, text=True, timeout=200
+        [COMMAND, "simulate", "-m", *SHORT, "seed=0,1", "--jobs", "2", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
+from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part
+from fl_core.validate import UnitInterval
 from tests.support.federations import FED, SCHEMA, QData, same, shares
 from tests.support.methods import play
 
@@ -68,3 +72,12 @@ def test_personal_model_is_the_locally_trained_one() -> None:
     tensor_maps.load_state(model, msg["w"])
     data().sgd(model, FedAvg.loss)
     assert same(personal, tensor_maps.copy_state(model))
+
+
+def test_a_wrong_option_of_a_method_of_ones_own_is_named_after_its_class() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Smoothed(FedAvg):
+        smoothing: UnitInterval = 0.1
+
+    with pytest.raises(ConfigError, match=r"Smoothed\.smoothing: expected a number from 0 to 1"):
+        Smoothed(smoothing=2)

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 
+from fl_core.errors import ConfigError
 from protos.operations import checks
 from protos.operations.checks import Level
 from protos.operations.health import Answer, about
@@ -57,6 +58,17 @@ def test_a_port_that_is_taken_is_a_problem_and_a_free_one_is_given_back():
 @pytest.mark.parametrize("bind", ["", "nonsense", "127.0.0.1:99999", "127.0.0.1:-1", "203.0.113.7:0"])
 def test_an_address_that_is_none_of_this_machines_is_a_problem(bind):
     assert levels(checks.port(bind)) == [Level.PROBLEM]
+
+
+@pytest.mark.parametrize("bind", ["8443", ":8443", "0.0.0.0:84x", "0.0.0.0:65536", "http://0.0.0.0:8443", "[::]8443"])
+def test_an_address_in_another_form_is_refused_with_the_form(bind):
+    with pytest.raises(ConfigError, match=r"E-CFG-02: --bind: expected HOST:PORT"):
+        checks.host_and_port(bind)
+
+
+def test_an_address_is_read_with_its_port():
+    assert checks.host_and_port("0.0.0.0:8443") == ("0.0.0.0", 8443)
+    assert checks.host_and_port("[::1]:0") == ("::1", 0)
 
 
 def test_a_key_that_others_may_read_is_a_problem_and_a_file_in_a_closed_home_is_none(tmp_path):

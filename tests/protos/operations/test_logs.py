@@ -59,7 +59,7 @@ def test_a_line_says_run_round_silo_and_code(written):
         "silo": "north",
         "code": "E-ID-12",
     }
-    assert "run=run-1 round=0 silo=north" in written("x", run="run-1", round=0, silo="north", format=LogFormat.TEXT)
+    assert "run=run-1 round=1 silo=north" in written("x", run="run-1", round=0, silo="north", format=LogFormat.TEXT)
 
 
 SECRETS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
 from contextlib import closing
@@ -13,7 +14,7 @@ from coordinator.cli.operations import backup as coordinator_cli
 from coordinator.storage.records import ObjectKind
 from coordinator.storage.runs import note_object
 from coordinator.storage.store import FILE, OBJECTS, Store
-from fl_core.errors import ConfigError, FederationError, StateError
+from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
 from protos.storage.backup import FILE as CONTENTS
 from protos.storage.object_store import ObjectStore
 from silo.cli import backup as silo_cli
@@ -177,3 +178,18 @@ def test_a_home_that_is_none_is_not_backed_up(tmp_path: Path) -> None:
     for command in (coordinator_cli.backup, silo_cli.backup):
         with pytest.raises(FederationError, match="E-STATE-44"):
             command(tmp_path / "backup", home=tmp_path / "home")
+
+
+def test_a_backup_that_fails_leaves_its_folder_empty_so_that_the_command_can_be_repeated(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = tmp_path / "backup"
+    with monkeypatch.context() as patch:
+        patch.setattr("protos.storage.backup._copy", full)
+        with pytest.raises(UnavailableError, match="E-STATE-63"):
+            took(home, target)
+    assert not list(target.iterdir())
+    assert (took(home, target) / CONTENTS).exists()

@@ -197,6 +197,10 @@ def test_the_policy_is_shown_with_its_digest_and_checked_before_it_closes_the_ho
         "digest": shown["digest"],
         "sound": True,
     }
+    assert run(["policy", "show", *home]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["runs.leads"] == "any"
+    assert said["prototypes.hidden"] == "none"
     draft = tmp_path / "draft.toml"
     for text in (
         "[runs]\nmethod = ['fedmr']\n",
@@ -216,6 +220,8 @@ def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
     place = enrolled(tmp_path / "home")
     home = ["--home", str(place.path)]
     store = Store(place.database)
+    assert run(["approve", *home]) == 0
+    assert "No run has asked for a decision" in capsys.readouterr().out
     assert store.approvals.ask("run-1", "a" * 64, "skin", "fedmr") is None
     assert [r["decided"] for r in answer(capsys, "approve", *home)["runs"]] == ["waits"]
     fails(capsys, "E-RUN-10", 2, "approve", "nobody", *home)

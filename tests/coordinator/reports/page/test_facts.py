@@ -148,6 +148,14 @@ def test_a_run_in_any_state_has_a_headline(state: str) -> None:
         assert text == "Paused after 1 of 3 rounds"
 
 
+def test_a_finished_run_whose_accuracy_noise_hides_says_so_in_a_sentence() -> None:
+    info = pb.RunInfo(run_id="run-1", state="finished", rounds=3, closed=3)
+    info.accuracy_estimate.withheld = "noise larger than signal"
+    assert headline(info, None) == ("Finished", "How good the model is, is withheld: noise larger than signal.")
+    nothing = pb.RunInfo(state="finished", accuracy=-1, best_accuracy=-1)
+    assert headline(nothing, None) == ("Finished", "Nothing was measured of the model.")
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e38, -1.0, 2.0**63])
 def test_numbers_that_are_none_end_no_page(wrong: float) -> None:
     info = waiting(north=False)

@@ -196,12 +196,12 @@ def test_a_class_without_images_is_noted_and_hinders_nothing(split_folder: Path)
     shutil.rmtree(split_folder / "test" / "melanoma")
     report = check(f"folder:{split_folder}", classes=["benign", "melanoma", "nevus"])
     assert report.problems == ()
-    assert "no image of the classes 1 (nevus): right where this hospital has never seen them" in report.notes
-    assert "no test image of the classes 1 (melanoma)" in report.notes
+    assert "classes without an image: 1 (nevus); right where this hospital has never seen them" in report.notes
+    assert "classes without a test image: 1 (melanoma)" in report.notes
 
 
 def test_deep_grey_values_next_to_black_are_noted(split_folder: Path) -> None:
-    dark = np.random.default_rng(0).integers(0, 3000, (9, 9)).astype(np.uint16)
+    dark = np.random.default_rng(0).integers(0, 4096, (64, 64)).astype(np.uint16)
     Image.fromarray(dark).save(split_folder / "train" / "benign" / "dark.png")
     report = check(f"folder:{split_folder}", deep=True)
     assert any("a sixteenth of the range of their values: 1 (train/benign/dark.png)" in note for note in report.notes)
@@ -363,3 +363,20 @@ def test_counts_are_in_the_order_of_the_label_space(split_folder: Path) -> None:
     (split_folder / "train" / "benign" / "0.png").unlink()
     report = check(f"folder:{split_folder}", classes=["melanoma", "x", "benign"])
     assert report.counts == {Split.TRAIN: (4, 0, 3), Split.TEST: (2, 0, 2)}
+
+
+def test_images_that_lie_in_no_class_are_counted_where_no_class_is(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("L", (8, 8)).save(tmp_path / name)
+    with pytest.raises(DataError, match="found 2 images that lie in no class: put each into a subfolder"):
+        check(f"folder:{tmp_path}", classes=["benign", "nevus"])
+
+
+def test_a_listed_image_without_a_file_is_told_once(tmp_path: Path) -> None:
+    Image.new("L", (8, 8), 3).save(tmp_path / "a.png")
+    rows = "path,label,group,split\na.png,nevus,,train\ngone.png,nevus,,test\n"
+    (tmp_path / "images.csv").write_text(rows)
+    report = check(f"manifest:{tmp_path / 'images.csv'}", classes=["nevus", "benign"])
+    assert [p.what for p in report.problems if "gone.png" in " ".join(p.first)] == [
+        "images of images.csv without a file"
+    ]
