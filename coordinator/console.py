@@ -235,10 +235,10 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
                 f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
                 ", ".join(s.data.holds) or "-",
                 doing(s),
-                s.policy_digest[:12] or "-",
-                local_time(s.last_seen_unix),
+                s.policy_digest[:8] or "-",
+                _minute(s.last_seen_unix),
                 _minute(s.certificate_until_unix)[:10],
-                s.fingerprint[:12],
+                s.fingerprint[:8],
             )
             for s in silos
         ),

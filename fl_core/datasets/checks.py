@@ -135,7 +135,10 @@ class SourceIndex:
         unreadable = problem("E-DATA-04", "images that cannot be read", broken, "Restore these files or leave them out")
         twins, notes = _twins(sound)
         if dark:
-            notes = (*notes, f"images that use less than a sixteenth of the range of their values: {_listed(dark)}")
+            notes = (
+                *notes,
+                f"images next to black, on at most a sixteenth of the range of their values: {_listed(dark)}",
+            )
         return replace(
             report,
             problems=(*report.problems, *unreadable, *twins),
