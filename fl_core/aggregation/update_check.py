@@ -84,14 +84,14 @@ class Measured:
 
     norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
     rows: per part with one weight per row (C,), NaN where the row has weight 0   bias: how far the head's bias moved
-    (C,), None where that says nothing of classes   tested: test examples per class (C,)   decay: the largest share of
+    (C,), empty where that says nothing of classes   tested: test examples per class (C,)   decay: the largest share of
     the received bias that weight decay took away.
     """
 
     norms: Mapping[str, float]
     rows: Mapping[str, Tensor]
-    bias: Tensor | None = None
-    tested: Tensor | None = None
+    bias: tuple[float, ...] = ()
+    tested: tuple[float, ...] = ()
     decay: float = 0.0
 
     def direction(self, received: Tensor | None = None) -> float:
@@ -101,11 +101,12 @@ class Measured:
         is, whatever the examples say, and where a model has converged nothing else moves: so no share of it up to
         `decay` explains an update that is below 0. Between both ends the number is convex.
         """
-        if self.bias is None or self.tested is None:
+        if not self.bias:
             return 0.0
-        found = _sign(self.bias, self.tested)
-        if found < 0 and received is not None and received.shape == self.bias.shape:
-            found = max(found, _sign(self.bias + self.decay * received.double(), self.tested))
+        bias, tested = (torch.tensor(v, dtype=torch.float64) for v in (self.bias, self.tested))
+        found = _sign(bias, tested)
+        if found < 0 and received is not None and received.shape == bias.shape:
+            found = max(found, _sign(bias + self.decay * received.double(), tested))
         return found
 
 
@@ -176,7 +177,8 @@ class UpdateCheck:
         if bias is None or not counted > 0:
             return Measured(norms, rows)
         change = bias.detach().cpu().double() * self._scale("delta", bias) / counted
-        return Measured(norms, rows, change, update[METRICS].weight.detach().cpu().double(), self._decay(counted, silo))
+        tested = self._numbers(f"{METRICS}.weight", update[METRICS].weight)
+        return Measured(norms, rows, tuple(change.tolist()), tuple(tested.tolist()), self._decay(counted, silo))
 
     def _decay(self, weight: float, silo: str) -> float:
         """Bound the share of a parameter that weight decay takes away in one round."""

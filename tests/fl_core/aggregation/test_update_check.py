@@ -205,7 +205,6 @@ def test_a_direction_is_held_against_a_silo_only_where_its_test_images_say_enoug
 def test_weight_decay_explains_no_more_of_a_direction_than_it_can_take_away(
     received: list[float], refused: bool
 ) -> None:
-    change, tested = torch.tensor([-0.01, -0.01, 0.01, 0.0]).double(), torch.tensor([20.0, 20, 0, 0]).double()
-    found = Measured({}, {}, change, tested, decay=0.02)
+    found = Measured({}, {}, (-0.01, -0.01, 0.01, 0.0), (20.0, 20.0, 0.0, 0.0), decay=0.02)
     assert found.direction() < 0
     assert (found.direction(torch.tensor(received)) < 0) is refused
