@@ -6,13 +6,16 @@ from protos.tls.connect import require_tls13
 
 require_tls13()  # before anything imports gRPC
 
+import gc  # noqa: E402
 import os  # noqa: E402
+from collections.abc import Generator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.support import rewriting  # noqa: E402
 from tests.support.images import real_data  # noqa: E402
 from tests.support.pki import today  # noqa: E402
 
@@ -21,6 +24,18 @@ settings.register_profile("nightly", max_examples=500, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Look for no garbage meanwhile, and later not among what was imported: there is none."""
+    gc.disable()
+    try:
+        rewriting.write(rewriting.share(session.config), session.config)
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
