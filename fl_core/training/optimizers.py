@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +45,33 @@ def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
     return None
 
 
+class _NeverCompiled(Optimizer):
+    """What torch's optimizers do, without what keeps them out of compiled code.
+
+    That imports the compiler, which takes a second: a third of a short run. Only features are ever compiled here.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        inspect.unwrap(Optimizer.add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        inspect.unwrap(Optimizer.zero_grad)(self, set_to_none)
+
+
+class _Sgd(_NeverCompiled, SGD):
+    step = torch.no_grad()(inspect.unwrap(SGD.step))
+
+
+class _Adam(_NeverCompiled, Adam):
+    step = torch.no_grad()(inspect.unwrap(Adam.step))
+
+
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainConfig) -> Optimizer:
     """Make an optimizer with empty buffers; raises ConfigError (E-CFG-02) as `check`."""
     check(config)
     if config.optimizer == "adam":
-        return Adam(parameters, lr, weight_decay=config.weight_decay)
-    return SGD(parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov)
+        return _Adam(parameters, lr, weight_decay=config.weight_decay)
+    return _Sgd(parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov)
 
 
 def split_by_momentum(
@@ -66,7 +89,7 @@ def make_optimizers(
 ) -> list[Optimizer]:
     """Make the optimizers of a pass: the schedule's, and plain SGD for what `no_momentum` selects."""
     scheduled, plain = split_by_momentum(named, no_momentum)
-    return ([make_optimizer(scheduled, lr, config)] if scheduled else []) + ([SGD(plain, lr)] if plain else [])
+    return ([make_optimizer(scheduled, lr, config)] if scheduled else []) + ([_Sgd(plain, lr)] if plain else [])
 
 
 def correct_gradient(named: Mapping[str, nn.Parameter], clip_norm: float, options: SgdOptions) -> None:

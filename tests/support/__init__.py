@@ -11,11 +11,16 @@ import pytest
 
 
 def until(condition: Callable[[], Any], what: str = "", seconds: float = 200.0, every: float = 0.005) -> Any:
-    """Wait for a condition with a deadline, and return its value. every: seconds between two looks."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+    """Wait for a condition with a deadline, and return its value.
+
+    every: seconds between two looks. After a while they are rarer, ten a second at least: each takes time from those
+    who are waited for.
+    """
+    began, pause = time.monotonic(), threading.Event()
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain {what}"
-        pause.wait(every)
+        waited = time.monotonic() - began
+        assert waited < seconds, f"waited {seconds} s in vain {what}"
+        pause.wait(max(every, min(waited / 20, 0.1)))
     return value
 
 

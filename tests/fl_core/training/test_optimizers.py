@@ -76,14 +76,46 @@ def test_bare_parameters_move_without_momentum_or_decay() -> None:
     assert not torch.equal(full - _some(0, 3), bare - _some(1, 3))
 
 
-def test_neither_counting_nor_the_digits_import_what_they_do_not_use() -> None:
+OPTIMIZERS = {
+    "sgd": (TrainConfig(momentum=0.9, weight_decay=0.01, nesterov=True), torch.optim.SGD),
+    "adam": (TrainConfig(optimizer="adam", weight_decay=0.01), torch.optim.Adam),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_an_optimizer_that_is_never_compiled_is_torchs_bit_for_bit(kind: str, scaled: bool) -> None:
+    config, theirs = OPTIMIZERS[kind]
+    options = {"momentum": 0.9, "nesterov": True} if kind == "sgd" else {}
+    own, other = nn.Parameter(_some(0, 3, 4)), nn.Parameter(_some(0, 3, 4))
+    pairs = [
+        (own, make_optimizer([own], 0.05, config)),
+        (other, theirs([other], 0.05, weight_decay=0.01, **options)),  # type: ignore[operator]
+    ]
+    for parameter, optimizer in pairs:
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        for seed in range(4):
+            optimizer.zero_grad()
+            scaler.scale((parameter * _some(seed, 3, 4)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert torch.equal(own, other)
+    assert own.requires_grad
+    assert own.grad_fn is None
+
+
+def test_neither_counting_nor_digits_nor_training_import_what_they_do_not_use() -> None:
     """The compiler and scikit-learn take longer to import than all of ours; torchvision imports the compiler itself."""
     code = (
         "import sys; from fl_core.datasets import load; from fl_core.models import MODELS, describe\n"
+        "from coordinator.config.hydra_config import compose_spec; from coordinator.simulation import runner\n"
         "from tests.support.federations import MODEL_SHAPES, schema\n"
         "assert len(load('digits/p5c2/0').train) > 0\n"
         "for name in set(MODELS) - {'efficientnet_b0'}:\n"
         "    assert describe(name, schema(MODEL_SHAPES[name])).parameters > 0\n"
+        "words = ['method=fedmr', 'data=digits', 'federation=p3c4', 'rounds=1', 'train.epochs=1']\n"
+        "for optimizer in ('sgd', 'adam'):\n"
+        "    assert runner.run(compose_spec([*words, f'train.optimizer={optimizer}'])).summary()\n"
         "print([name for name in ('torch._dynamo', 'sklearn', 'torchvision') if name in sys.modules])"
     )
     done = subprocess.run(
