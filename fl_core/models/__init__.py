@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import torch
@@ -138,12 +139,19 @@ def describe(name: str, schema: Schema, options: Mapping[str, object] | None = N
     asked = {key: value for key, value in (options or {}).items() if key != "weights"}
     chosen = model_options(name, asked)
     try:
-        with torch.device("meta"), _Undrawn():
-            model = chosen.build(schema)
+        # Only our own models are known to be what their options say, whenever they are built.
+        count = _facts if name in MODELS else _facts.__wrapped__
+        return count(name, chosen, schema)  # type: ignore[arg-type]  # our own are hashable
     except (RuntimeError, OverflowError, TypeError) as error:  # a tensor of more than 2^63 bytes
         raise ConfigError(
             "E-CFG-02", f"expected sizes that a tensor can have in {name}, found {shown(asked)}: make them smaller"
         ) from error
+
+
+@lru_cache(maxsize=64)
+def _facts(name: str, chosen: ModelOptions, schema: Schema) -> ModelFacts:
+    with torch.device("meta"), _Undrawn():
+        model = chosen.build(schema)
     return ModelFacts(name, model.feature_dim, *_counts(model))
 
 

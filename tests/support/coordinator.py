@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import grpc
 
@@ -138,10 +141,22 @@ class World:
         return rpc.LeadStub(channel(self.port, self.people["lead"]))
 
 
+_KEPT = TemporaryDirectory(prefix="consilium-tests-")
+
+
+@cache
+def _enrolled(names: tuple[str, ...]) -> World:
+    return World.create(Path(_KEPT.name) / str(len(names)) / "-".join(names), names)
+
+
 @contextmanager
 def running(home: Path, names: Sequence[str], settings: Settings = FAST) -> Iterator[World]:
-    """A started service with enrolled silos."""
-    world = World.create(home, names, settings)
+    """A started service with enrolled silos, in a copy of a consortium: equal names have one authority and equal keys.
+
+    Whoever needs two consortia makes the other with `World.create`.
+    """
+    made = _enrolled(tuple(names))
+    world = World(Path(shutil.copytree(made.home, home)), settings, dict(made.people))
     world.start()
     try:
         yield world
