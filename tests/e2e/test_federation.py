@@ -57,8 +57,8 @@ def test_a_run_over_real_processes_ends_in_the_model_of_the_simulation(earth: Wo
         assert done["bytes_down"] > 0
 
 
-def test_the_simulate_command_prints_one_object_that_names_the_same_model(earth: World) -> None:
-    printed = earth.json("coordinator", "simulate", "method=fedavg", *SHORT)
+def test_the_simulate_command_prints_one_object_that_names_the_same_model() -> None:
+    printed = json.loads(here("simulate", "method=fedavg", *SHORT, "--json").stdout)
     assert printed == json.loads(json.dumps(_simulated("method=fedavg", *SHORT)))
     assert {"global_accuracy", "best_global_accuracy", "model_digest"} <= set(printed)
 
