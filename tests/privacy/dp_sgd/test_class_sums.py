@@ -47,7 +47,7 @@ def test_t_24_adding_or_removing_any_unit_moves_the_joint_query_by_at_most_delta
 def test_t_25_and_t_26_noise_of_a_prototype_release() -> None:
     """An absent class has noise of the same scale, and its count's noise is that of the specification."""
     few = Given(examples(8).x, torch.zeros(8, dtype=torch.long))
-    wide = ClassSums(lambda x, y: x.flatten(1).repeat(1, 40), 4)
+    wide = ClassSums(lambda x, y: x.flatten(1).repeat(1, 2), 4)  # some 100,000 numbers: a deviation within 0.3 %
     noise, rows, counts = SeededNoise(5, "t"), [], []
     for _ in range(1600):
         found = class_sums(wide, few, PrivacyUnits.of(few), 1.0, 0.5, 8.0, noise, few=0.0)
@@ -61,14 +61,14 @@ def test_t_25_and_t_26_noise_of_a_prototype_release() -> None:
 
 def test_t_27_an_absent_class_is_suppressed() -> None:
     few = Given(examples(40).x, torch.zeros(40, dtype=torch.long))
-    narrow = ClassSums(lambda x, y: x.flatten(1)[:, :1], 4)
+    absent, trials = 50, 210
+    narrow = ClassSums(lambda x, y: x.flatten(1)[:, :1], absent + 1)
     noise, passed = SeededNoise(6, "t"), 0
-    trials = 3400
     for _ in range(trials):
         passed += int(
             (class_sums(narrow, few, PrivacyUnits.of(few), 1.0, 0.5, 8.0, noise, few=20)["count"][1:] > 0).sum()
         )
-    assert passed / (3 * trials) < 0.005
+    assert passed / (absent * trials) < 0.005
 
 
 def test_without_noise_a_joint_release_is_the_plain_sum(monkeypatch: pytest.MonkeyPatch) -> None:
