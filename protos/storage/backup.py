@@ -28,6 +28,10 @@ from protos.storage.sqlite import BUSY_SECONDS
 FILE = "backup.json"
 FORMAT = 1
 _TRIES = 20
+_MOST_BYTES = 256 << 20
+"""Of `backup.json`: two million objects."""
+_LATEST = 253_402_300_799.0
+"""The last second of the year 9999, after which no date is written."""
 _BLOCK = 1 << 20
 _NEVER = (".tmp", ".lock", "-wal", "-shm", "-journal", ".generation")
 
@@ -65,12 +69,18 @@ class BackupContents:
     @classmethod
     def read(cls, folder: Path) -> BackupContents:
         """Read what a folder holds; raises StateError (E-STATE-25) on one that is no finished backup."""
+        file = folder / FILE
         try:
-            found = structure(cls, parse_json((folder / FILE).read_text(encoding="utf-8")), FILE)
+            if not file.is_file() or (size := file.stat().st_size) > _MOST_BYTES:
+                raise _unusable(folder, f"no {FILE} that is a file of at most {_MOST_BYTES} bytes")
+            with file.open("rb") as opened:
+                found = structure(cls, parse_json(opened.read(size).decode("utf-8")), FILE)
         except (OSError, ValueError, ConversionError) as error:
             raise _unusable(folder, f"no {FILE} that can be read ({type(error).__name__})") from error
         if found.format != FORMAT:
             raise _unusable(folder, f"one of format {found.format}")
+        if not 0 <= found.at <= _LATEST:
+            raise _unusable(folder, f"one of a time that is none ({found.at:g})")
         return found
 
 

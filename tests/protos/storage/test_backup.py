@@ -103,6 +103,11 @@ def change(backup: Path, how: str) -> None:
         (backup / FILE).unlink()
     elif how == "newer":
         (backup / CONTENTS).write_text(json.dumps(contents | {"format": 2}))
+    elif how == "timeless":
+        (backup / CONTENTS).write_text(json.dumps(contents | {"at": 1e300}))
+    elif how == "endless":
+        (backup / CONTENTS).unlink()
+        (backup / CONTENTS).symlink_to("/dev/zero")
     elif how == "deep":
         (backup / CONTENTS).write_text("[" * 100_000)
     else:
@@ -116,7 +121,9 @@ def change(backup: Path, how: str) -> None:
     "damages, cuts or rewrites a backup",
     "it is not restored: E-STATE-25",
 )
-@pytest.mark.parametrize("how", ["unfinished", "cut", "flipped", "missing", "newer", "deep", "traversal"])
+@pytest.mark.parametrize(
+    "how", ["unfinished", "cut", "flipped", "missing", "newer", "timeless", "endless", "deep", "traversal"]
+)
 def test_a_backup_that_was_changed_is_not_restored(home: Path, tmp_path: Path, how: str) -> None:
     change(took(home, tmp_path / "a" / "backup"), how)
     with pytest.raises(StateError, match="E-STATE-25"):
