@@ -21,7 +21,10 @@ WORDS: Mapping[str, str] = {
     "control": "a correction as large as the model",
     "buffers": "averages that the model keeps",
     "steps": "how many steps training took",
-    "heads": "the last layer of the model",
+    "heads": "the last layer of the model, and how many training images here are of each class",
+    "labels": "how many training images here are of each class",
+    "hyper": "by how much training changed what makes a head from shares of classes",
+    "generator": "by how much training changed what makes up features of each class",
     "fine": "how the model's answers divide into finer classes",
 }
 """Parts of updates in plain words; others are named as they are."""

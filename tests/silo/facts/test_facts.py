@@ -49,6 +49,15 @@ def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method)
     assert Leaves.from_json(found.to_json()) == found
 
 
+@pytest.mark.parametrize("mode", ["plain", "secagg"])
+def test_a_method_that_sends_class_counts_is_said_to_send_them(mode) -> None:
+    schema = datasets.schema_of("digits")
+    layout = derive_layout(build_method("fedgen", {"mode": mode}), build_model("digits_cnn", {}, schema, 3), schema)
+    words = leaves_of(replace(manifest(), layout=layout)).words()
+    assert sum("how many training images here are of each class" in word for word in words) == 1
+    assert not [word for word in words if "the part" in word]
+
+
 def test_a_request_is_read_as_it_was_written_down() -> None:
     for run in (manifest(), private(rng="secure"), hospital_level()):
         compiled = CompiledRun.of(run)
