@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,21 @@ def version_option(
     ] = False,
 ) -> None:
     pass
+
+
+def made_command(app: typer.Typer) -> Any:  # noqa: ANN401 - of Click, which Typer has within itself
+    """Make what runs an application. Its help names no type beside a flag: Typer's "<bool>" looks like a value."""
+    command = typer.main.get_command(app)
+    _leave_out_types_of_flags(command)
+    return command
+
+
+def _leave_out_types_of_flags(command: Any) -> None:  # noqa: ANN401
+    for parameter in command.get_params(command.context_class(command)):  # with --help
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _leave_out_types_of_flags(inner)
 
 
 def command_words(program: str) -> list[str]:

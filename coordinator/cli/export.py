@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def export_model(
 
 def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> str:
     trained = [r for r in rounds if r.kind == pb.TRAIN]
+    asks = "prototypes" in CompiledRun(manifest).method.sends
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
     noisy = profiles.result_noise(manifest)
@@ -126,7 +128,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         *([f"| start | {start} |"] if (start := started_from(manifest.to_json())) else []),
         f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
         f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
-        f"| local training | {manifest.train} |",
+        f"| local training | {_words(asdict(manifest.train))} |",
         f"| seed | {manifest.seed} |",
         f"| configuration digest | `{info.manifest_digest}` |",
         f"| model digest | `{info.model_digest}` |",
@@ -145,16 +147,20 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         *_clinical(manifest, last),
         "## Who took part",
         "",
-        "| hospital | rounds | submitted prototypes | missed rounds |",
+        "| hospital | rounds | submits prototypes | missed rounds |",
         "|---|---|---|---|",
         *(
-            f"| {m.name} | {took_part[m.name]} | {'yes' if m.prototypes else 'no'} | "
+            f"| {m.name} | {took_part[m.name]} | {'-' if not asks else 'yes' if m.prototypes else 'no'} | "
             f"{', '.join(f'{r.round + 1} ({r.missing[m.name]})' for r in trained if m.name in r.missing) or '-'} |"
             for m in manifest.members
         ),
         "",
     ]
     return "\n".join(map(printable, lines))
+
+
+def _words(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in options.items())
 
 
 def _options(options: object) -> str:

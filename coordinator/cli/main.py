@@ -121,7 +121,7 @@ def main() -> None:
     import gc
     import logging
 
-    from protos.command_line import command_words
+    from protos.command_line import command_words, made_command
     from protos.console import PrintableFormatter
     from protos.operations.exit_status import status_of
     from protos.tls.connect import require_tls13, silence_grpc_logs
@@ -135,7 +135,7 @@ def main() -> None:
     application = build(command_words("coordinator"))
     startup.raise_on_interrupt()
     try:
-        sys.exit(status_of(application))
+        sys.exit(status_of(made_command(application)))
     finally:
         gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
 

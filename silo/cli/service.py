@@ -15,7 +15,7 @@ from fl_core.errors import ConfigError
 from protos import startup
 from protos.audit_log import commands as audit_log
 from protos.audit_log.local_commands import record_commands
-from protos.command_line import version_option
+from protos.command_line import made_command, version_option
 from protos.console import print_json
 from protos.operations import logs
 from protos.operations.exit_status import status_of
@@ -331,4 +331,4 @@ record_commands(app, READING, lambda home: Home.at(home).path)
 
 def run(words: list[str]) -> int:
     """Run one command line and return its exit status."""
-    return status_of(lambda: app(words, prog_name="silo"))
+    return status_of(lambda: made_command(app)(words, prog_name="silo"))

@@ -188,3 +188,14 @@ def test_names_of_classes_on_a_card_end_no_cell_and_are_no_markup() -> None:
     assert all(row.replace("\\|", "").count("|") in (5, 6) for row in tables.splitlines() if row.startswith("|"))
     assert "<img" not in tables
     assert "\u202e" not in tables
+
+
+@pytest.mark.parametrize(("method", "said"), [("fedavg", "| - |"), ("fedmr", "| yes |")])
+def test_a_card_says_of_prototypes_only_where_the_method_has_any_and_of_training_in_words(
+    method: str, said: str
+) -> None:
+    card = model_card(pb.RunInfo(run_id="r1", name="test", rounds=1), manifest(method, rounds=1), [pb.RoundInfo()])
+    rows = [line for line in card.splitlines() if line.startswith(f"| {manifest(method, rounds=1).members[0].name} |")]
+    assert said in rows[0]
+    assert "| local training | lr " in card
+    assert "TrainConfig" not in card

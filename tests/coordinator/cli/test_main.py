@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -57,3 +58,12 @@ def test_a_shell_completes_commands_and_their_options(typed: str, place: str, ex
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False)
     assert found.stdout.strip() == expected
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("words", [["coordinator", "run"], ["coordinator", "init"], ["silo", "approve"]])
+def test_the_help_names_no_type_beside_a_flag_and_one_beside_what_takes_a_value(words: list[str]) -> None:
+    program = str(Path(sys.executable).parent / words[0])
+    done = subprocess.run([program, words[1], "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert "--json" in done.stdout
+    assert "bool" not in done.stdout
+    assert "<path>" in done.stdout

@@ -61,7 +61,7 @@ def test_live_progress_withholds_what_noise_hides(case: str, run) -> None:
         watcher = console.Watcher(Console(file=out, force_terminal=terminal, width=300, markup=False))
         for e in run(*SUMS[case]).events:
             watcher.show(e)
-        Console(file=out, width=300).print(watcher._table())
+        Console(file=out, width=300).print(watcher._display())
         truthful(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
 
 
