@@ -17,6 +17,7 @@ from coordinator.console import private_form
 from coordinator.export import portable
 from coordinator.reports.start import started_from
 from fl_core.errors import ProtocolError, StateError
+from fl_core.methods.traits import Traits
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL
@@ -105,7 +106,8 @@ def export_model(
 
 def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> str:
     trained = [r for r in rounds if r.kind == pb.TRAIN]
-    asks = "prototypes" in CompiledRun(manifest).method.sends
+    method = CompiledRun(manifest).method
+    asks = not isinstance(method, Traits) or "prototypes" in method.sends
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
     noisy = profiles.result_noise(manifest)
