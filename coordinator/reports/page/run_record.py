@@ -67,9 +67,7 @@ class RunRecord:
 
     @cached_property
     def chart(self) -> Chart | None:
-        return chart_of(
-            "Of all test images, classified correctly", {TITLES[n]: c for n, c in self.compared.curves.items()}
-        )
+        return chart_of("Measured on all test images", {TITLES[n]: c for n, c in self.compared.curves.items()})
 
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:

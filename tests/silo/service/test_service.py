@@ -84,6 +84,8 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
         assert upload(hospital) == codec.pack_bundle(port.round(msg, context, kind))
         hospital.close(round, kind=wire)
         hospital.settled(round + 1)
+    said = [notice.text.rpartition(": ")[2] for notice in hospital.notices if notice.event == "training"]
+    assert said == ["training", "training", "evaluating"]
 
 
 def test_pulses_tell_of_training_while_it_lasts(make, slow):
