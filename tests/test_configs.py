@@ -29,14 +29,23 @@ def _yaml(path: str) -> dict[str, object]:
     return {str(k): v for k, v in raw.items()}
 
 
-def test_every_registered_name_is_a_choice_with_the_defaults_of_its_dataclass() -> None:
-    for group, registry in (("method", METHODS), ("model", MODELS)):
+REGISTRIES = {"method": METHODS, "model": MODELS}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), some([(group, name) for group, registry in REGISTRIES.items() for name in registry])
+)
+def test_a_registered_name_is_a_choice_with_the_defaults_of_its_dataclass(group: str, name: str) -> None:
+    kind = REGISTRIES[group][name]
+    options = dict(getattr(compose_spec([f"{group}={name}", "data=spiral"]), group))
+    assert options.pop("name") == name
+    assert read_options(kind, name, options) == kind()
+
+
+def test_choices_are_the_registered_names_and_the_files() -> None:
+    for group, registry in REGISTRIES.items():
         presets = {path.stem for path in (ROOT / group).glob("*.yaml")}
         assert choices(group) == sorted({*registry, *presets})
-        for name, kind in registry.items():
-            options = dict(getattr(compose_spec([f"{group}={name}", "data=spiral"]), group))
-            assert options.pop("name") == name
-            assert read_options(kind, name, options) == kind()
     assert choices("privacy") == sorted(PROFILES)
 
 

@@ -127,9 +127,14 @@ def service(home: Path) -> Iterator[Service]:
         world.stop()
 
 
+@cache
+def _spec() -> str:
+    return compose_spec(("method=fedavg", "data=digits", "rounds=1")).to_json()
+
+
 def samples(name: str) -> list[Message]:
     """Give messages that the call might accept; of the others an empty one."""
-    digest, spec = "a" * 64, compose_spec(("method=fedavg", "data=digits", "rounds=1")).to_json()
+    digest, spec = "a" * 64, _spec()
     open_ = pb.OpenRequest(run_id="run-1", manifest_digest=digest, base_digest=digest, object_digest=digest, size=10)
     hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, data=pb.DataOffer(name="digits", shape=[1, 8, 8]))
     known: Mapping[str, Sequence[Message]] = {
