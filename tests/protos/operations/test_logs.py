@@ -136,9 +136,9 @@ def test_an_event_is_one_printable_line(text):
     "piece", ["a", "/", "a.", "://", "-----BEGIN", "a/", "E-DATA-", "consilium1.", "../", "=", "'/"]
 )
 def test_masking_takes_no_time_to_speak_of(written, piece):
-    began = time.monotonic()
+    began = time.thread_time()  # of this thread alone: others may have the machine
     assert len(written("%s", piece * 300_000)) < 10_000
-    assert time.monotonic() - began < 1.0
+    assert time.thread_time() - began < 1.0
 
 
 def test_measurements_of_a_hospital_stay_out_of_its_log(caplog):

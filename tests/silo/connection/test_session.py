@@ -118,7 +118,7 @@ def test_messages_reach_the_handler_in_order_and_a_senseless_one_is_reported(mak
     rig = make().start()
     rig.control.last.send(offer=pb.Offer(run_id="run-1"))
     rig.control.last.send(run_ended=pb.RunEnded(run_id="run-1"))
-    until(lambda: len(rig.handler.seen) == 2)
+    until(lambda: len(rig.handler.seen) >= 2)
     rig.handler.fail = ProtocolError("E-WIRE-06", "no sense")
     rig.control.last.send(offer=pb.Offer(run_id="run-2"))
     until(lambda: "E-WIRE-06" in rig.codes())
@@ -144,7 +144,7 @@ def test_it_comes_back_after_the_coordinator_was_restarted(make):
     until(lambda: "disconnected" in [n.event for n in rig.notices])
     until(lambda: rig.codes().count("E-NET-01") >= 2)
     rig.host.start()
-    until(lambda: len(rig.control.sessions) == 2)
+    until(lambda: len(rig.control.sessions) >= 2)
     assert rig.error is None
 
 
@@ -159,7 +159,7 @@ def test_the_wait_for_a_session_is_never_longer_than_its_cap(make, monkeypatch):
 def test_a_session_that_the_coordinator_ends_is_opened_anew(make):
     rig = make().start()
     rig.control.last.end()
-    until(lambda: len(rig.control.sessions) == 2)
+    until(lambda: len(rig.control.sessions) >= 2)
     assert "E-NET-12" in rig.codes()
 
 
@@ -210,14 +210,14 @@ def test_each_hello_names_what_is_staged_by_then(make):
     rig = make().start()
     rig.staged.append(pb.RoundRef(run_id="run-1", round=4, kind=pb.TRAIN))
     rig.control.last.end()
-    until(lambda: len(rig.control.sessions) == 2)
+    until(lambda: len(rig.control.sessions) >= 2)
     assert [s.round for s in rig.control.last.hello.staged] == [4]
 
 
 def test_a_request_for_recycling_is_heard(make):
     rig = make().start()
     rig.client.recycle()
-    until(lambda: len(rig.control.sessions) == 2)
+    until(lambda: len(rig.control.sessions) >= 2)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_refusal_about_the_network_is_not(make):
     rig = make().start()
     rig.control.last.send(refusal=pb.Refusal(code="E-NET-20", reason="going down for maintenance"))
     rig.control.last.end()
-    until(lambda: len(rig.control.sessions) == 2)
+    until(lambda: len(rig.control.sessions) >= 2)
     assert "E-NET-20" in rig.codes()
 
 
@@ -291,7 +291,7 @@ def test_a_tls_failure_after_a_session_is_told_and_waited_out(make):
     rig.host.stop()
     until(lambda: "E-TLS-08" in rig.codes())
     rig.host.start()
-    until(lambda: len(rig.control.sessions) == 2)
+    until(lambda: len(rig.control.sessions) >= 2)
 
 
 def test_leaving_says_so_and_closes_the_stream(make):
@@ -308,7 +308,7 @@ def test_a_new_line_is_used_after_a_renewal(make):
     rig = make().start()
     before = rig.client.connections.current()
     rig.client.renewed()
-    until(lambda: len(rig.control.sessions) == 2)
+    until(lambda: len(rig.control.sessions) >= 2)
     assert rig.client.connections.current() is not before
     until(lambda: rig.control.sessions[0].over.is_set())
     assert "disconnected" not in [n.event for n in rig.notices]

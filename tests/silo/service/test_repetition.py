@@ -16,11 +16,11 @@ def test_an_offer_repeated_is_not_trained_twice(make, slow):
     offer = hospital.offer()
     assert slow.started.wait(20)
     hospital.control.last.send(offer=offer)
-    until(lambda: len(hospital.answers()) == 2)
+    until(lambda: len(hospital.answers()) >= 2)
     slow.free.set()
     hospital.sent()
     hospital.control.last.send(offer=offer)
-    until(lambda: len(hospital.answers()) == 3)
+    until(lambda: len(hospital.answers()) >= 3)
     hospital.sent(2)
     assert slow.begun == [0]
     assert hospital.transfer.calls.count("Put") == 1
@@ -103,7 +103,7 @@ def test_a_round_waits_for_the_close_of_the_one_before(make, slow):
     hospital.offer(0)
     hospital.sent()
     hospital.offer(1)
-    until(lambda: len(hospital.control.sessions) == 2, what="for a session in which closes are named")
+    until(lambda: len(hospital.control.sessions) >= 2, what="for a session in which closes are named")
     assert slow.begun == [0]
     hospital.close(0)
     hospital.sent(2)
@@ -136,7 +136,7 @@ def test_a_receipt_that_was_lost_is_fetched_after_the_close(make):
     )
     hospital.host.stop()
     hospital.host.start()
-    until(lambda: len(hospital.control.sessions) == 2)
+    until(lambda: len(hospital.control.sessions) >= 2)
     hospital.offer()
     until(lambda: hospital.transfer.receipts)
     hospital.close(included=True)
