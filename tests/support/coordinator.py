@@ -211,10 +211,10 @@ class Line:
         self._out.put(None)
         self._call.cancel()
         self._channel.close()
-        assert self.over.wait(10)
+        assert self.over.wait(60)
 
     def failure(self) -> tuple[grpc.StatusCode, str]:
-        assert self.over.wait(10)
+        assert self.over.wait(60)
         assert self.error is not None
         return self.error.code(), self.error.details().split(":")[0]
 
