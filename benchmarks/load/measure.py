@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,13 +158,17 @@ class _Scene:
             "uploads": upload_report(found["uploads"]),
         }
 
-    def _memory_report(self) -> Mapping[str, float]:
+    def _memory_report(self) -> Mapping[str, Any]:
         first, last = self._memory[0][0], self._memory[-1][0]
         begin, window = first + min(_FIRST_S, (last - first) / 3), min(_WINDOW_S, (last - first) / 6)
         after = [(at, mib) for at, mib in self._memory if at >= begin]
         early = median(mib for at, mib in after if at <= after[0][0] + window)
         late = median(mib for at, mib in after if at >= last - window)
+        minutes: dict[int, list[float]] = defaultdict(list)
+        for at, mib in self._memory:
+            minutes[int((at - first) // _FIRST_S)].append(mib)
         return {
+            "minutes_mib": [round(median(some)) for some in minutes.values()],
             "after_first_minute_mib": round(early, 1),
             "end_mib": round(late, 1),
             "ratio": round(late / early, 3),
