@@ -105,8 +105,10 @@ class LeadClient:
                 with self._errors():
                     self._lead.PutWeights(read_chunks(file, digest, have))
             except ProtocolError as error:
-                damaged += 1
-                if error.code != "E-WIRE-04" or damaged > _DAMAGED:
+                damaged += (
+                    1  # or, with E-WIRE-06, open no longer: another console of this lead may have brought the rest
+                )
+                if error.code not in ("E-WIRE-04", "E-WIRE-06") or damaged > _DAMAGED:
                     raise
             except UnavailableError:
                 if time.monotonic() - since > _WATCH_PATIENCE_S:

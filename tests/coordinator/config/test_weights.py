@@ -320,6 +320,25 @@ def test_two_consoles_of_one_lead_that_send_the_same_weights_are_both_done(
     assert world.server.objects.verified(digest).read_bytes() == file.read_bytes()
 
 
+def test_a_console_whose_weights_another_one_brings_whole_before_its_first_piece_is_done(
+    world: World, client: LeadClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, digest = written(tmp_path)
+    again, sent = LeadClient.open(world.home), list[int]()
+
+    def overtaken(*of: object) -> Iterator[pb.Chunk]:
+        sent.append(len(sent))
+        if len(sent) == 1:
+            again.send_weights(digest, file)
+        return read_chunks(*of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("coordinator.lead_client.read_chunks", overtaken)
+    client.send_weights(digest, file)
+    again.close()
+    assert len(sent) == 2
+    assert world.server.objects.verified(digest).read_bytes() == file.read_bytes()
+
+
 @pytest.mark.fault(
     "the coordinator's disk",
     "is full while a lead sends weights",
