@@ -27,7 +27,7 @@ from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import ScriptedSilo
 from tests.support.metrics import Scrape, get, until_scraped
 
-SERVED = replace(FAST, metrics=LoopbackAddress("127.0.0.1", 0))
+SERVED = replace(FAST, pulse_s=2.0, metrics=LoopbackAddress("127.0.0.1", 0))  # nobody is silent on a slow machine
 
 
 @pytest.fixture(autouse=True)
