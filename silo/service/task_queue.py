@@ -259,6 +259,8 @@ class TaskQueue:
         self._send(preflight_task.answer())
 
     def refuse(self, task: Task | PreflightTask, error: FederationError) -> None:
+        """Tell the hospital why, in full, and then the coordinator what it may know."""
+        self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
         with self._lock:
             if isinstance(task, PreflightTask):
                 self._send(task.answer(error.code, public_reason(error)))
@@ -266,7 +268,6 @@ class TaskQueue:
                 self._refused[task.key, task.offer.base_digest, task.offer.incarnation] = task.offer.attempt, error
                 _drop_oldest(self._refused)
                 self._answer(task.key, error)
-        self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
 
     def set_activity(
         self,

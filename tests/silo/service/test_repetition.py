@@ -79,7 +79,7 @@ def test_a_close_while_training_ends_it_and_discards(make, slow):
     assert slow.started.wait(20)
     hospital.close(included=False)
     hospital.settled()
-    assert "stopped" in hospital.events()
+    until(lambda: "stopped" in hospital.events())
     assert service.store.outbox() == []
     assert hospital.transfer.calls.count("Open") == 0
 
