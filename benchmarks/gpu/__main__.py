@@ -4,7 +4,7 @@ python -m benchmarks.gpu --minutes 25 --data-root /data
 python -m benchmarks.gpu --small --device cpu --minutes 2     # the same steps on digits, to see that they work
 
 1. checks      runs on the device beside the same on the CPU: plain, bf16, the words for speed, private, deterministic,
-               batched, compiled
+               compiled
 2. tests       those of the suite that look for a device
 3. throughput  images per second of a silo's training, beside a bare loop of PyTorch, by precision and memory format
 4. runs        FedAvg, FedMR (four forms), FedGELA, FedProx, MOON on CIFAR10 P5C2 and P10C3 with the papers' settings

@@ -20,7 +20,6 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, object], f
     "words for speed": (("method=fedavg", "train.augment=true"), SPEED, {}, 0.02),
     "private": (("method=fedavg", *PRIVATE), (), {}, 0.02),
     "deterministic": (("method=moon",), (), {"exact": True}, 0.02),
-    "batched": (("method=fedprox",), (), {"engine": "batched"}, 0.02),
     "compiled": (("method=fedavg",), ("train.compile=true",), {}, 0.02),
 }
 """Words of both runs, more words and options of the engine on the device, and how far the models may be apart, as a

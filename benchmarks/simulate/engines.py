@@ -28,11 +28,9 @@ from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation.runner import build_simulation
-from fl_core.errors import ConfigError
 from fl_core.rounds.engine import RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.batched import BatchedCohort
 from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports, thread_count
 from fl_core.simulation.workers import WorkerPool, cores
 from fl_core.types.enums import TaskKind
@@ -75,11 +73,6 @@ def measure(words: Sequence[str], workers: int, ray: str = "", flower: str = "")
             f"workers_{workers}": Rounds(run.round_loop(local_ports(run, shares), 1, exchange=pool.exchange), run),
             "plain": (plain := PlainRounds(manifest, shares)),
         }
-        try:
-            cohort = BatchedCohort(run, torch.device("cpu"))
-            ways["batched"] = Rounds(run.round_loop(local_ports(run, shares), 1, exchange=cohort.exchange), run)
-        except ConfigError as error:
-            print(error.message)
         local = [psutil.Process(), *psutil.Process().children()]
         work = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "work.pt"
         torch.save((manifest.to_json(), shares), work)

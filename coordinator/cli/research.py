@@ -66,10 +66,7 @@ def simulate(
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help="All combinations: seed=0,1,2 ...")] = False,
     jobs: Annotated[int, typer.Option(help="With -m: simulations at a time; 0: one per core.", min=0)] = 0,
-    engine: Annotated[
-        str,
-        typer.Option(help="local; ray: in actors, on several machines; batched: a round's silos in one tensor."),
-    ] = "local",
+    engine: Annotated[str, typer.Option(help="local; ray: in actors, on several machines.")] = "local",
     workers: Annotated[
         int, typer.Option(help="Processes for the silos of a round; 0: all cores where that pays.", min=0)
     ] = 0,

@@ -1,4 +1,4 @@
-"""Engine and device of a simulation, and where it keeps silos' states; engine=batched alone changes the last bits."""
+"""Engine and device of a simulation, and where it keeps silos' states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fl_core.rounds import extensions
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.batched import simulate_batched
 from fl_core.simulation.in_process import ResumePoint, SiloShare, simulate
 from fl_core.simulation.ray import Cluster, simulate_ray
 from fl_core.simulation.silo_states import MemoryStateStore, StateStore
@@ -27,7 +26,7 @@ from fl_core.types.values import State
 from protos.wire.codec import read_state, write_state
 
 log = logging.getLogger(__name__)
-ENGINES = ("local", "ray", "batched")
+ENGINES = ("local", "ray")
 
 
 class FileStateStore:
@@ -65,8 +64,7 @@ class FileStateStore:
 class SimulationEngine:
     """Options of a simulation's engine.
 
-    engine: "local" (this machine), "ray" (actors of `cluster`) or "batched" (silos of a round in one tensor, alike
-    within float noise)   device: cpu, cuda, cuda:N or auto, not of engine=ray
+    engine: "local" (this machine) or "ray" (actors of `cluster`)   device: cpu, cuda, cuda:N or auto, not of engine=ray
     spill: folder for silos' states, in memory without one   exact: deterministic kernels alone
     checkpoints: from which a run goes on, and that it leaves   workers: processes that silos' rounds run in, of
     engine=local on the CPU; 0: as many as there are cores, none where that would save nothing.
@@ -82,8 +80,7 @@ class SimulationEngine:
 
     def facts(self) -> Mapping[str, object]:
         """Say what of the options may change the last bits of a result, or more."""
-        batched = {"batched": True} if self.engine == "batched" else {}
-        return {"device": choose_device(self.device).type, "deterministic": self.exact, **batched}
+        return {"device": choose_device(self.device).type, "deterministic": self.exact}
 
     def state_store(self) -> StateStore:
         """Make the place where silos' states are between rounds."""
@@ -100,7 +97,7 @@ class SimulationEngine:
     ) -> State:
         """Simulate a run, from where it goes on, and return the final server state; raises ConfigError (E-CFG-02, -08).
 
-        Guarantees: on the CPU all options but engine=batched give the same bits for one number of threads.
+        Guarantees: on the CPU all options give the same bits for one number of threads.
         """
         if self.engine not in ENGINES:
             raise ConfigError("E-CFG-08", f"expected --engine of {ENGINES}, found {self.engine!r}")
@@ -124,8 +121,6 @@ class SimulationEngine:
         device, number = choose_device(self.device), self._workers(run, shares, threads, resume.round if resume else 0)
         with ExitStack() as stack:
             stack.enter_context(deterministic(self.exact))
-            if self.engine == "batched":
-                return simulate_batched(run, shares, observer, states, device, resume, threads)
             if number > 1 and (pool := self._pool(WorkerPool(run, shares, number, threads))):
                 return stack.enter_context(pool).simulate(observer, states, resume)
             return simulate(run, shares, observer, data_factories, states, device, resume, threads)
@@ -149,7 +144,6 @@ class SimulationEngine:
             ("a private run", bool(run.guards.silo) or run.manifest.privacy.name != "none"),
             (f"--device {self.device}", choose_device(self.device).type != "cpu"),
             ("--deterministic", self.exact),
-            ("--engine batched", self.engine == "batched"),
             ("train.compile=true", run.manifest.train.compile),
             ("a method or model of this process alone", not extensions.importable(run.manifest.extensions)),
         ]

@@ -48,7 +48,6 @@ def test_a_silos_threads_are_the_runs_or_its_share_of_the_machines(monkeypatch: 
         ((), {"device": "cuda"}),
         ((), {"exact": True}),
         ((), {"engine": "ray"}),
-        ((), {"engine": "batched"}),
         (("train.compile=true",), {}),
     ],
 )
@@ -106,16 +105,6 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path: Path, monke
             monkeypatch.setattr(module, "threads_of", lambda _, n=machine: n)
         runner.run(spec, observer=Watch(), engine=SimulationEngine(checkpoints=kept, workers=1))
     assert set(seen) == {2}
-
-
-def test_a_batched_run_is_nearly_the_loops_and_does_not_go_on_from_it(tmp_path: Path) -> None:
-    spec, kept = compose_spec([*WORDS, "method=fedprox"]), Checkpoints(tmp_path)
-    loop = runner.run(spec, engine=SimulationEngine(checkpoints=kept))
-    batched = runner.run(spec, engine=SimulationEngine("batched"))
-    for name, value in loop.server["w"].items():
-        assert torch.allclose(batched.server["w"][name], value, atol=1e-5)
-    with pytest.raises(ConfigError, match=r"computed\.batched"):
-        runner.run(spec, engine=SimulationEngine("batched", checkpoints=kept))
 
 
 @pytest.mark.slow
