@@ -141,7 +141,7 @@ def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
     metrics: MetricsOption = None,
     webhook: Annotated[
-        list[str] | None, typer.Option(help="URL that is told when a run ends: https, or http here. May be repeated.")
+        str | None, typer.Option(help="URL that is told when a run ends: https, or http on this machine.")
     ] = None,
     webhook_key: Annotated[Path | None, typer.Option(help="File with the key that signs these messages.")] = None,
     extension: Extensions = None,
@@ -157,7 +157,7 @@ def serve(
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
     from coordinator.operations.webhook import Webhook, WebhookSender
 
-    told = [Webhook.of(url, webhook_key) for url in webhook or ()]
+    told = None if webhook is None else Webhook.of(webhook, webhook_key)
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import build_manifest
     from fl_core.rounds import extensions
@@ -172,8 +172,9 @@ def serve(
     with ShutdownSignals() as signals:
         server = CoordinatorServer(place, bind, build_manifest, Settings(software=software(), metrics=metrics_at))
         port = server.start()
-        sender = WebhookSender(told, server.store.runs, place, Authority.open(place).consortium)
-        sender.start()
+        sender = told and WebhookSender(told, server.store.runs, place, Authority.open(place).consortium)
+        if sender:
+            sender.start()
         gc.freeze()  # else each full collection looks at all that torch has made, and nobody is answered for 0.3 s
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
@@ -181,5 +182,6 @@ def serve(
             time.sleep(_POLL_S)
         notify(STOPPING)
         log.info("stopping: runs continue when the service is started again")
-        sender.stop()
+        if sender:
+            sender.stop()
         server.stop()
