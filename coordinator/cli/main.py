@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protos import startup
@@ -12,71 +14,21 @@ if TYPE_CHECKING:
     import typer
 
 COMMANDS = {
-    "consortium": {
-        "init": "Create the consortium: its certificate authority, the service's certificate and the lead's. Once.",
-        "invite": "Make a one-time token with which a hospital joins. Send it over a channel you trust.",
-        "revoke": "Exclude a hospital: from its next call, and within 5 s from what it has open. It touches "
-        "nobody else.",
-        "serve": "Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue.",
-    },
-    "operations.backup": {
-        "backup": "Copy the whole home as it is at one moment, also while the service runs and in the middle of "
-        "a round.",
-        "restore": "Bring a backup into an empty home; or let a home whose database lacks something go on with what is "
-        "there.",
-    },
-    "authority": {
-        "ca": "Keep the authority's key on a machine of its own: sign there, carry files, admit at the service."
-    },
-    "leads": {"leads": "The leads of the consortium: list, add, renew, revoke. Without a command: list."},
-    "operations.log": {"log": "The audit log: who called or ordered what, when, and with which outcome."},
-    "runs": {
-        "run": "Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running.",
-        "watch": "Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told "
-        "again.",
-        "status": "Show the silos and the runs that are not over.",
-        "runs": "List all runs, newest first.",
-        "show": "Show one run round by round, with who took part.",
-        "abort": "Stop a run in any state; what was trained so far stays.",
-        "resume": "Let a paused or failed run go on at its last closed round, and follow it. Silos that refused "
-        "are asked "
-        "again.",
-        "exclude": "Go on without a hospital: it is awaited no longer and asked for no further round. The quorum "
-        "stays.",
-        "extend": "Wait longer in the open round, for everybody who has not delivered.",
-        "export": "Write a run's newest model as safetensors, with a model card; with --format also for other "
-        "programs.",
-        "silos": "List the enrolled hospitals, who is here, and open invitations.",
-    },
-    "research": {
-        "simulate": "Run a federation in this process, with the code that the hospitals run.",
-        "demo": "Run a federation on this machine: a coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, that in "
-        "private.",
-        "methods": "List the methods: what the server must see, whether the loss mixes examples, what a silo sends.",
-        "models": "List the models with their parameter counts: as the papers use them, or those that take the "
-        "chosen data.",
-        "explain": "Explain an error code: what it means, why it happens, what to do. Works offline.",
-    },
-    "data": {"data": "Look at data before a run."},
-    "operations.doctor": {
-        "doctor": "Look for what keeps the service from its work; changes nothing, and needs no running service. "
-        "Status 1: "
-        "found.",
-        "health": "Ask the service on this machine whether it can do its work: status 0 if so, else 1.",
-    },
-    "reports": {
-        "compare": "Show runs side by side: how their configurations differ, and what their models reached.",
-        "plot": "Draw the curves of runs into one picture. What noise hides is a gap.",
-        "logs": "Show what happened in a run, oldest first: its events, and the lines of the audit log that name it.",
-    },
-    "page": {
-        "page": "Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models "
-        "to download."
-    },
-    "privacy": {"privacy": "Look at privacy before a run."},
+    "consortium": ("init", "invite", "revoke", "serve"),
+    "operations.backup": ("backup", "restore"),
+    "authority": ("ca",),
+    "leads": ("leads",),
+    "operations.log": ("log",),
+    "runs": (*("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),),
+    "research": ("simulate", "demo", "methods", "models", "explain"),
+    "data": ("data",),
+    "operations.doctor": ("doctor", "health"),
+    "reports": ("compare", "plot", "logs"),
+    "page": ("page",),
+    "privacy": ("privacy",),
 }
-"""Which module of `coordinator.cli` holds which command, with the line that the help says of it: a command loads one
-module and the help none, since all of them take seconds and 800 MB."""
+"""Which module of `coordinator.cli` holds which command, in the order of the help: a command loads one module and the
+help none, since all of them take seconds and 800 MB."""
 _ASKING = ("runs", "reports", "page", "research", "data", "operations.doctor", "privacy", "operations.log")
 READING = {command for module in _ASKING for command in COMMANDS[module]} - {"export"} | {"serve", "leads list"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
@@ -97,9 +49,10 @@ def build(words: list[str]) -> typer.Typer:
     wanted = next((word for word in words if not word.startswith("-")), None)
     module = next((name for name, commands in COMMANDS.items() if wanted in commands), None)
     if module is None:
-        for commands in COMMANDS.values():
-            for name, summary in commands.items():
-                app.command(name=name, help=summary)(lambda: None)
+        for name, commands in COMMANDS.items():
+            summaries = _summaries(name)
+            for command in commands:
+                app.command(name=command, help=summaries[command])(lambda: None)
         return app
     loaded = importlib.import_module(f"coordinator.cli.{module}")
     for command in COMMANDS[module]:
@@ -114,6 +67,24 @@ def build(words: list[str]) -> typer.Typer:
 
         record_commands(app, READING, home_of)
     return app
+
+
+def _summaries(module: str) -> dict[str, str]:
+    """Read what commands say of themselves off a module's source, without loading it.
+
+    The first paragraph of a function's docstring, and `help` of a group of commands.
+    """
+    found = dict[str, str]()
+    for node in ast.parse((Path(__file__).parent / f"{module.replace('.', '/')}.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+        elif (
+            isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name)
+        ):
+            said = next((word.value for word in node.value.keywords if word.arg == "help"), None)
+            if isinstance(said, ast.Constant):
+                found[node.targets[0].id] = str(said.value)
+    return found
 
 
 def main() -> None:

@@ -57,11 +57,9 @@ class Side:
         return LogFolder(self.home / FOLDER)
 
 
-def make_app(side: Callable[[Path | None], Side]) -> typer.Typer:
+def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
     """Make the group of commands. side: finds the side of a home, or of none, which is the default."""
-    app = typer.Typer(
-        no_args_is_help=True, help="The audit log: who called or ordered what, when, and with which outcome."
-    )
+    app = typer.Typer(no_args_is_help=True, help=help)
 
     @app.command("show")
     def show(

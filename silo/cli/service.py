@@ -67,7 +67,10 @@ app.add_typer(data, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(policy.app, name="policy")
 app.add_typer(peers.app, name="peers")
-app.add_typer(audit_log.make_app(_log_of), name="log")
+app.add_typer(
+    audit_log.make_app(_log_of, help="The audit log: who called or ordered what, when, and with which outcome."),
+    name="log",
+)
 app.command()(policy.approve)
 app.command()(audit.audit)
 app.command()(backup.backup)

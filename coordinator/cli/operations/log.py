@@ -20,4 +20,4 @@ def _side(home: Path | None) -> Side:
     )
 
 
-log = make_app(_side)
+log = make_app(_side, help="The audit log: who called or ordered what, when, and with which outcome.")
