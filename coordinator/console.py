@@ -15,6 +15,7 @@ from rich.text import Text
 from coordinator.api import accuracy
 from coordinator.reports.terminal_chart import chart
 from fl_core.aggregation import options
+from fl_core.types.clinical import BASIC
 from fl_core.types.records import fairness
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
 from protos import clinical_report
@@ -291,11 +292,14 @@ def clinical_text(info: pb.RoundInfo) -> str:
     return f"  balanced {accuracy.balanced(info).text()}  AUC {clinical_report.auc(found.macro_auc)}{part}"
 
 
-def clinical_tables(info: pb.RoundInfo, classes: Sequence[str]) -> list[Table | str]:
-    """Say what a round's evaluation measured, by class and over all; empty where it measured accuracies alone."""
+def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = BASIC) -> list[Table | str]:
+    """Say what a round's evaluation measured, by class and over all, or why it did not; empty in a run of accuracies.
+
+    metrics: of the run's manifest.
+    """
     found = accuracy.clinical_of(info)
     if found is None:
-        return [clinical_report.NOT_MEASURED] if info.HasField("noise") else []
+        return [said] if (said := accuracy.no_clinical(info, metrics)) else []
     by_class = make_table("By class", clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes))
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 

@@ -1,9 +1,9 @@
 """The hospital's policy file: what it takes part in, whatever a job says. It wins, and it fails closed.
 
 A file that cannot be read, that others can change, or that has an unknown key, allows nothing. No message carries one;
-only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold: any method of any
-lead, with or without privacy; private runs of at most epsilon 8 at delta 1e-5, with secret local noise and noisy
-evaluations.
+only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold, as with an empty
+one: any method of any lead, with or without privacy; private runs of at most epsilon 8 at delta 1e-5, with secret local
+noise and noisy evaluations; of other evaluations correct answers alone.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Evaluation:
     "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
     """
 
-    send: str = CLINICAL
+    send: str = ACCURACY
 
     def __post_init__(self) -> None:
         validate.one_of("E-POLICY-01", "evaluation", send=(self.send, (CLINICAL, ACCURACY, NOTHING)))
@@ -136,15 +136,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFile:
-    """The sections of a policy file, with their defaults.
-
-    A file that says nothing of evaluations was written before they told more than correct answers: nothing else leaves.
-    """
+    """The sections of a policy file, with their defaults."""
 
     runs: Runs = field(default_factory=Runs)
     privacy: Floors = field(default_factory=Floors)
     prototypes: Prototypes = field(default_factory=Prototypes)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(ACCURACY))
+    evaluation: Evaluation = field(default_factory=Evaluation)
     budget: Mapping[str, Budget] = field(default_factory=dict)
 
 

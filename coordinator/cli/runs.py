@@ -202,8 +202,9 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     head = ("round", "kind", "accuracy before it", "took part", "missing or cut", "clipped")
     console.OUT.print(make_table("Rounds", head, rows))
     if detail.rounds:
-        classes = json.loads(detail.manifest_json)["schema"]["classes"]
-        for shown in console.clinical_tables(detail.rounds[-1], classes):
+        manifest = json.loads(detail.manifest_json)
+        classes, metrics = manifest["schema"]["classes"], manifest.get("metrics", "")
+        for shown in console.clinical_tables(detail.rounds[-1], classes, metrics):
             console.OUT.print(shown, soft_wrap=True)
 
 

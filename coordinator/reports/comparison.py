@@ -19,7 +19,10 @@ _GROUPS = ("method", "model", "data", "federation", "privacy", "aggregator")
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """One of the runs. configuration: its keys as the command line names them, with values as text."""
+    """One of the runs. configuration: its keys as the command line names them, with values as text.
+
+    metrics: what its manifest has evaluations measure.
+    """
 
     info: pb.RunInfo
     configuration: Mapping[str, str]
@@ -27,6 +30,7 @@ class ComparedRun:
     classes: tuple[str, ...]
     curves: Mapping[str, Curve]
     by_class: Mapping[str, Estimate]
+    metrics: str
 
     @property
     def id(self) -> str:
@@ -52,6 +56,7 @@ class ComparedRun:
             classes,
             curves(detail.rounds),
             dict(zip(classes, newest, strict=False)),
+            str(manifest.get("metrics", "")),
         )
 
 

@@ -98,10 +98,11 @@ class RunRecord:
 
     @property
     def not_measured(self) -> str:
-        """Say what noise keeps from being measured; empty in a run whose numbers are exact."""
-        noisy = self.detail.rounds and self.detail.rounds[-1].HasField("noise")
-        said = clinical_report.NOT_MEASURED
-        return f"{said[:1].upper()}{said[1:]}." if noisy and self.clinical is None else ""
+        """Say why the newest model has accuracies alone; empty where it has more, or the run asks for no more."""
+        if self.clinical is not None or not self.detail.rounds:
+            return ""
+        said = accuracy.no_clinical(self.detail.rounds[-1], self.compared.metrics)
+        return said and f"{said[:1].upper()}{said[1:]}."
 
     @cached_property
     def clinical(self) -> Clinical | None:

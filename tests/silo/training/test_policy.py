@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fl_core import datasets
+from fl_core.errors import RefusedError
 from fl_core.methods import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
@@ -18,6 +19,7 @@ from protos.wire.bundle_file import BundleFile
 from silo.service.task_queue import public_reason
 from silo.storage.home import Home
 from silo.training import evaluation_summary
+from silo.training.policy_in_force import in_force
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first, upload
@@ -190,10 +192,23 @@ def test_the_policy_says_what_of_an_evaluation_leaves_and_the_hospital_sees_all(
     assert sum(shown["examples"]) == shown["clinical"]["examples"] > 0
 
 
-def test_a_policy_from_before_sends_no_more_than_it_did_and_a_hospital_without_one_all_that_is_measured() -> None:
+def test_a_policy_sends_no_more_than_correct_answers_of_an_evaluation_where_it_does_not_say_so() -> None:
     assert Policy.parse(b"[runs]\nleads = ['anna']\n").evaluation.send == "accuracy"
     assert Policy.parse(b"[evaluation]\nsend = 'clinical'\n").evaluation.send == "clinical"
-    assert Policy().evaluation.send == "clinical"
+
+
+def test_an_empty_policy_file_means_what_no_file_means(tmp_path) -> None:
+    """What to do after E-POLICY-13, whose advice is an empty file "where the defaults are meant"."""
+    home = Home(tmp_path / "home").make()
+    absent = in_force(home)
+    home.policy.touch(mode=0o600)
+    empty = in_force(home)
+    assert empty.digest
+    assert replace(empty, digest="") == absent
+    home.policy.unlink()
+    with pytest.raises(RefusedError, match=r"touch .*policy\.toml") as caught:
+        in_force(home)
+    assert caught.value.code == "E-POLICY-13"
 
 
 def test_a_policy_with_another_word_for_evaluations_closes_the_hospital(make, tmp_path):
