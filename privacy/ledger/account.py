@@ -17,6 +17,8 @@ from privacy.ledger.hash_chain import Event
 OPEN = ("INTENT", "RUNNING")
 CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
 """Everything counts that was not refused or given back unused, however it ended."""
+SEEDED = "seeded noise"
+"""Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
 _NEXT: Mapping[str, tuple[str, ...]] = {
     "": ("INTENT", "REFUSED"),
     "INTENT": ("RUNNING", "RELEASED_UNUSED", "SPENT_ON_RECOVERY"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.ledger import owners
-from privacy.ledger.account import OPEN, Account, Budget, Entry, PlannedRelease
+from privacy.ledger.account import OPEN, SEEDED, Account, Budget, Entry, PlannedRelease
 from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused
 from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.tables import digest_of_units, insert, unit_differences
@@ -232,6 +232,15 @@ class Ledger(VerifiedChain):
     def entries(self, collection: str) -> list[tuple[str, str, list[PlannedRelease]]]:
         with self._current() as account:
             return [(e.id, e.state, list(e.planned)) for e in account.entries.values() if e.collection == collection]
+
+    def charged_runs(self) -> dict[str, set[str]]:
+        """Name the collections that each run was charged to, for noise that nobody can repeat."""
+        found: dict[str, set[str]] = {}
+        with self._current() as account:
+            for entry in account.entries.values():
+                if entry.charged and not entry.kind.endswith(SEEDED):
+                    found.setdefault(entry.run, set()).add(entry.collection)
+        return found
 
     def history(self, collection: str) -> History:
         with self._current() as account:

@@ -18,11 +18,9 @@ from privacy.accounting.accountant import Filter, Mechanism
 from privacy.accounting.release_plan import TRAIN, Release
 from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration
+from privacy.ledger.account import SEEDED
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.release_log import by_collection
-
-SEEDED = "seeded noise"
-"""Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
 
 
 class _Version(NamedTuple):

@@ -102,6 +102,13 @@ class PrivacyProfile(ABC):
                 )
             ranges.check(self.run.manifest, self.terms, self.derived_numbers)
 
+    @property
+    def protected(self) -> frozenset[str]:
+        """Name the splits of a hospital's data of which what leaves it tells no more than is charged."""
+        if self.terms is None or self.terms.rng != "secure":
+            return frozenset()
+        return frozenset({TRAIN, TEST} if self.terms.test_data == "private" else {TRAIN})
+
     def derived_numbers(self) -> Mapping[str, float]:
         """Return products of options that have a range of their own."""
         return {}

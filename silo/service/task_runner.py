@@ -26,7 +26,7 @@ from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary, preflight
 from silo.training.hospital_controls import HospitalControls
-from silo.training.run_request import leaves_of
+from silo.training.run_request import leaves_of, privacy_of
 from silo.training.trainer import PreparedRun, Trainer
 
 IDLE_S = 1.0
@@ -99,7 +99,9 @@ class TaskRunner:
             if run.private:
                 self.controls.record_refusal(key.run_id, error)
             raise
-        self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves_of(run.manifest).to_json())
+        self.outbox.store.record_run(
+            key.run_id, run.manifest.name, digest, leaves=leaves_of(run.manifest).to_json(), privacy=privacy_of(run)
+        )
         self.queue.ready(preflight_task)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
@@ -194,6 +196,7 @@ class TaskRunner:
             task.offer.manifest_digest,
             task.offer.base_digest,
             leaves=leaves_of(run.manifest).to_json(),
+            privacy=privacy_of(run),
         )
         return prepared
 

@@ -79,6 +79,11 @@ class Home:
         return Path(named).expanduser() if named else self.path / "ledger.db"
 
     @property
+    def shares_ledger(self) -> bool:
+        """Tell whether the ledger lies outside of this home, so that other homes may use it as well."""
+        return self.ledger.absolute().parent != self.path.absolute()
+
+    @property
     def ledger_key(self) -> Path:
         """The ledger's key: by CONSILIUM_SILO_LEDGER_KEY, else by the home's ledger.json, else beside the ledger."""
         named = os.environ.get(LEDGER_KEY) or self._ledger_location().get("key")

@@ -21,13 +21,16 @@ from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
 class TrainingResult:
     """The bundle that may leave, the state that stays, and what was measured on the way.
 
-    server_tracks_state: the method's server keeps a sum of such states: this one counts only if the bundle is included.
+    server_tracks_state: the method's server keeps a sum of such states: this one counts only if the bundle is included
+    unprotected: the splits of the data whose records nothing protects in this bundle   fingerprint: of the data.
     """
 
     bundle: Bundle
     state: State
     evaluation: Evaluation
     server_tracks_state: bool
+    unprotected: tuple[str, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,16 @@ class Outbox:
         coordinator: str = "",
         on_entered: Callable[[OutboxEntry], None] = lambda _: None,
     ) -> PendingEntry:
-        """Write bundle and next state; a thread brings them to the disk, enters the update and calls on_entered."""
+        """Write bundle and next state; a thread brings them to the disk, enters the update and calls on_entered.
+
+        Guarantees: an update that nothing protects is on the disk's list of those when this returns.
+        """
         staged = None
         if key.kind is TaskKind.TRAIN:
             staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file), sync=False)
         bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file), sync=False)
+        if done.unprotected:
+            self.store.note_unprotected(key, bundle, done.fingerprint, done.unprotected)
         entry = OutboxEntry(
             key,
             manifest_digest,

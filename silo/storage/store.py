@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,19 @@ from protos.storage.sqlite import Database
 from protos.wire.tasks import TaskKey
 from silo.storage.approvals import Approvals
 from silo.storage.home import OBJECTS
-from silo.storage.schema import IN_EVERY_VERSION, MIGRATIONS, bases, contact, metadata, run_data, runs, states, tasks
-from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, ledger_position
+from silo.storage.schema import (
+    IN_EVERY_VERSION,
+    MIGRATIONS,
+    bases,
+    contact,
+    metadata,
+    run_data,
+    runs,
+    states,
+    tasks,
+    unprotected,
+)
+from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate, ledger_position
 
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
@@ -61,7 +72,10 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as this silo saw it. leaves: how many numbers of which part an update has, as JSON; empty: not noted."""
+    """A run as this silo saw it. leaves: how many numbers of which part an update has, as JSON; empty: not noted.
+
+    privacy: what the run promises, in words; empty: not noted.
+    """
 
     run_id: str
     name: str
@@ -70,6 +84,7 @@ class RunRecord:
     state_round: int | None
     tasks: tuple[TaskRecord, ...]
     leaves: str = ""
+    privacy: str = ""
 
 
 class Store:
@@ -93,11 +108,20 @@ class Store:
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
-    def record_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "", leaves: str = "") -> None:
+    def record_run(
+        self,
+        run_id: str,
+        name: str,
+        manifest_digest: str,
+        base_digest: str = "",
+        leaves: str = "",
+        privacy: str = "",
+    ) -> None:
         """Remember a run, running again if it had ended, and its newest two bases."""
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
-            known = {"name": name, "manifest_digest": manifest_digest} | ({"leaves": leaves} if leaves else {})
+            noted = {name: text for name, text in (("leaves", leaves), ("privacy", privacy)) if text}
+            known = {"name": name, "manifest_digest": manifest_digest} | noted
             row = upsert(runs).values(run_id=run_id, started=self._clock(), **known)
             again = known | {"state": "running", "reason": "", "ended": None}
             db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
@@ -172,6 +196,21 @@ class Store:
         }
         with self.database.write() as db:
             _put(db, tasks, _primary(entry.key), values, where=tasks.c.closed.is_(None))
+
+    def note_unprotected(self, key: TaskKey, object_digest: str, fingerprint: str, splits: Iterable[str]) -> None:
+        """List an update that nothing protects; the same one is listed once."""
+        values = {"fingerprint": fingerprint, "splits": ",".join(splits)}
+        with self.database.write() as db:
+            _put(db, unprotected, {**_primary(key), "object_digest": object_digest}, values)
+
+    def unprotected(self) -> list[UnprotectedUpdate]:
+        with self.database.read() as db:
+            return [
+                UnprotectedUpdate(
+                    row.run_id, row.fingerprint, None if row.splits is None else tuple(row.splits.split(","))
+                )
+                for row in db.execute(select(unprotected))
+            ]
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
         with self.database.write() as db:
@@ -303,6 +342,7 @@ class Store:
                     newest.get(r.run_id),
                     tuple(t for t in done if t.key.run_id == r.run_id),
                     r.leaves,
+                    r.privacy,
                 )
                 for r in db.execute(select(runs).order_by(runs.c.started))
             ]

@@ -65,6 +65,17 @@ def ledger_position(attested: Attestation) -> tuple[int, int]:
 NO_ATTESTATION = Attestation()
 
 
+class UnprotectedUpdate(NamedTuple):
+    """An update with nothing that bounds what it tells. fingerprint: of the data that it was made of, where known.
+
+    splits: whose records it tells of; None: an earlier version made it, which noted neither that nor whether it is one.
+    """
+
+    run_id: str
+    fingerprint: str
+    splits: tuple[str, ...] | None
+
+
 @dataclass(frozen=True, slots=True)
 class OutboxEntry:
     """A finished task whose round is not known to be closed.

@@ -20,7 +20,7 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
 from fl_core.training.clinical import clinical_metrics
-from fl_core.training.evaluation import CLINICAL_PART, METRICS
+from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
 from fl_core.types.enums import TaskKind
@@ -28,6 +28,7 @@ from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import Bundle, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
+from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import PrivacyUnits
 from protos.version import software
@@ -261,7 +262,14 @@ class Trainer:
             with _hide_details(prepared.run.private):
                 outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
         evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method
-        return TrainingResult(outcome.bundle, outcome.state, evaluation, method.server_tracks_state)
+        return TrainingResult(
+            bundle=outcome.bundle,
+            state=outcome.state,
+            evaluation=evaluation,
+            server_tracks_state=method.server_tracks_state,
+            unprotected=_unprotected(prepared, outcome.bundle, key.kind),
+            fingerprint=prepared.dataset.fingerprint,
+        )
 
     def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:
         """Tell whether the method of a run keeps anything at a silo between rounds."""
@@ -314,6 +322,13 @@ class Trainer:
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(cohort)
         )
         return context.for_silo(prepared.index, manifest.seed, prepared.submits)
+
+
+def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
+    """Name the splits of whose records a bundle tells more than the run's noise bounds."""
+    measured = METRIC_PARTS & set(bundle) - prepared.runtime.withholds
+    held = ({TRAIN} if kind is TaskKind.TRAIN or PERSONAL in bundle else set()) | ({TEST} if measured else set())
+    return tuple(sorted(held - prepared.run.profile.protected))
 
 
 def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:

@@ -7,15 +7,18 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fl_core.errors import StateError
 from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
 from fl_core.types.enums import TaskKind
+from fl_core.types.values import Part
 from protos.storage import digests
 from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
+from silo.storage.tasks import UnprotectedUpdate
 from tests.support import hospital
 from tests.support.hospital import FACTS, B, M, finished, key, opened, stage, value
 
@@ -194,3 +197,22 @@ def test_files_are_for_their_owner_alone(tmp_path):
     entry = stage(outbox)
     assert stat.S_IMODE(outbox.objects.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(outbox.objects.path(entry.object_digest).stat().st_mode) == 0o600
+
+
+def test_updates_without_privacy_are_remembered_when_their_runs_are_long_over(tmp_path):
+    outbox = opened(tmp_path)
+    for k in range(6):
+        run = f"run-{k}"
+        outbox.store.record_run(run, run, M, B)
+        for data in (b"first", b"again", b"again"):  # a task that is done again may send something else
+            done = replace(finished(float(len(data) + k)), unprotected=("test", "train"), fingerprint="f" * 64)
+            done = replace(done, bundle={**done.bundle, "more": Part.of({"w": torch.tensor(list(data))})})
+            outbox.begin(key(0, run), M, B, done).finish()
+        outbox.store.close(key(0, run), included=True)
+        outbox.store.end_run(run, "finished", "")
+        outbox.sweep()
+    outbox.store.close_database()
+    again = opened(tmp_path).store
+    assert len(again.unprotected()) == 12
+    assert set(again.unprotected()) == {UnprotectedUpdate(f"run-{k}", "f" * 64, ("test", "train")) for k in range(6)}
+    again.close_database()
