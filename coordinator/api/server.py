@@ -255,12 +255,13 @@ class CoordinatorServer:
         return int(port)
 
     def _run_maintenance(self) -> None:
-        """Fail the tasks of revoked silos, store who left, and look whether all is well."""
+        """Fail the tasks of revoked silos, store who left, look whether all is well, and keep the log short."""
         while not self._stopping.wait(min(self.settings.pulse_s, _MAINTENANCE_S)):
             try:
                 self.dispatcher.fail_revoked_tasks()
                 self.dispatcher.store_last_seen()
                 self._readiness.look()
+                self.store.database.shorten_log()
             except Exception:  # the next attempt may succeed; if this thread ended, nobody would notice
                 log.exception("maintenance met an unexpected error")
 

@@ -128,7 +128,7 @@ class Examination:
         if not key.exists():
             yield checks.problem("ledger", f"its key {key} is missing", "put it back from its own backup")
             return
-        with closing(checks.read_only(file)) as db:
+        with closing(checks.untouched(file)) as db:
             version = schema_version(db)
         if version != SCHEMA_VERSION:
             found = f"{file} is of version {version}, and this software's is {SCHEMA_VERSION}"
@@ -145,7 +145,7 @@ class Examination:
         if self.home.database.exists():
             with (
                 suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database tells
-                closing(checks.read_only(self.home.database)) as db,
+                closing(checks.untouched(self.home.database)) as db,
             ):
                 rows = db.execute("SELECT attested FROM tasks WHERE attested <> ''").fetchall()
                 found += [Attestation(*json.loads(row[0])) for row in rows]
