@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -90,7 +89,7 @@ class CoordinatorServer:
         self.bind = bind
         self.settings = settings or Settings()
         self._build_manifest = build_manifest
-        self._lock: IO[str] | None = None
+        self._lock: private_files.FolderLock | None = None
         self._stopping = threading.Event()
         self._maintenance: threading.Thread | None = None
         self._endpoint: MetricsEndpoint | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import platform
@@ -199,18 +198,6 @@ def untouched(path: Path) -> sqlite3.Connection:
         # Nobody has it open: SQLite would make a log, even to read.
         return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
     return read_only(path, TIMEOUT_S)
-
-
-def is_locked(path: Path) -> bool:
-    """Tell whether a running service holds the lock of a home."""
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 # ---- certificates --------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Examination:
             return
         remedy = "a running service renews it by itself (silo serve); once expired: coordinator invite NAME --again"
         yield from checks.certificate("certificate", identity.current_credentials(), remedy)
-        running = checks.is_locked(self.home.path / "serve.lock")
+        running = self.home.is_locked()
         stopped = checks.warning("service", "it does not run", "silo serve --data REF")
         yield checks.ok("service", f"it runs on {self.home.path}") if running else stopped
 
