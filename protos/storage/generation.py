@@ -122,7 +122,8 @@ class GenerationFile:
 
         Call it before SQLite opens the file to write: that would join it with a log of another one, or delete the log.
         In the middle of a checkpoint, whether interrupted or under way, a file is half old and half new; its log then
-        holds all that it lacks, so it is damaged only if it is so together with the log.
+        holds all that it lacks, so it is damaged only if it is so together with the log. If that log was lost, the file
+        by itself is newer than any checkpoint.
         """
         noted = self.read()
         if noted is None:
@@ -141,7 +142,7 @@ class GenerationFile:
         own = found.number if found is not None else 0
         if found is not None and found.incarnation == noted.incarnation and own < noted.checkpointed:
             raise self._behind(f"found one without the last {noted.number - own} changes")
-        if half_done:
+        if half_done or (own > noted.checkpointed and not _has_log(self._database)):
             _require_sound(self._database)
 
     def _by_itself(self, shorter: bool = False) -> Generation | None:

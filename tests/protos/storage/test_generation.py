@@ -201,6 +201,16 @@ def test_a_damaged_file_is_refused_where_a_checkpoint_left_it_half_done_too(made
         opened(place)
 
 
+@pytest.mark.fault(
+    "a disk", "loses the log in the middle of a checkpoint", "E-STATE-22 or E-STATE-23: nothing is mixed"
+)
+def test_a_file_that_lost_its_log_in_the_middle_of_a_checkpoint_is_refused(made: Database, tmp_path: Path) -> None:
+    for place in interrupted(made, tmp_path, torn=False):
+        files(place)[1].unlink()
+        with pytest.raises(StateError, match=r"E-STATE-2[23]"):
+            opened(place)
+
+
 @pytest.mark.fault("an operator", "puts an older database beside a newer log", "E-STATE-23, and nothing is changed")
 def test_an_older_file_in_the_middle_of_its_own_checkpoint_is_noticed_beside_a_newer_log(
     made: Database, tmp_path: Path
