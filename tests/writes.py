@@ -17,6 +17,7 @@ silence_grpc_logs()
 
 import argparse  # noqa: E402
 import ctypes  # noqa: E402
+import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import os  # noqa: E402
 import shutil  # noqa: E402
@@ -40,6 +41,7 @@ import torch  # noqa: E402
 from coordinator.api.server import CoordinatorServer  # noqa: E402
 from coordinator.config.hydra_config import compose_spec  # noqa: E402
 from coordinator.simulation import runner  # noqa: E402
+from coordinator.storage.records import RunState  # noqa: E402
 from coordinator.storage.store import Store as CoordinatorStore  # noqa: E402
 from fl_core import datasets  # noqa: E402
 from fl_core.aggregation.fixed_point import FixedPointFormat  # noqa: E402
@@ -270,6 +272,7 @@ class Trial:
             log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.register(signal.SIGUSR1)
             stopping = threading.Event()
             signal.signal(signal.SIGTERM, lambda *_: stopping.set())
             if disturbed:
@@ -299,7 +302,9 @@ class Trial:
                 found = server.store.runs.get(run.id)
             except UnavailableError:  # a full disk: a lead asks again
                 continue
-            if found.state.ended:
+            if found.state is RunState.PAUSED and self.turn.how == FILL:
+                server.runs.resume(run.id)  # as the lead does who is told of the full disk
+            elif found.state.ended:
                 self._note(name, f"{found.state.value}\n{found.model_digest}\n{found.reason}")
         server.stop(0.5)
 
@@ -364,8 +369,10 @@ class Trial:
                 if status not in (None, 0, -signal.SIGKILL if hit else 0) and not (hit and self.turn.how == FILL):
                     self.wrong.append(f"{name} stopped with status {status}: {self._log(name)[-1500:]}")
             time.sleep(0.005)
-        if self._running:
-            self.wrong.append(f"{sorted(self._running)} did not stop")
+        for name, process in self._running.items():
+            os.kill(process, signal.SIGUSR1)  # say where
+            time.sleep(1)
+            self.wrong.append(f"{name} did not stop: {self._log(name)[-6000:]}")
 
     def _log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
