@@ -211,6 +211,13 @@ def test_two_simulations_do_not_share_a_folder(tmp_path: Path) -> None:
     assert caught.value.code == "E-STATE-20"
 
 
+def test_two_simulations_do_not_share_a_folder_whose_lock_file_is_gone(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path).locked():
+        (tmp_path / "lock").unlink()
+        with pytest.raises(StateError, match="E-STATE-20"):
+            go((), tmp_path)
+
+
 def test_no_rounds_between_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Checkpoints(tmp_path, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +67,42 @@ def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path
         finally:
             other.kill()
     with service(tmp_path / "ledger.db") as other:
-        assert len(owners.others(tmp_path / "ledger.db")) == 1
+        assert owners.others(tmp_path / "ledger.db")
+        assert not owners.others(tmp_path / "another.db")
         other.kill()
     assert len(ledger.recover()) == 1
     assert [state for _, state, _ in ledger.entries(SKIN)] == ["SPENT", "SPENT_ON_RECOVERY"]
-    assert owners.others(tmp_path / "ledger.db") == []
+    assert not owners.others(tmp_path / "ledger.db")
     ledger.verify()
+
+
+@pytest.mark.fault(
+    "an operator",
+    "deletes all that lies beside a ledger which a service is at work on",
+    "what the service is at stays open, and is charged once",
+)
+def test_what_a_service_is_at_stays_open_when_all_files_beside_the_ledger_are_deleted(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    with service(tmp_path / "ledger.db") as other:
+        try:
+            for path in tmp_path.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name not in ("ledger.db", "ledger.key"):
+                    path.unlink()
+            assert ledger.recover() == []
+            with pytest.raises(StateError, match="E-BUDGET-11"):
+                charge_unknown_spending(ledger, [LastSeen(ledger.head())], "dpo")
+            assert other.stdin is not None
+            assert other.stdout is not None
+            other.stdin.write("go on\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "done\n"
+        finally:
+            other.kill()
+    assert ledger.recover() == []
+    assert [state for _, state, _ in ledger.entries(SKIN)] == ["SPENT"]
 
 
 def test_a_service_sees_what_another_one_spends(tmp_path: Path, ledger: Ledger) -> None:
