@@ -146,8 +146,7 @@ class Service:
         self._membership = MembershipMaintainer(self._identity, connections, emit, self._client.renewed)
         objects = ObjectStore(private_folder(settings.home.objects))
         self._queue = TaskQueue(self.store, self._client.send, emit, clock)
-        consortium = f"{own.consortium} {self._identity.ca_fingerprint()}"
-        self._controls = HospitalControls(settings.home, self.store, consortium)
+        self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
         timed = self.metrics.timing(run_round)
         trainer = Trainer(self.name, source, self._controls, self._device, settings.prototypes, timed)
         self._worker = TaskRunner(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class HospitalControls:
     """The hospital's side of every run. Nothing that comes over the network changes it.
 
-    coordinator: whose runs these are, by its authority's key; of several consortia on one ledger each is itself.
+    coordinator: whose runs these are, by its authority's certificate, beside other consortia on the same ledger.
     """
 
     home: Home
