@@ -99,9 +99,9 @@ class TaskRunner:
             if run.private:
                 self.controls.record_refusal(key.run_id, error)
             raise
-        self.outbox.store.record_run(
-            key.run_id, run.manifest.name, digest, leaves=leaves_of(run.manifest).to_json(), privacy=privacy_of(run)
-        )
+        leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
+        if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
+            self.queue.cleanup_needed.set()
         self.queue.ready(preflight_task)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.types.clinical import ClinicalMetrics
@@ -23,7 +23,7 @@ from privacy.reports.uncertainty import EvaluationNoise
 from protos.storage.object_store import count_objects
 from protos.storage.sqlite import Database
 from protos.wire.tasks import TaskKey
-from silo.storage.approvals import Approvals
+from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.schema import (
     IN_EVERY_VERSION,
@@ -39,10 +39,18 @@ from silo.storage.schema import (
 )
 from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate, ledger_position
 
+ASKED = "asked"
+"""The state of a run that asked whether this silo is ready, and has offered it no task yet."""
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
+MOST_UNTRAINED = 20
+"""Runs that asked and of which nothing was ever trained here: of more, those that asked first lapse."""
+MOST_CLOSED = 50
+"""Rounds of a run, closed without a task of this silo, that are remembered."""
 KEPT_STATES = 2
 """Committed states of a run: so far may a restored coordinator lie back."""
+_PLACE: ColumnElement[int] = literal_column("rowid")
+"""Of a row, in the order in which rows came, whatever a clock said."""
 _IS_OPEN = and_(tasks.c.closed.is_(None), tasks.c.staged.is_not(None))
 
 
@@ -116,20 +124,24 @@ class Store:
         base_digest: str = "",
         leaves: str = "",
         privacy: str = "",
-    ) -> None:
-        """Remember a run, running again if it had ended, and its newest two bases."""
+    ) -> int:
+        """Remember a run, running again if it had ended, and its newest two bases; return how many others lapsed.
+
+        One without a base has only been asked for so far.
+        """
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
             noted = {name: text for name, text in (("leaves", leaves), ("privacy", privacy)) if text}
             known = {"name": name, "manifest_digest": manifest_digest} | noted
-            row = upsert(runs).values(run_id=run_id, started=self._clock(), **known)
-            again = known | {"state": "running", "reason": "", "ended": None}
-            db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
             last = db.execute(newest).first()
+            again = known | {"state": "running" if base_digest or last else ASKED, "reason": "", "ended": None}
+            row = upsert(runs).values(run_id=run_id, started=self._clock(), **again)
+            db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
             if base_digest and (last is None or last.digest != base_digest):
                 db.execute(insert(bases).values(run_id=run_id, digest=base_digest))
                 for old in db.execute(newest.offset(BASES_PER_RUN)).all():
                     db.execute(delete(bases).where(bases.c.number == old.number))
+            return _drop_lapsed(db, but=run_id)
 
     def fix_data(self, run_id: str, version: str) -> bool:
         """Note the version of the data that a run begins with; return whether this is the one that was noted.
@@ -174,6 +186,7 @@ class Store:
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
+            db.execute(forget_undecided(run_id))
         return known
 
     # ---- tasks -------------------------------------------------------------------------------------------------
@@ -226,12 +239,18 @@ class Store:
 
         A state that the server sums is discarded unless its bundle was included; any other is kept. Guarantees: a close
         seen twice changes nothing; a state never replaces that of a later round, unless a coordinator that was restored
-        since closes the earlier one. The newest `KEPT_STATES` stay.
+        since closes the earlier one. The newest `KEPT_STATES` stay. Of a run that is not known nothing is written.
         """
         with self.database.write() as db:
             row = _task(db, key)
             if row is not None and row.closed is not None:
                 return False
+            if row is None:
+                if db.execute(select(runs.c.run_id).where(runs.c.run_id == key.run_id)).first() is None:
+                    return True
+                untrained = tasks.c.run_id == key.run_id, tasks.c.contribution_id == "", tasks.c.closed.is_not(None)
+                newest = select(_PLACE).select_from(tasks).where(*untrained).order_by(_PLACE.desc())
+                db.execute(delete(tasks).where(*untrained, _PLACE.not_in(newest.limit(MOST_CLOSED - 1))))
             now = self._clock()
             _put(db, tasks, _primary(key), {"closed": now, "included": included})
             if row is not None and row.state_digest is not None and (included or not row.mirrored):
@@ -350,6 +369,16 @@ class Store:
     def receipts(self) -> list[bytes]:
         with self.database.read() as db:
             return [row for row in db.scalars(select(tasks.c.receipt).where(tasks.c.receipt.is_not(None))) if row]
+
+
+def _drop_lapsed(db: Connection, but: str) -> int:
+    """Drop the runs of which nothing was ever trained here beyond the newest `MOST_UNTRAINED`; return how many."""
+    trained = select(tasks.c.run_id).where(tasks.c.contribution_id != "")
+    untrained = select(runs.c.run_id).where(runs.c.run_id.not_in(trained), runs.c.run_id != but)
+    lapsed = list(db.scalars(untrained.order_by(_PLACE.desc()).offset(MOST_UNTRAINED - 1)))
+    for table in (runs, run_data, bases, tasks, states) if lapsed else ():
+        db.execute(delete(table).where(table.c.run_id.in_(lapsed)))
+    return len(lapsed)
 
 
 def _put(

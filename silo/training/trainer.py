@@ -57,7 +57,10 @@ class _Wanted(NamedTuple):
 
 
 class DataSource:
-    """The hospital's data, as each run wants it: its label space, image size and window. loader: of its images."""
+    """The hospital's data, as each run wants it: its label space, image size and window.
+
+    loader: of its images   holds: the classes that the operator declares.
+    """
 
     def __init__(
         self,
@@ -65,11 +68,13 @@ class DataSource:
         data_root: Path | None = None,
         nominal_size: float | None = None,
         loader: ImageLoader | None = None,
+        holds: tuple[str, ...] = (),
     ) -> None:
         self.reference = datasets.parse(datasets.resolved(reference))  # the hospital's own words
         self._data_root = data_root
         self._nominal_size = nominal_size
-        self._typed = nominal_size is not None
+        self.typed = nominal_size is not None
+        self._holds, self._published = holds, tuple[str, ...]()
         self._loader = loader
         self._last: tuple[_Wanted, SiloDataset] | None = None
         self._contents, self._version = FileContents(), ""
@@ -87,7 +92,18 @@ class DataSource:
                 str(self.reference), data_root=self._data_root, loader=self._loader, **wanted._asdict()
             )
             self._last, self._version = (wanted, loaded), ""
+            if classes is None:
+                self._published = loaded.schema.classes
         return self._last[1]
+
+    @property
+    def declared_classes(self) -> tuple[str, ...]:
+        """Return the classes that are declared of these data; none of folders and lists, where records decide."""
+        if self._holds or self.reference.source in ("folder", "manifest"):
+            return self._holds
+        if not self._published:
+            self.load()
+        return self._published
 
     def version(self) -> str:
         """Say which data were loaded last: their fingerprint, and where they lie in files a digest of what those hold.
@@ -111,7 +127,7 @@ class DataSource:
         now = datasets.check(str(self.reference), data_root=self._data_root, **wanted._asdict())
         if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
             return False
-        self._last, self._version = None, ""
+        self._last, self._version, self._published = None, "", ()
         if self._loader is not None:
             self._loader.forget()
         return True
@@ -130,7 +146,7 @@ class DataSource:
     @property
     def examples(self) -> tuple[float, float]:
         """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""
-        if self._typed:
+        if self.typed:
             return 0.0, 0.0
         found = self.load()
         return float(round_to_two_digits(len(found.train))), float(round_to_two_digits(len(found.test)))
@@ -190,9 +206,14 @@ class Trainer:
         Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access`; ConfigError
         (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
         (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model.
+        Guarantees: here the answer to a private run is made, and it costs nothing, so it follows from the manifest and
+        from what the hospital declares, decided and registered. Of the records it tells that they cannot be used as
+        they are (E-RUN-31) or are not those that were registered (E-BUDGET-04), whatever the manifest asks.
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
-        with _hide_details(run.private, ConfigError):
+        with _hide_details(run.private, ConfigError, RefusedError):
+            if run.private:
+                self._controls.require_labels(run, self._data.declared_classes)
             if self._data.refresh():
                 self._prepared = None
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
@@ -204,6 +225,8 @@ class Trainer:
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
             dataset = self._data.load(manifest.schema.classes, manifest.image_size, manifest.schema.window)
+            if run.private:
+                self._controls.require_declared(dataset, self._data.declared_classes)
             version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
@@ -219,7 +242,8 @@ class Trainer:
         runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
         runtime.model.to(self.device)
         with _hide_details(run.private, ConfigError, RefusedError):
-            factory, ledger, submits = self._controls.access(run, index, dataset, self._data.nominal_size)
+            size, typed = self._data.nominal_size, self._data.typed
+            factory, ledger, submits = self._controls.access(run, index, dataset, size, typed)
         submits = self._prototypes and submits and manifest.members[index].prototypes
         broadcast = _signature(run.method.broadcast(run.initial_state()))
         prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast, version)
@@ -251,14 +275,18 @@ class Trainer:
         if prepared.ledger is not None:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
-            data = prepared.data_factory(
-                prepared.dataset.train,
-                prepared.dataset.test,
-                manifest.train,
-                context,
-                device=self.device,
-                progress=progress,
-            )
+            try:
+                data = prepared.data_factory(
+                    prepared.dataset.train,
+                    prepared.dataset.test,
+                    manifest.train,
+                    context,
+                    device=self.device,
+                    progress=progress,
+                )
+            except RefusedError as error:
+                self._controls.record_refusal(key.run_id, error)
+                raise
             with _hide_details(prepared.run.private):
                 outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
         evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method

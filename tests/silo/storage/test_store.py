@@ -75,6 +75,7 @@ def test_a_state_never_replaces_that_of_a_later_round(tmp_path):
 
 def test_a_close_of_a_round_that_was_never_trained_is_remembered(tmp_path):
     outbox = opened(tmp_path)
+    outbox.store.record_run("run-1", "first", M)
     assert outbox.store.close(key(), included=False)
     stage(outbox)
     assert outbox.find(key(), B) is None
@@ -174,6 +175,8 @@ def test_history_tells_what_was_measured(tmp_path, monkeypatch, clinical):
 
 def test_threads_that_read_and_write_do_not_lose_each_other(tmp_path):
     outbox = opened(tmp_path)
+    for n in range(4):
+        outbox.store.record_run(f"run-{n}", "one of four", M)
     failures = []
 
     def work(n: int) -> None:
