@@ -180,6 +180,21 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
     }
 
 
+def software_json(found: Mapping[str, str]) -> Mapping[str, object]:
+    """Convert what sides a run had, by software. found: as in `RunDetail`."""
+    return {"coordinator": found.get(""), "silos": {name: text for name, text in sorted(found.items()) if name}}
+
+
+def software_text(found: Mapping[str, str]) -> str:
+    """Say with which software a run was done: the coordinator's, and who had another; empty where nobody knows."""
+    if "" not in found:
+        return ""
+    ours, silos = found[""], sorted(name for name in found if name)
+    others = [f"{name} {found[name] or 'no version given'}" for name in silos if found[name] != ours]
+    same = f"{ours} (coordinator and {counted(len(silos) - len(others), 'silo')})"
+    return ", ".join([same, *others])
+
+
 def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
     return make_table(
         "Runs",
@@ -224,6 +239,7 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
             "classes",
             "doing",
             "policy",
+            "software",
             "last seen",
             "certificate until",
             "fingerprint",
@@ -237,6 +253,7 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
                 ", ".join(s.data.holds) or "-",
                 doing(s),
                 s.policy_digest[:8] or "-",
+                s.software.removeprefix("consilium-fl ") or "-",
                 _minute(s.last_seen_unix),
                 _minute(s.certificate_until_unix)[:10],
                 s.fingerprint[:8],
@@ -339,13 +356,13 @@ class Watcher:
             self._clinical = clinical_text(event.closed)
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
-        if event.silo:
+        if event.silo and event.kind != "software":
             self._silos[event.silo] = event.kind if not event.text else f"{event.kind}: {event.text}"
         if self._live:
             if event.kind in _SAID_ABOVE:
                 self._live.console.print(self._line(event), soft_wrap=True)
             self._live.refresh()
-        elif event.kind != "silo":
+        elif event.kind not in ("silo", "software"):
             self._console.print(self._line(event), soft_wrap=True)
 
     def _left(self) -> str:

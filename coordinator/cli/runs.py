@@ -182,10 +182,12 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     if as_json:
         rounds = [console.round_json(r) for r in detail.rounds]
         start = start_json(detail.manifest_json)
-        print_json({**console.run_json(detail.info), "start": start, "round": rounds, "manifest": detail.manifest_json})
+        own = {"start": start, "round": rounds, "manifest": detail.manifest_json}
+        print_json({**console.run_json(detail.info), **own, "software": console.software_json(detail.software)})
         return
     _show_info(detail.info, as_json)
-    for text in (started_from(detail.manifest_json), console.private_form(detail.manifest_json)):
+    form, made = console.private_form(detail.manifest_json), console.software_text(detail.software)
+    for text in (started_from(detail.manifest_json), form, made and f"software: {made}"):
         if text:
             console.OUT.print(text, soft_wrap=True)
     rows = [

@@ -27,7 +27,7 @@ from fl_core.types.records import Schema
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.version import software
+from protos.version import version
 
 IMAGES = {"folder", "manifest"}
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
@@ -125,7 +125,7 @@ def manifest_from(
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
         image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
-        software=software(),
+        software=version(),
         private_form=was,
         start=None if spec.weights is None else StartPoint(weights=spec.weights),
         aggregator=_aggregator(spec),

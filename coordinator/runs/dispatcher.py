@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from coordinator.runs.changes import ChangeCounter
@@ -20,6 +20,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import PeerCertificate
+from protos.version import software
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ _LOST_MESSAGES_S = 300.0
 """A run's end is sent again to a silo that was last seen before the end, or less than this long after it."""
 
 _ALL_SEEN_S = 60.0
+_SOFTWARE_CHARS = 80
+"""What a silo calls itself is kept with each run."""
 
 
 class Dispatcher:
@@ -51,6 +54,7 @@ class Dispatcher:
         self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
         self._stopped: set[str] = set()
         self._last_notes: dict[tuple[str, str], str] = {}
+        self._software: dict[str, dict[str, str]] = {}
         self._began = time.monotonic()
         self._left: dict[str, float] = {}
         self._seen: set[str] = set()
@@ -157,6 +161,7 @@ class Dispatcher:
         if pending is None:
             return  # an answer to a task that is settled: nothing to do
         if answer.accepted:
+            self.note_software(key.run_id, [key.silo])
             if not pending.accepted:
                 pending.accepted = True
                 self._event(key, "accepted")
@@ -174,6 +179,7 @@ class Dispatcher:
         if pending is None or pending.settled or pending.task.manifest_digest != answer.manifest_digest:
             return
         if answer.ready:
+            self.note_software(key.run_id, [key.silo])
             self._event(key, "ready")
             pending.settle(answer.manifest_digest)
         else:
@@ -310,6 +316,30 @@ class Dispatcher:
             self._last_notes |= {(key.run_id, name): text for key in fresh}
         for key in fresh:
             self._event(key, kind, text)
+
+    def note_software(self, run_id: str, silos: Collection[str]) -> None:
+        """Record with which software the coordinator and those silos that are here do a run; warn of another build.
+
+        What was recorded before is not recorded again, unless the coordinator's own has changed.
+        """
+        ours, stored = software(), self._software.get(run_id) or self.store.runs.software(run_id)
+        with self._lock:
+            known = self._software.setdefault(run_id, stored)
+            fresh = {} if known.get("") == ours else {"": ours}
+            if fresh:
+                known.clear()
+            here = {name: self._sessions[name].hello for name in silos if name in self._sessions}
+            said = {name: hello.software[:_SOFTWARE_CHARS] for name, hello in here.items() if hello is not None}
+            fresh |= {name: text for name, text in said.items() if known.get(name) != text}
+            known |= fresh
+        for name, text in fresh.items():
+            self.store.runs.event(run_id, "software", silo=name, text=text)
+        others = [f"{name} ({text or 'no version given'})" for name, text in sorted(fresh.items()) if text != ours]
+        if others:
+            text = f"expected {ours} on all sides, found {', '.join(others)}: the run goes on, see docs/protocol.md"
+            self.store.runs.event(run_id, "warning", text=text)
+        if fresh:
+            self.changes.notify()
 
     def _event(self, key: SiloTaskKey | PreflightKey, kind: str, text: str = "") -> None:
         self.store.runs.event(key.run_id, kind, key.round, key.silo, text)

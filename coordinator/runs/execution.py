@@ -51,6 +51,7 @@ class RunExecution:
         with self.model_lock:
             compiled = CompiledRun.of(manifest)
         steering = self.store.steering.of(run.id)
+        self.dispatcher.note_software(run.id, run.members)
         if preflight.is_due(run, compiled, self.store):
             preflight.ask(run, manifest, self.dispatcher, steering.excluded)
         if len(run.members) < FEWEST and self.store.runs.round(run.id, 0) is None:

@@ -14,7 +14,7 @@ from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.results import ResultFolder
 from coordinator.simulation.sweep import folder_name
 from coordinator.simulation.tracking import MakeObserver, tracked
-from protos.version import software
+from protos.version import version
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SimulationJob:
         One that this version finished in its folder is not run again.
         """
         out, engine = self.out and self.out / folder_name(words, keys), self.engine
-        if out and (known := ResultFolder(out).finished(compose_spec(words, self.config_dir), software())):
+        if out and (known := ResultFolder(out).finished(compose_spec(words, self.config_dir), version())):
             return known
         if engine.spill:
             engine = replace(engine, spill=engine.spill / "_".join(words).replace("/", "-"))

@@ -273,6 +273,12 @@ class RunStore:
             newer = select(events).where(events.c.run_id == run_id, events.c.number > after).order_by(events.c.number)
             return [EventRow(**row._mapping) for row in db.execute(newer)]
 
+    def software(self, run_id: str) -> dict[str, str]:
+        """Return with which software each silo, and under "" the coordinator, last took part in a run."""
+        noted = select(events.c.silo, events.c.text).where(events.c.run_id == run_id, events.c.kind == "software")
+        with self._db.read() as db:
+            return {row.silo: row.text for row in db.execute(noted.order_by(events.c.number))}
+
     def ended_events(self, after: int, most: int = 50) -> list[EndedEvent]:
         """Return the ends of runs, oldest first. after: the row of the last one that is known."""
         row: ColumnElement[int] = literal_column("events.rowid", Integer)

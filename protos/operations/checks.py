@@ -297,5 +297,8 @@ def other_side(answer: Answer, place: str) -> Iterator[Finding]:
         older = "this side" if answer.protocol > PROTOCOL else "that side"
         found = f"protocol {PROTOCOL} here, {answer.protocol} at {place} ({answer.software})"
         yield problem("versions", found, f"upgrade {older}")
+    elif answer.software != software():
+        found = f"protocol {PROTOCOL} on both sides, {software()} here, {answer.software or 'no version given'} there"
+        yield warning("versions", found, "nothing is refused for it; install one commit on both sides")
     else:
-        yield ok("versions", f"protocol {PROTOCOL} on both sides, {answer.software or 'no version given'} there")
+        yield ok("versions", f"protocol {PROTOCOL} and {software()} on both sides")

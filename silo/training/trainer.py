@@ -31,7 +31,7 @@ from privacy.accounting.record_config import round_to_two_digits
 from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import PrivacyUnits
-from protos.version import software
+from protos.version import version
 from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelledError
 from silo.storage.outbox import TrainingResult
@@ -218,16 +218,16 @@ class Trainer:
                 self._prepared = None
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             return self._prepared[1]
-        if not _compatible(manifest.software, software()):
+        if not _compatible(manifest.software, version()):
             raise RefusedError(
-                "E-WIRE-01", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
+                "E-WIRE-01", f"expected a run of {version()}, found one of {manifest.software}: upgrade the older side"
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
             dataset = self._data.load(manifest.schema.classes, manifest.image_size, manifest.schema.window)
             if run.private:
                 self._controls.require_declared(dataset, self._data.declared_classes)
-            version = self._data.version()
+            data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
         own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal, manifest.metrics)
@@ -246,7 +246,7 @@ class Trainer:
             factory, ledger, submits = self._controls.access(run, index, dataset, size, typed)
         submits = self._prototypes and submits and manifest.members[index].prototypes
         broadcast = _signature(run.method.broadcast(run.initial_state()))
-        prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast, version)
+        prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version)
         self._prepared = (policy, prepared)
         return prepared
 

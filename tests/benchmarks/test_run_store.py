@@ -48,7 +48,7 @@ def test_a_key_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key_of(s) for s in same} == {key}
     assert len({key, *map(key_of, other), key_of(SPEC, fine_tune=10)}) == 1 + len(other) + 1
     monkeypatch.setattr(manifest, "FORMAT", 99)
-    monkeypatch.setattr(manifest_builder, "software", lambda: "99.0")
+    monkeypatch.setattr(manifest_builder, "version", lambda: "99.0")
     assert key_of(SPEC) == key
 
 

@@ -137,9 +137,28 @@ def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_befo
 
 
 def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:
-    silo = pb.SiloInfo(name="north", state="online", activity=pb.AWAITING_APPROVAL)
+    silo = pb.SiloInfo(name="north", state="online", activity=pb.AWAITING_APPROVAL, software="consilium-fl 0.1.0+abc")
     silo.data.CopyFrom(pb.DataOffer(name="folder", nominal_size=100, holds=["nevus", "keratosis"]))
     out = io.StringIO()
     Console(file=out, width=220).print(display.silos_table([silo]))
-    for said in ("size, rounded up", "nevus, keratosis", "awaiting approval (round 1)"):
+    for said in ("size, rounded up", "nevus, keratosis", "awaiting approval (round 1)", " 0.1.0+abc "):
         assert said in out.getvalue()
+
+
+def test_a_run_names_its_coordinators_build_and_the_hospitals_that_had_another() -> None:
+    found = {"": "fl 1+a", "north": "fl 1+a", "west": "fl 1+a", "south": "fl 1+b", "east": ""}
+    assert display.software_text(found) == ("fl 1+a (coordinator and 2 silos), east no version given, south fl 1+b")
+    assert display.software_text({"": "fl 1+a"}) == "fl 1+a (coordinator and 0 silos)"
+    assert display.software_text({}) == ""
+    assert display.software_json(found) == {
+        "coordinator": "fl 1+a",
+        "silos": {"east": "", "north": "fl 1+a", "south": "fl 1+b", "west": "fl 1+a"},
+    }
+
+
+def test_the_builds_of_a_run_are_no_lines_of_watch_and_a_warning_of_them_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.Watcher() as watcher:
+        watcher.show(pb.Event(kind="software", silo="north", text="fl 1+b"))
+        watcher.show(pb.Event(kind="warning", text="expected fl 1+a on all sides, found north (fl 1+b)"))
+    shown = capsys.readouterr().out
+    assert shown.count("fl 1+b") == 1

@@ -19,7 +19,7 @@ README, OPERATIONS, RESEARCH = (
 )
 QUICKSTART = README[README.index("## Quickstart") :] + OPERATIONS
 """What a first run needs, and what the same two machines do after it."""
-BLOCK = re.compile(r"```sh(?: ([a-z ]+))?\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r'```sh(?: { data-test="([a-z ]+)" })?\n(.*?)```', re.DOTALL)
 
 
 def blocks(text: str) -> list[tuple[list[str], str]]:

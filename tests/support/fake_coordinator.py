@@ -27,7 +27,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.invitation import InvitationToken
 from protos.tls.diagnosis import Diagnosis
-from protos.version import PROTOCOL, software
+from protos.version import PROTOCOL, version
 from protos.wire.codec import pack_state
 from silo.events import Event
 from silo.identity.identity import SiloIdentity
@@ -131,7 +131,7 @@ def enrolled(folder: Path, name: str = "center1") -> Home:
     return home
 
 
-_software = cache(software)
+_version = cache(version)
 
 
 @cache
@@ -158,7 +158,7 @@ def manifest(**other) -> RunManifest:
         "grid": FixedPointFormat("ring64", len(MEMBERS)),
         "privacy": NamedOptions("none", {}),
         "threads": 1,
-        "software": _software(),
+        "software": _version(),
     }
     return RunManifest(**{**facts, **other})
 

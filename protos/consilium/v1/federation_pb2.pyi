@@ -1448,11 +1448,32 @@ Global___RunList: _TypeAlias = RunList  # noqa: Y015
 class RunDetail(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SoftwareEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INFO_FIELD_NUMBER: _builtins.int
     MANIFEST_JSON_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     DECLARATIONS_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     manifest_json: _builtins.str
     spec_json: _builtins.str
     """the composed configuration"""
@@ -1462,6 +1483,10 @@ class RunDetail(_message.Message):
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundInfo]: ...
     @_builtins.property
     def declarations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Declaration]: ...
+    @_builtins.property
+    def software(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """silo, or "" for the coordinator -> version and build with which it last took part"""
+
     def __init__(
         self,
         *,
@@ -1470,10 +1495,11 @@ class RunDetail(_message.Message):
         rounds: _abc.Iterable[Global___RoundInfo] | None = ...,
         spec_json: _builtins.str = ...,
         declarations: _abc.Iterable[Global___Declaration] | None = ...,
+        software: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declarations", b"declarations", "info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "spec_json", b"spec_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declarations", b"declarations", "info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "software", b"software", "spec_json", b"spec_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1749,7 +1775,7 @@ class Event(_message.Message):
     run_id: _builtins.str
     kind: _builtins.str
     """"submitted", "preflight", "ready", "opened", "accepted", "refused", "arrived", "waiting", "forgetting", "extended",
-    "excluded", "readmitted", "closed", "ended", "silo", "cut", "warning"
+    "excluded", "readmitted", "closed", "ended", "silo", "cut", "warning", "software"
     """
     round: _builtins.int
     silo: _builtins.str

@@ -163,7 +163,7 @@ def test_a_sweep_gives_one_table_and_goes_on_where_it_was(tmp_path: Path, monkey
 
     monkeypatch.setattr(runner, "run", never)
     assert ran(0)["model_digest"] == frame.model_digest[0]
-    monkeypatch.setattr("coordinator.simulation.job.software", lambda: "another version")
+    monkeypatch.setattr("coordinator.simulation.job.version", lambda: "another version")
     with pytest.raises(AssertionError):
         ran(0)
 

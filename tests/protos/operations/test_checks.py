@@ -18,7 +18,7 @@ from protos.operations.checks import Level
 from protos.operations.health import Answer, about
 from protos.pki import certificates
 from protos.pki.identity import Address
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from tests.support.pki import authority, join, today
 
 
@@ -180,6 +180,14 @@ def test_another_protocol_names_the_side_to_upgrade():
         "upgrade this side",
         "upgrade that side",
     ]
+
+
+def test_another_build_of_the_same_protocol_is_a_warning_that_names_both():
+    (same,) = [f for f in checks.other_side(answered(software=software()), "there") if f.check == "versions"]
+    (other,) = [f for f in checks.other_side(answered(software="x 1+b"), "there") if f.check == "versions"]
+    assert (same.level, other.level) == (Level.OK, Level.WARNING)
+    assert software() in other.found
+    assert "x 1+b" in other.found
 
 
 def test_what_is_said_is_what_is_read():

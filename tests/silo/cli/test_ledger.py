@@ -273,7 +273,11 @@ def test_the_commands_and_the_policy_of_the_budget_page_work_as_written(capsys, 
     place = enrolled(tmp_path / "home")
     (policy,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     place.policy.write_text(policy)
-    lines = [line for block in re.findall(r"```sh budget\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r'```sh { data-test="budget" }\n(.*?)```', text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     assert len(lines) == 8
     for line in lines:
         name, *words = shlex.split(line)
