@@ -71,6 +71,17 @@ tasks = Table(  # the outbox entry while the round is open, and for ever what ca
     Column("coordinator", String, nullable=False, default=""),  # incarnation that offered it
 )
 
+trainings = Table(  # under way, and those during which the service was killed
+    "trainings",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("attempt", Integer, nullable=False, default=0),  # how often the lead had resumed the run
+    Column("under_way", Boolean, nullable=False, default=True),
+    Column("kills", Integer, nullable=False, default=0),
+)
+
 approvals = Table(  # runs that wait for the hospital's decision, or had it
     "approvals",
     metadata,
@@ -137,5 +148,20 @@ def _requests_and_what_leaves(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE runs ADD COLUMN leaves VARCHAR NOT NULL DEFAULT ''")
 
 
-MIGRATIONS = (_mirrored, _attested_and_approvals, _states_and_incarnations, _run_data, _requests_and_what_leaves)
-IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals", "incarnation", "states", "run_data"}
+def _trainings(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE trainings (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, "
+        "attempt INTEGER NOT NULL DEFAULT 0, under_way BOOLEAN NOT NULL DEFAULT 1, kills INTEGER NOT NULL DEFAULT 0, "
+        "PRIMARY KEY (run_id, round, kind))"
+    )
+
+
+MIGRATIONS = (
+    _mirrored,
+    _attested_and_approvals,
+    _states_and_incarnations,
+    _run_data,
+    _requests_and_what_leaves,
+    _trainings,
+)
+IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals", "incarnation", "states", "run_data", "trainings"}

@@ -1,8 +1,8 @@
 """Databases of earlier versions open and say what they said; what cannot be opened is left as it is.
 
 tests/data/silo_v3.sql is what version 3 held at a hospital after a real private run, and with an update in the outbox
-of a second run that it had approved by hand; receipts and sealed figures are cut short. silo_v4.sql and
-silo_v5.sql are the same file as these versions left it.
+of a second run that it had approved by hand; receipts and sealed figures are cut short. silo_v4.sql,
+silo_v5.sql and silo_v6.sql are the same file as these versions left it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from silo.storage.tasks import Attestation
 
 DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v3.sql"
 VERSION_4 = DUMP.with_name("silo_v4.sql")
-VERSION_5 = DUMP.with_name("silo_v5.sql")
+VERSION_5, VERSION_6 = DUMP.with_name("silo_v5.sql"), DUMP.with_name("silo_v6.sql")
 FINISHED, OPEN = "fedavg-digits-efab", TaskKey("waits-d1ea", 0, TaskKind.TRAIN)
 VERSION_2 = "PRAGMA user_version = 2; ALTER TABLE tasks DROP COLUMN attested; DROP TABLE approvals;"
 VERSION_1 = VERSION_2 + "PRAGMA user_version = 1; ALTER TABLE tasks DROP COLUMN mirrored;"
@@ -46,7 +46,8 @@ def opened(file: Path) -> Iterator[Store]:
 
 
 @pytest.mark.parametrize(
-    ("change", "dump"), [("", DUMP), (VERSION_2, DUMP), (VERSION_1, DUMP), ("", VERSION_4), ("", VERSION_5)]
+    ("change", "dump"),
+    [("", DUMP), (VERSION_2, DUMP), (VERSION_1, DUMP), ("", VERSION_4), ("", VERSION_5), ("", VERSION_6)],
 )
 def test_runs_and_outbox_of_a_file_of_any_version_are_there(tmp_path: Path, change: str, dump: Path) -> None:
     older(tmp_path / "silo.db", change, dump)
