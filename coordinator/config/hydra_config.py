@@ -18,8 +18,9 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from coordinator.config.run_spec import WEIGHTS, RunSpec
+from coordinator.config.run_spec import AUTO, WEIGHTS, RunSpec
 from coordinator.config.table_schema import with_schema
+from fl_core import datasets
 from fl_core.aggregation.options import AGGREGATORS
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
 _NONE = "none"
+_LARGE_SIDE = 64
+"""Pixels of an image's side from which on a ResNet has ImageNet's stem unless the run says otherwise."""
 _CONTINUED = ("method", "data", "model", "privacy", "aggregator")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
@@ -48,7 +51,9 @@ def _store_dataclasses() -> None:
         schedule = {"train": dict(method.schedule)} if method.schedule else {}
         store(name, {"method": {"name": name, **_defaults(method)}, **schedule}, group="method", package="_global_")
     for name, model in MODELS.items():
-        store(name, {"name": name, "weights": _NONE, "weights_source": "", **_defaults(model)}, group="model")
+        options = _defaults(model)
+        stem = {"stem": AUTO} if "stem" in options else {}
+        store(name, {"name": name, "weights": _NONE, "weights_source": "", **options, **stem}, group="model")
     for name, profile in PROFILES.items():
         store(name, {"name": name, **(_defaults(profile.config) if profile.config else {})}, group="privacy")
     for name, aggregator in AGGREGATORS.items():
@@ -127,6 +132,7 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
     if isinstance(chosen["data"], Mapping):
         chosen["data"] = with_schema(chosen["data"])
     _move_weights(chosen)
+    _choose_stem(chosen)
     return RunSpec.from_mapping(chosen)
 
 
@@ -180,6 +186,25 @@ def _move_weights(chosen: dict[str, object]) -> None:
     if source and file == _NONE:
         raise ConfigError("E-CFG-02", "expected model.weights=FILE beside model.weights_source, found none: add it")
     chosen |= {"weights_file": "" if file == _NONE else file, "weights_source": source}
+
+
+def _choose_stem(chosen: dict[str, object]) -> None:
+    """Replace `auto`: larger images get the stem of ImageNet, since that of CIFAR takes ten times the memory."""
+    model, data = chosen["model"], chosen["data"]
+    if isinstance(model, Mapping) and model.get("stem") == AUTO:
+        side = _side(data) if isinstance(data, Mapping) else 0
+        chosen["model"] = {**model, "stem": "imagenet" if side >= _LARGE_SIDE else "cifar"}
+
+
+def _side(data: Mapping[str, object]) -> int:
+    """Return the pixels of an image's side; 0 where examples are none, or the data set has no fixed size."""
+    if isinstance(size := data.get("image_size"), int):
+        return size
+    try:
+        shape = datasets.schema_of(str(data.get("name"))).shape
+    except ConfigError:  # said where the run is made
+        return 0
+    return shape[-1] if len(shape) == 3 else 0
 
 
 def _compose(words: Sequence[str], config_dir: Path | None = None) -> Mapping[str, object]:

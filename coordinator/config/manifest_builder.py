@@ -107,6 +107,7 @@ def manifest_from(
     model = _model_choice(spec)
     require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
+    capabilities.check_micro_batch(built, network, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
     layout = {**derive_layout(built, network, schema, spec.personal, metrics), **profiles.extra_parts(privacy)}
     if max(spec.cohort, spec.quorum) > len(names):

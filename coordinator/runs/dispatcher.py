@@ -57,6 +57,7 @@ class Dispatcher:
         self._software: dict[str, dict[str, str]] = {}
         self._began = time.monotonic()
         self._left: dict[str, float] = {}
+        self._left_training: set[str] = set()
         self._seen: set[str] = set()
         self._all_seen = time.monotonic()
 
@@ -119,7 +120,11 @@ class Dispatcher:
             del self._sessions[session.name]
             self._left[session.name] = time.monotonic()
             self._seen.add(session.name)
-        self._note(session.name, "away" if session.error is None else f"away: {session.error}")
+            self._left_training.discard(session.name)
+            if session.activity.activity == pb.TRAINING:
+                self._left_training.add(session.name)
+        why = "" if session.error is None else f": {session.error}"
+        self._note(session.name, f"away{self.last_word(session.name)}{why}")
         self.changes.notify()
 
     def store_last_seen(self) -> None:
@@ -304,6 +309,12 @@ class Dispatcher:
         """Return the seconds since a silo's session ended, or since the service began; None while it has one."""
         with self._lock:
             return None if name in self._sessions else time.monotonic() - self._left.get(name, self._began)
+
+    def last_word(self, name: str) -> str:
+        """Say of a silo without a session that it went in the middle of training; empty where it did not."""
+        with self._lock:
+            gone = name in self._left_training and name not in self._sessions
+        return ", gone in the middle of training: the hospital's service or machine may have been ended" if gone else ""
 
     def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
         """Show a refused call of a silo in the runs that wait for it, once per reason."""

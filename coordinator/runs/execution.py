@@ -52,8 +52,8 @@ class RunExecution:
             compiled = CompiledRun.of(manifest)
         steering = self.store.steering.of(run.id)
         self.dispatcher.note_software(run.id, run.members)
-        if preflight.is_due(run, compiled, self.store):
-            preflight.ask(run, manifest, self.dispatcher, steering.excluded)
+        if preflight.is_due(run, self.store):
+            preflight.ask(run, manifest, self.dispatcher, steering.excluded, all_answer=compiled.private)
         if len(run.members) < FEWEST and self.store.runs.round(run.id, 0) is None:
             text = f"fewer than {FEWEST} silos: nothing bounds what one of them does to the model"
             self.store.runs.event(run.id, "warning", text=text)

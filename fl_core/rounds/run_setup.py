@@ -20,7 +20,7 @@ from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.methods import build_written
 from fl_core.models import build_model, pretrained
-from fl_core.rounds import extensions, sampling
+from fl_core.rounds import capabilities, extensions, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime
@@ -117,7 +117,9 @@ class RunSetup:
         return plain | {torch.int32, torch.int64} if on_grid else plain
 
     def silo_runtime(self) -> SiloRuntime:
+        """Make what a silo works with; raises ConfigError (E-CFG-08) as `capabilities.check_micro_batch`."""
         self._require_weights()
+        capabilities.check_micro_batch(self.method, self.model, self.manifest.train)
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }

@@ -17,6 +17,7 @@ from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import counted
 from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from protos.pki.identity import Address
 from protos.storage.object_store import ObjectStore
@@ -177,6 +178,9 @@ class Service:
         self._serve_metrics()
         for entry in self._controls.recover():
             self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
+        for key, kills in self.store.count_kills():
+            text = f"{key}: the service was killed in the middle of it ({counted(kills, 'time')} so far)"
+            self._emit(event("killed", text, key, {"code": "E-RUN-46", "kills": kills}))
         text = f"{self.name} of {self._consortium} serves {self._data_offer.name} data on {self._device}"
         self._emit(event("serving", text, facts={"silo": self.name, "device": str(self._device)}))
         self._emit(
@@ -249,6 +253,7 @@ class Service:
     def leave(self, reason: str) -> None:
         self._queue.close(reason)
         self._leaving.set()
+        self.store.end_trainings()
 
     def settled(self, seconds: float) -> bool:
         self._threads[0].join(seconds)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import counted
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
 from silo.connection.retry import CancelledError
@@ -30,6 +32,8 @@ from silo.training.run_request import leaves_of, privacy_of
 from silo.training.trainer import PreparedRun, Trainer
 
 IDLE_S = 1.0
+MOST_KILLS = 2
+"""Times that the service may be killed in the middle of one task before the run is given up here."""
 log = logging.getLogger(__name__)
 
 
@@ -94,7 +98,7 @@ class TaskRunner:
         run = self._admitted_run(preflight_task, digest)
         prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task))
         try:
-            preflight.require(prepared, self.outbox.objects.folder, self.trainer.device)
+            preflight.require(prepared, self.outbox.objects.folder)
         except RefusedError as error:
             if run.private:
                 self.controls.record_refusal(key.run_id, error)
@@ -104,6 +108,33 @@ class TaskRunner:
             self.queue.cleanup_needed.set()
         self.queue.ready(preflight_task)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
+
+    def _past_kill(self, task: Task) -> RefusedError | None:
+        """Return what to tell of a service that was killed over this run; raises it where that was too often."""
+        kills = self.outbox.store.kills(task.key.run_id, task.offer.attempt)
+        if kills == 0:
+            return None
+        again = kills < MOST_KILLS
+        error = RefusedError(
+            "E-RUN-46",
+            f"expected a service that lives through its task, found that it was killed {counted(kills, 'time')} in the "
+            "middle of one of this run, most likely for want of memory: "
+            + ("it tries once more" if again else "the run is given up here")
+            + ". Give it more memory, or choose smaller batches or images",
+        )
+        if not again:
+            raise error
+        return error
+
+    @contextmanager
+    def _marked(self, task: Task) -> Iterator[None]:
+        """Mark a task on the disk while it is worked on: a mark that is found at the next start tells of a kill."""
+        store = self.outbox.store
+        store.begin_training(task.key, task.offer.attempt)
+        try:
+            yield
+        finally:
+            store.end_trainings()
 
     def _run_task(self, task: Task) -> None:
         entry = self.outbox.find(task.key, task.offer.base_digest)
@@ -128,10 +159,13 @@ class TaskRunner:
     def _train(self, task: Task) -> PendingEntry:
         """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
+        killed = self._past_kill(task)
         self.queue.set_activity(task, pb.FETCHING)
         prepared = self._prepare(task)
         name, private = prepared.run.manifest.name, prepared.run.private
         self.queue.accept(task)
+        if killed is not None:
+            self.queue.tell(task, killed)
         progress, most = self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
@@ -142,7 +176,8 @@ class TaskRunner:
         progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
-            result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress)
+            with self._marked(task):
+                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress)
         except CancelledError:
             raise
         except Exception:
@@ -190,6 +225,7 @@ class TaskRunner:
                 "E-DATA-10",
                 f"expected the data that run {task.key.run_id} began with, found {prepared.dataset.origin} changed",
             )
+        self.trainer.require_memory(prepared)
         self.outbox.store.record_run(
             task.key.run_id,
             run.manifest.name,

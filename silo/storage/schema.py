@@ -83,6 +83,17 @@ unprotected = Table(  # updates with nothing that bounds what they tell of recor
     Column("splits", String),  # whose records, with commas; null: by an earlier version, which may have protected them
 )
 
+trainings = Table(  # under way, and those during which the service was killed
+    "trainings",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("attempt", Integer, nullable=False, default=0),  # how often the lead had resumed the run
+    Column("under_way", Boolean, nullable=False, default=True),
+    Column("kills", Integer, nullable=False, default=0),
+)
+
 approvals = Table(  # runs that wait for the hospital's decision, or had it
     "approvals",
     metadata,
@@ -149,7 +160,7 @@ def _requests_and_what_leaves(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE runs ADD COLUMN leaves VARCHAR NOT NULL DEFAULT ''")
 
 
-def _unprotected(db: sqlite3.Connection) -> None:
+def _unprotected_and_trainings(db: sqlite3.Connection) -> None:
     """Take over every update that an earlier version made: whether anything protected it, the ledger says."""
     db.execute("ALTER TABLE runs ADD COLUMN privacy VARCHAR NOT NULL DEFAULT ''")
     db.execute(
@@ -162,6 +173,11 @@ def _unprotected(db: sqlite3.Connection) -> None:
         "coalesce(substr(d.fingerprint, 1, instr(d.fingerprint || ':', ':') - 1), ''), NULL "
         "FROM tasks t LEFT JOIN run_data d ON d.run_id = t.run_id WHERE t.object_digest <> ''"
     )
+    db.execute(
+        "CREATE TABLE trainings (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, "
+        "attempt INTEGER NOT NULL DEFAULT 0, under_way BOOLEAN NOT NULL DEFAULT 1, kills INTEGER NOT NULL DEFAULT 0, "
+        "PRIMARY KEY (run_id, round, kind))"
+    )
 
 
 MIGRATIONS = (
@@ -170,6 +186,13 @@ MIGRATIONS = (
     _states_and_incarnations,
     _run_data,
     _requests_and_what_leaves,
-    _unprotected,
+    _unprotected_and_trainings,
 )
-IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals", "incarnation", "states", "run_data", "unprotected"}
+IN_EVERY_VERSION = frozenset(metadata.tables) - {
+    "approvals",
+    "incarnation",
+    "states",
+    "run_data",
+    "unprotected",
+    "trainings",
+}

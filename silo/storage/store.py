@@ -14,7 +14,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Table,
+    and_,
+    case,
+    delete,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.types.clinical import ClinicalMetrics
@@ -35,6 +48,7 @@ from silo.storage.schema import (
     runs,
     states,
     tasks,
+    trainings,
     unprotected,
 )
 from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate, ledger_position
@@ -183,6 +197,7 @@ class Store:
             ended = {"state": state, "reason": reason, "ended": func.coalesce(runs.c.ended, now)}
             # There is none of a run of others, or of one that ended before this silo had a task in it.
             known = db.execute(update(runs).where(runs.c.run_id == run_id).values(ended)).rowcount > 0
+            db.execute(delete(trainings).where(trainings.c.run_id == run_id))
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
@@ -224,6 +239,38 @@ class Store:
                 )
                 for row in db.execute(select(unprotected))
             ]
+
+    def begin_training(self, key: TaskKey, attempt: int) -> None:
+        """Note that a task is being worked on; `attempt`: how often the lead had resumed the run."""
+        values = {"attempt": attempt, "under_way": True}
+        begun = upsert(trainings).values(**_primary(key), **values)
+        forgiven = {"kills": case((trainings.c.attempt < attempt, 0), else_=trainings.c.kills)}
+        with self.database.write() as db:
+            db.execute(begun.on_conflict_do_update(index_elements=["run_id", "round", "kind"], set_=values | forgiven))
+
+    def end_trainings(self) -> None:
+        """Note that nothing is being worked on any more: it is done, it failed, or the service was told to stop."""
+        with self.database.read() as db:
+            if db.execute(select(trainings).where(trainings.c.under_way)).first() is None:
+                return
+        with self.database.write() as db:
+            db.execute(delete(trainings).where(trainings.c.under_way, trainings.c.kills == 0))
+            db.execute(update(trainings).where(trainings.c.under_way).values(under_way=False))
+
+    def count_kills(self) -> list[tuple[TaskKey, int]]:
+        """Count what was under way when the service before this one ended; return these tasks and their kills."""
+        found = trainings.c.under_way
+        with self.database.write() as db:
+            killed = db.execute(select(trainings).where(found)).all()
+            if killed:
+                db.execute(update(trainings).where(found).values(under_way=False, kills=trainings.c.kills + 1))
+        return [(_key(row), row.kills + 1) for row in killed]
+
+    def kills(self, run_id: str, attempt: int = 0) -> int:
+        """Return how often the service was killed while it worked on one task of a run, since it was last resumed."""
+        mine = trainings.c.run_id == run_id, trainings.c.attempt >= attempt
+        with self.database.read() as db:
+            return db.scalar(select(func.max(trainings.c.kills)).where(*mine)) or 0
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
         with self.database.write() as db:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,12 +19,15 @@ from fl_core.errors import ConfigError, DataError, FederationError, ProtocolErro
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
+from fl_core.rounds.memory_need import StepMemory, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
+from fl_core.training import memory
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL
+from fl_core.training.local_data import has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Coupling, TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import Bundle, Progress, RoundContext, State, Tensors
 from privacy import profiles
@@ -159,12 +163,12 @@ class DataSource:
         return self._nominal_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
     ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends
-    data_version: see `DataSource.version`.
+    data_version: see `DataSource.version`   device: where the model is.
     """
 
     run: CompiledRun
@@ -176,6 +180,56 @@ class PreparedRun:
     submits: bool
     broadcast: Mapping[str, object]
     data_version: str
+    device: torch.device
+
+    @cached_property
+    def step_memory(self) -> StepMemory:
+        run, manifest = self.run, self.run.manifest
+        guard_parts = adaptive_guards.groups(self.runtime.guards)
+        msg = adaptive_guards.method_state(run.method.broadcast(run.initial_state()), guard_parts)
+        cohort = manifest.cohort or len(manifest.members)
+        public = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, cohort)
+        context = public.for_silo(self.index, manifest.seed, self.submits)
+        with _cpu_threads(manifest.threads):
+            return measure_step(
+                self.runtime,
+                msg,
+                lambda number: run.profile.made_up_data(self.index, number, context, self.device),
+                context,
+                self.device,
+            )
+
+    def require_memory(self) -> None:
+        """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.
+
+        Of what is free a private run tells nothing else; a plain one the power of two of examples that would fit.
+        """
+        free = memory.free_memory(self.device)
+        if free is None:
+            return
+        step, rows = self.step_memory, self.run.profile.examples_at_once(self.index)
+        if (need := step.need(*rows)) <= free:
+            return
+        fitting = 0 if self.run.private else step.fitting(free, *rows)
+        remedy = "choose a smaller model or smaller images"
+        if self.ledger is not None and rows.training > 1:
+            least = memory.mib(step.need(1, rows.evaluating))
+            remedy = f"set privacy.physical_batch=1, which needs {least}, or a few, or {remedy}"
+        elif fitting > 1 or (fitting and not has_batch_norm(self.runtime.model)):
+            remedy = self._smaller(fitting)
+        raise RefusedError(
+            "E-RUN-38",
+            f"expected about {memory.mib(need)} of free memory on {self.device} for {self.run.manifest.model.name} "
+            f"with {rows.training} examples at once, found less: {remedy}",
+        )
+
+    def _smaller(self, fitting: int) -> str:
+        method, divided = self.run.method, f"train.micro_batch={fitting}"
+        if method.coupling is not Coupling.EXAMPLE:
+            return f"train.batch_size={fitting} fits here"
+        if has_batch_norm(self.runtime.model):
+            return f"train.batch_size={fitting} fits here, or {divided} with a model that has no batch norm"
+        return f"{divided} fits here and adds up to the same steps"
 
 
 class Trainer:
@@ -197,6 +251,7 @@ class Trainer:
         self._prototypes = prototypes
         self._run_round = run_round
         self._prepared: tuple[str, PreparedRun] | None = None
+        self._fitting: PreparedRun | None = None
 
     def prepare(self, run: CompiledRun, fetch_weights: Callable[[Weights], Tensors]) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
@@ -246,9 +301,17 @@ class Trainer:
             factory, ledger, submits = self._controls.access(run, index, dataset, size, typed)
         submits = self._prototypes and submits and manifest.members[index].prototypes
         broadcast = _signature(run.method.broadcast(run.initial_state()))
-        prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version)
+        prepared = PreparedRun(
+            run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device
+        )
         self._prepared = (policy, prepared)
         return prepared
+
+    def require_memory(self, prepared: PreparedRun) -> None:
+        """Raise as `PreparedRun.require_memory`; once for each, since rounds leave this process what they took."""
+        if self._fitting is not prepared:
+            prepared.require_memory()
+            self._fitting = prepared
 
     def train(
         self, prepared: PreparedRun, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress

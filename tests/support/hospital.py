@@ -33,7 +33,7 @@ from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
 from tests.support import until
-from tests.support.coordinator import World, channel
+from tests.support.coordinator import World, channel, ready
 from tests.support.transfers import fetch, send
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
@@ -248,6 +248,8 @@ class ScriptedSilo:
         kind = message.WhichOneof("body")
         if kind == "pulse":
             out.put(pb.SiloMessage(pulse=pb.Pulse(activity=pb.IDLE)))
+        elif kind == "preflight":
+            out.put(ready(message.preflight))
         elif kind == "offer":
             offer = message.offer
             why = self._refuse(offer)

@@ -219,3 +219,29 @@ def test_updates_without_privacy_are_remembered_when_their_runs_are_long_over(tm
     assert len(again.unprotected()) == 12
     assert set(again.unprotected()) == {UnprotectedUpdate(f"run-{k}", "f" * 64, ("test", "train")) for k in range(6)}
     again.close_database()
+
+
+def test_kills_are_counted_by_task_and_void_once_the_lead_resumes_or_the_run_ends(tmp_path):
+    def restarted():
+        opened(tmp_path).store.close_database()
+        return opened(tmp_path).store
+
+    store = opened(tmp_path).store
+    assert store.count_kills() == []
+    for times in (1, 2):
+        store.begin_training(key(), 0)
+        store = restarted()
+        assert store.count_kills() == [(key(), times)]
+        assert store.count_kills() == []  # a start without a task in between is no kill
+    assert store.kills("run-1") == 2
+    store.begin_training(key(1), 0)
+    store.end_trainings()
+    assert restarted().count_kills() == []
+    assert store.kills("run-1", attempt=1) == 0
+    store.begin_training(key(), 1)
+    assert restarted().count_kills() == [(key(), 1)]
+    assert store.kills("run-1", attempt=1) == 1
+    assert store.kills("run-2") == 0
+    store.record_run("run-1", "r", M, B)
+    store.end_run("run-1", "aborted", "")
+    assert store.kills("run-1") == 0
