@@ -52,7 +52,7 @@ def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher, excluded: Colle
             for name in names
         }
         for pending in asked.values():
-            dispatcher.offer(pending.task)
+            dispatcher.offer(pending)
         failures = _failures(asked)
     if failures:
         raise _combined_error(failures, len(names))
