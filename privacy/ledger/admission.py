@@ -29,6 +29,12 @@ class LedgerTask:
     fingerprint: str
 
 
+def times_charged(account: Account, collection: str, task: LedgerTask) -> int:
+    """Count how often a round was charged to a collection, under its run or its manifest."""
+    of_run = account.of_run(task.run, task.manifest, collection)
+    return sum(e.charged and (e.round, e.kind) == (task.round, task.kind) for e in of_run)
+
+
 def refused(
     account: Account,
     collection: str,
@@ -49,7 +55,7 @@ def refused(
         message = f"the privacy budget of {collection!r} does not cover round {task.round + 1} of this run"
         return RefusedError("E-BUDGET-01", message)
     before = [e for e in account.of_run(task.run, task.manifest, collection) if e.charged]
-    tried = sum((e.round, e.kind) == (task.round, task.kind) for e in before)
+    tried = times_charged(account, collection, task)
     if tried >= ATTEMPTS:
         return RefusedError(
             "E-BUDGET-12",
