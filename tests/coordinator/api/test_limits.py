@@ -168,7 +168,7 @@ def test_a_revoked_hospitals_session_ends_within_5_s_however_far_apart_heartbeat
         revoke_elsewhere(world)
         assert line.failure() == (DENIED, "E-ID-12")  # within a minute: no heartbeat comes before five
         assert line.kinds()[-1] == "refusal"
-        until(lambda: world.server.dispatcher.activity_of("north") is None, "north away", 5)
+        until(lambda: world.server.dispatcher.activity_of("north") is None, "north away")
 
 
 def test_a_revoked_hospitals_session_ends_also_while_every_thread_for_members_is_taken(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_look_that_fails_once_is_repeated(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(MemberStore, "in_force", lambda _: {}["no disk"])  # so that they are asked for one by one
     with serving(tmp_path, Limits(check_s=0.05)) as world:
         line = Line(world, "north", HELLO)
-        until(lambda: len(asked) > 3, "more looks", 10)
+        until(lambda: len(asked) > 3, "more looks")
         assert not line.over.is_set()
         line.close()
 
@@ -239,10 +239,10 @@ def test_many_open_streams_are_looked_up_with_one_question(tmp_path: Path, monke
     monkeypatch.setattr(MemberStore, "in_force", in_force)
     with serving(tmp_path, Limits(check_s=0.05)) as world:
         lines = [Line(world, name, HELLO) for name in NAMES]
-        until(lambda: all(online(world, name)() for name in NAMES), "all silos", 10)
+        until(lambda: all(online(world, name)() for name in NAMES), "all silos")
         alone.clear()
         seen = len(looks)
-        until(lambda: len(looks) > seen + 3, "more looks", 10)
+        until(lambda: len(looks) > seen + 3, "more looks")
         assert alone == []
         Membership(world.home, world.server.store).revoke(NAMES[0], "test")
         assert lines[0].failure() == (DENIED, "E-ID-12")
