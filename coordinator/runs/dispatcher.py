@@ -39,8 +39,9 @@ _SOFTWARE_CHARS = 80
 class Dispatcher:
     """The sessions and open tasks of all silos. Thread-safe.
 
-    Guarantees: a silo has at most one session; a task that is open is offered on every new session of its silo; a
-    task of a silo that was revoked, or of a run that was interrupted, does not wait.
+    Guarantees: a silo has at most one session; a task that was offered once is offered on every new session of its silo
+    until it has an outcome, and one that was not, on none; a task of a silo that was revoked, or of a run that was
+    interrupted, does not wait.
     """
 
     def __init__(self, store: Store, pulse_s: float, on_close: Callable[[RoundRow], None] = lambda _row: None) -> None:
@@ -100,10 +101,9 @@ class Dispatcher:
             if past and session.name in run.members:
                 session.send(run_ended(run))
         with self._lock:
-            mine = [p.task for key, p in self._pending.items() if key.silo == session.name and not p.settled]
-            for task in mine:
-                if task.key.run_id not in self._stopped:  # as in `offer`
-                    session.send(task.offer())
+            for key, pending in self._pending.items():
+                if key.silo == session.name and pending.offered:
+                    self._ask(pending, session)
 
     def _close_of(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         row = self.store.runs.round(ref.run_id, ref.round)
@@ -211,12 +211,17 @@ class Dispatcher:
             with self._lock:
                 self._pending.pop(task.key, None)
 
-    def offer(self, task: Task | Preflight) -> None:
+    def offer(self, pending: PendingTask) -> None:
         """Offer an open task to its silo; without a session it gets it in `catch_up`, after `interrupt` never."""
         with self._lock:
-            session = self._sessions.get(task.key.silo)
-            if session is not None and task.key.run_id not in self._stopped:
-                session.send(task.offer())
+            pending.offered = True
+            session = self._sessions.get(pending.task.key.silo)
+            if session is not None:
+                self._ask(pending, session)
+
+    def _ask(self, pending: PendingTask, session: SiloSession) -> None:
+        if not pending.settled and pending.task.key.run_id not in self._stopped:
+            session.send(pending.task.offer())
 
     def delivered(self, key: SiloTaskKey, digest: str) -> None:
         """Settle the task whose update is on disk, with its record."""

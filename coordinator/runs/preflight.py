@@ -60,7 +60,7 @@ def ask(
             for name in names
         }
         for pending in asked.values():
-            dispatcher.offer(pending.task)
+            dispatcher.offer(pending)
         failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id))
     if not all_answer:
         failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}

@@ -37,6 +37,12 @@ class LedgerTask:
         return self.coordinator == entry.coordinator or not (self.coordinator and entry.coordinator)
 
 
+def times_charged(account: Account, collection: str, task: LedgerTask) -> int:
+    """Count how often a coordinator's round was charged to a collection, under its run or its manifest."""
+    of_run = account.of_run(task.run, task.manifest, collection)
+    return sum(e.charged and task.may_be_of(e) and (e.round, e.kind) == (task.round, task.kind) for e in of_run)
+
+
 def refused(
     account: Account,
     collection: str,
@@ -56,9 +62,8 @@ def refused(
     if not (budget.admits(spent, asked) and (cap is None or cap.admits(spent, asked))):
         message = f"the privacy budget of {collection!r} does not cover round {task.round + 1} of this run"
         return RefusedError("E-BUDGET-01", message)
-    of_run_or_manifest = account.of_run(task.run, task.manifest, collection)
-    before = [e for e in of_run_or_manifest if e.charged and task.may_be_of(e)]
-    tried = sum((e.round, e.kind) == (task.round, task.kind) for e in before)
+    before = [e for e in account.of_run(task.run, task.manifest, collection) if e.charged and task.may_be_of(e)]
+    tried = times_charged(account, collection, task)
     if tried >= ATTEMPTS:
         return RefusedError(
             "E-BUDGET-12",

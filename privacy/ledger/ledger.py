@@ -20,7 +20,7 @@ from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.ledger import owners
 from privacy.ledger.account import OPEN, SEEDED, Account, Budget, Entry, PlannedRelease, Refusal
-from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused
+from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused, times_charged
 from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.tables import digest_of_units, insert, unit_differences
 from privacy.ledger.verified_chain import VerifiedChain
@@ -180,6 +180,10 @@ class Ledger(VerifiedChain):
         with self._current() as account:
             if refusal := refused(account, collection, task, list(planned), cap, run):
                 raise refusal
+
+    def times_charged(self, collection: str, task: LedgerTask) -> int:
+        with self._current() as account:
+            return times_charged(account, collection, task)
 
     def start(self, entry: str) -> None:
         """Note that records are about to be read; raises StateError (E-BUDGET-12) unless it was just reserved."""

@@ -60,6 +60,11 @@ class RunLedger:
         """Start a task of a run; what an earlier one left open stays charged."""
         self._run, self._open = run, []
 
+    def charged(self, run: str, round: int, train: bool) -> int:
+        """Return how often a round of a run was charged, at the collection where it was most often."""
+        tasks = {split: self._task(round, train, split, run) for split in self._versions}
+        return max((self._ledger.times_charged(self._versions[s].collection, t) for s, t in tasks.items()), default=0)
+
     def cached(self, purpose: str) -> Tensor | None:
         """Return what was released once per version of the data and label space; seeded noise is kept apart."""
         value = self._ledger.kept(*self._key(purpose))
@@ -123,10 +128,10 @@ class RunLedger:
             self._ledger.start(entry)
         self._open = made
 
-    def _task(self, round: int, train: bool, split: str) -> LedgerTask:
+    def _task(self, round: int, train: bool, split: str, run: str = "") -> LedgerTask:
         kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")
         version = self._versions[split].fingerprint
-        return LedgerTask(self._run, self._manifest, round, kind, version, self._coordinator)
+        return LedgerTask(run or self._run, self._manifest, round, kind, version, self._coordinator)
 
     def commit(self, output: str) -> None:
         """Note that the output of the task is safe; output: its digest."""

@@ -150,9 +150,20 @@ class Transfer:
         return retry_until(attempt, backoff, stop, self._report)
 
     def fetch_receipt(self, entry: OutboxEntry, verifier: ReceiptVerifier) -> bytes | None:
-        """Ask once for the receipt of an update that was taken; None when the coordinator has none."""
+        """Ask once for the receipt of an update that was taken; None when the coordinator has none.
+
+        Raises what the coordinator refuses the question with, and as `ReceiptVerifier.verify`.
+        """
         _, receipt = self._open(entry)
         return None if receipt is None else verifier.verify(receipt, entry)
+
+    def taken(self, entry: OutboxEntry, verifier: ReceiptVerifier, stop: CancelToken) -> bytes | None:
+        """Ask until it is answered whether an update was taken: its receipt, or None when the coordinator has none.
+
+        Raises CancelledError; ProtocolError (E-WIRE-07) when it took another update for this task; as `fetch_receipt`.
+        """
+        backoff = self._retry_policy.backoff()
+        return retry_until(lambda: self.fetch_receipt(entry, verifier), backoff, stop, self._report)
 
     def _open(self, entry: OutboxEntry) -> tuple[int, pb.Receipt | None]:
         request = pb.OpenRequest(

@@ -15,10 +15,12 @@ from fl_core.rounds.manifest import MOST_WEIGHTS_BYTES, RESTART, RunManifest, We
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
+from privacy.ledger.admission import ATTEMPTS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import counted
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
+from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelledError
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
@@ -139,7 +141,8 @@ class TaskRunner:
     def _run_task(self, task: Task) -> None:
         entry = self.outbox.find(task.key, task.offer.base_digest)
         if entry is not None and not self.outbox.holds(entry):
-            self.emit(event("damaged", f"{task.key}: the update in the outbox is damaged: it is made again", task.key))
+            if self._was_taken(task, entry):
+                return
             entry = None
         if entry is None:
             pending = self._train(task)
@@ -156,6 +159,22 @@ class TaskRunner:
         self.queue.accept(task)
         self._send(task, entry, lambda: None)
 
+    def _was_taken(self, task: Task, entry: OutboxEntry) -> bool:
+        """Ask for the receipt of an update whose bytes are gone: with one, nothing is made or charged again."""
+        self.queue.set_activity(task, pb.FETCHING)
+        receipt = self.transfer.taken(entry, self.receipt_verifier(), task.stop)
+        if receipt is not None:
+            self.queue.accept(task)
+            self._keep_receipt(task, entry, receipt)
+            text = f"{task.key}: the coordinator has this update already, receipt kept: nothing is made again"
+            self.emit(event("taken", text, task.key))
+            return True
+        what = "is damaged" if entry.staged else "is no longer here"
+        signed = ", although it signed for it before" if entry.receipt is not None else ""
+        text = f"{task.key}: the update {what}, and the coordinator has no receipt for it{signed}: it is made again"
+        self.emit(event("damaged" if entry.staged else "repeated", text, task.key))
+        return False
+
     def _train(self, task: Task) -> PendingEntry:
         """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
@@ -171,6 +190,7 @@ class TaskRunner:
         msg = codec.read_state(base)
         doing = "training" if key.kind is TaskKind.TRAIN else "evaluating"
         self.emit(event("training", f"{key} of {name}: {doing}", key, {"name": name}))
+        self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
         state = self._kept_state(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
@@ -197,6 +217,15 @@ class TaskRunner:
             pending.finish()
             prepared.ledger.commit(pending.entry.object_digest)
         return pending
+
+    def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
+        train = key.kind is TaskKind.TRAIN
+        if prepared.ledger is not None and (times := prepared.ledger.charged(key.run_id, key.round, train)):
+            text = (
+                f"{key} was charged before ({times} of at most {ATTEMPTS} times), and the coordinator has shown no "
+                "receipt for an update of it: now it is charged again"
+            )
+            self.emit(event("charged", text, key))
 
     def _kept_state(self, task: Task, prepared: PreparedRun) -> State | None:
         """Read what this round starts from at this silo: its state as of the rounds that the coordinator closed.
@@ -282,10 +311,13 @@ class TaskRunner:
                 self.recycle()
             raise
         ready()  # also where it was taken before, and no commit was asked for
+        self._keep_receipt(task, entry, receipt)
+        self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
+
+    def _keep_receipt(self, task: Task, entry: OutboxEntry, receipt: bytes) -> None:
         self.outbox.store.deliver(entry.key, receipt)
         self.on_receipt(receipt)
         self.queue.set_activity(task, pb.WAITING)
-        self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
     def _progress(
         self, task: Task | PreflightTask, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False

@@ -106,11 +106,14 @@ class Outbox:
         return PendingEntry(entry, entered)
 
     def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:
+        """Return the update that was made for this task, in the outbox or (`staged`) not any more."""
         entry = self.store.entry(key)
         return entry if entry and entry.base_digest == base_digest else None
 
     def holds(self, entry: OutboxEntry) -> bool:
         """Tell whether what is still to be sent, and the state that waits with it, are as they were written."""
+        if not entry.staged:
+            return False  # a sweep may come at any time
         if entry.receipt is not None or entry.refused is not None:
             return True
         return all(self.objects.holds(digest) for digest in (entry.object_digest, entry.state_digest) if digest)

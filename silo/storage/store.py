@@ -273,8 +273,10 @@ class Store:
             return db.scalar(select(func.max(trainings.c.kills)).where(*mine)) or 0
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
+        """Note the receipt of an update, and take one of a round that was opened again back into the outbox."""
         with self.database.write() as db:
-            _put(db, tasks, _primary(key), {"receipt": receipt, "refused": None})
+            staged = func.coalesce(tasks.c.staged, self._clock())
+            db.execute(update(tasks).where(*_this(key)).values(receipt=receipt, refused=None, staged=staged))
 
     def refuse(self, key: TaskKey, why: str) -> None:
         """Note that the coordinator will not take this update: it is not sent again, and waits for the close."""
@@ -284,9 +286,11 @@ class Store:
     def close(self, key: TaskKey, included: bool) -> bool:
         """Commit or discard what was staged; return False when the round was closed before.
 
-        A state that the server sums is discarded unless its bundle was included; any other is kept. Guarantees: a close
-        seen twice changes nothing; a state never replaces that of a later round, unless a coordinator that was restored
-        since closes the earlier one. The newest `KEPT_STATES` stay. Of a run that is not known nothing is written.
+        A state that the server sums is discarded unless its bundle was included; any other is kept. An update that was
+        refused is not the one that was included, and one that is not in the outbox is none: neither commits a state.
+        Guarantees: a close seen twice changes nothing; a state never replaces that of a later round, unless a
+        coordinator that was restored since closes the earlier one. The newest `KEPT_STATES` stay. Of a run that is not
+        known nothing is written.
         """
         with self.database.write() as db:
             row = _task(db, key)
@@ -300,16 +304,17 @@ class Store:
                 db.execute(delete(tasks).where(*untrained, _PLACE.not_in(newest.limit(MOST_CLOSED - 1))))
             now = self._clock()
             _put(db, tasks, _primary(key), {"closed": now, "included": included})
-            if row is not None and row.state_digest is not None and (included or not row.mirrored):
+            if row is not None and row.state_digest is not None and _commits(row, included):
                 db.execute(upsert(runs).values(run_id=key.run_id, started=now).on_conflict_do_nothing())
                 _commit_state(db, key, row.state_digest, row.coordinator)
         self.database.checkpoint()
         return True
 
     def entry(self, key: TaskKey) -> OutboxEntry | None:
+        """Return the update that was made for a task whose round is open here, in the outbox or not."""
         with self.database.read() as db:
             row = _task(db, key)
-            return _entry(row) if row and row.closed is None and row.staged is not None else None
+            return _entry(row) if row and row.closed is None and row.contribution_id else None
 
     def outbox(self) -> list[OutboxEntry]:
         with self.database.read() as db:
@@ -323,6 +328,7 @@ class Store:
     def reopen(self, key: TaskKey, coordinator: str) -> bool:
         """Open a round again that another incarnation of the coordinator closed; return whether it was one.
 
+        The update that was made is in the outbox no more, unless `deliver` brings a receipt for it.
         What was committed since stays, so that the coordinator may be restored once more from something newer.
         """
         with self.database.write() as db:
@@ -439,6 +445,10 @@ def _put(
     db.execute(row.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 
 
+def _commits(row: Row[Any], included: bool) -> bool:
+    return row.staged is not None and (row.refused is None if included else not row.mirrored)
+
+
 def _commit_state(db: Connection, key: TaskKey, digest: str, coordinator: str) -> None:
     """Take a state over. Those of this round and of later ones that another incarnation closed are void with it."""
     mine = states.c.run_id == key.run_id
@@ -452,9 +462,12 @@ def _primary(key: TaskKey) -> dict[str, object]:
     return {"run_id": key.run_id, "round": key.round, "kind": key.kind.value}
 
 
+def _this(key: TaskKey) -> tuple[ColumnElement[bool], ...]:
+    return tuple(tasks.c[name] == value for name, value in _primary(key).items())
+
+
 def _task(db: Connection, key: TaskKey) -> Row[tuple[object, ...]] | None:
-    here = (tasks.c.run_id == key.run_id, tasks.c.round == key.round, tasks.c.kind == key.kind.value)
-    return db.execute(select(tasks).where(*here)).first()
+    return db.execute(select(tasks).where(*_this(key))).first()
 
 
 def _key(row: Row[tuple[object, ...]]) -> TaskKey:
@@ -475,6 +488,7 @@ def _entry(row: Row[tuple[object, ...]]) -> OutboxEntry:
         row.mirrored,
         Attestation(*json.loads(row.attested)) if row.attested else Attestation(),
         row.coordinator,
+        row.staged is not None,
     )
 
 

@@ -82,7 +82,8 @@ class OutboxEntry:
 
     state_digest: None for an evaluation   receipt: signed, once it is here   refused: why the coordinator will never
     take the bundle   mirrored: the state counts only if the bundle is included   coordinator: the incarnation that
-    offered the task.
+    offered the task   staged: it is in the outbox; not so where a round was opened again for another incarnation,
+    which has shown no receipt for it yet.
     """
 
     key: TaskKey
@@ -97,6 +98,7 @@ class OutboxEntry:
     mirrored: bool = True
     attested: Attestation = NO_ATTESTATION
     coordinator: str = ""
+    staged: bool = True
 
     def facts(self) -> dict[str, Any]:
         """Return what an upload and its receipt say of the update, as their messages name it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,6 +163,19 @@ def running(home: Path, names: Sequence[str], settings: Settings = FAST) -> Iter
         yield world
     finally:
         world.stop()
+
+
+class Clock:
+    """The clock by which open rounds wait: that of the machine, until a test skips some time."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def skip(self, seconds: float) -> None:
+        self._ahead += seconds
 
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED

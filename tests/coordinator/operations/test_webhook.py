@@ -161,9 +161,7 @@ def test_a_receiver_that_never_answers_delays_no_other_and_its_own_messages_are_
         assert hung.asked == 1  # one connection, which it holds: no thread and no socket more for each message
         given_up = [r.getMessage() for r in caplog.records if "it is given up" in r.getMessage()]
         assert [next(run for run in told if run in text) for text in given_up] == told
-        began = time.monotonic()
         sender.stop()
-        assert time.monotonic() - began < 5
     hung.stop()
 
 

@@ -41,12 +41,37 @@ def offered(here: SiloSession) -> list[int]:
 def test_an_open_task_is_offered_now_and_on_every_new_session(dispatcher: Dispatcher) -> None:
     first, second = session(), session()
     dispatcher.attach(first)
-    with dispatcher.pending_task(TASK):
-        dispatcher.offer(TASK)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.offer(pending)
         assert offered(first) == [3]
         dispatcher.attach(second)
         dispatcher.catch_up(second, pb.Hello(), time.time())
         assert offered(second) == [3]
+
+
+def test_a_task_that_was_not_offered_yet_is_offered_on_no_new_session(dispatcher: Dispatcher) -> None:
+    """Its update may be here: a silo that made it again would pay for it again."""
+    here, later = session(), session()
+    dispatcher.attach(here)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.catch_up(here, pb.Hello(), time.time())
+        assert offered(here) == []
+        dispatcher.offer(pending)
+        assert offered(here) == [3]
+        dispatcher.attach(later)
+        dispatcher.catch_up(later, pb.Hello(), time.time())
+        assert offered(later) == [3]
+
+
+def test_a_task_whose_update_came_before_its_offer_is_not_offered(dispatcher: Dispatcher) -> None:
+    here = session()
+    dispatcher.attach(here)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.delivered(TASK.key, "d" * 64)
+        dispatcher.offer(pending)
+        dispatcher.catch_up(here, pb.Hello(), time.time())
+        assert offered(here) == []
+        assert pending.wait() == "d" * 64
 
 
 def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: Dispatcher) -> None:
@@ -55,7 +80,7 @@ def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: D
     dispatcher.attach(here)
     with dispatcher.pending_task(TASK) as pending:
         dispatcher.interrupt("run")
-        dispatcher.offer(TASK)
+        dispatcher.offer(pending)
         dispatcher.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []
         with pytest.raises(RunInterrupted):
@@ -63,8 +88,8 @@ def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: D
     with pytest.raises(RunInterrupted), dispatcher.pending_task(TASK):
         pass
     dispatcher.allow("run")
-    with dispatcher.pending_task(TASK):
-        dispatcher.offer(TASK)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.offer(pending)
     assert offered(here) == [3]
 
 

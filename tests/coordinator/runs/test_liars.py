@@ -63,7 +63,7 @@ def finished_beside(tmp_path: Path, agreed: RunManifest, alter: Alter) -> Iterat
                 silo.stop()
 
 
-AGREED = replace(manifest("fedavg", rounds=3, quorum=2), patience_s=2.0)
+AGREED = replace(manifest("fedavg", rounds=3, quorum=2), patience_s=60.0)
 
 
 @pytest.mark.fault("a hospital", "weighs its update with more than it declared, over the wire", "refused, and told why")

@@ -31,7 +31,7 @@ from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
 from protos.wire.tasks import TaskKey, contribution_id
 from tests.support import until
-from tests.support.coordinator import FAST, Line, World, events, heard, online, running
+from tests.support.coordinator import FAST, Clock, Line, World, events, heard, online, running
 from tests.support.federations import NAMES, manifest, same, shares
 from tests.support.hospital import Memory, ScriptedSilo
 
@@ -125,11 +125,21 @@ def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_ane
         stop(people)
 
 
-def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path) -> None:
+def attendance(world: World, run_id: str) -> tuple[int, int] | None:
+    """Tell which round is open, and how many updates it has."""
+    found = world.server.runs.waiting(run_id)
+    return None if found is None else (found.round, found.there)
+
+
+def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, clock: Clock) -> None:
     with running(tmp_path / "home", NAMES) as world:
-        agreed = replace(manifest(rounds=1, quorum=2), deadline_s=1.5)
+        agreed = manifest(rounds=1, quorum=2)
         people = [ScriptedSilo(world, name, share) for name, share in list(zip(NAMES, shares(), strict=True))[:2]]
-        run = world.finished(world.submit(agreed).id)
+        run = world.submit(agreed)
+        for number in range(2):
+            until(lambda t=number: attendance(world, run.id) == (t, 2), "two updates")
+            clock.skip(agreed.deadline_s)
+        world.finished(run.id)
         assert {r.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}
         stop(people)
 

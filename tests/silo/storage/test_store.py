@@ -158,6 +158,37 @@ def test_included_updates_without_a_receipt_are_listed_until_it_is_there(tmp_pat
     assert outbox.store.receipts() == [b"receipt"]
 
 
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_the_state_of_an_update_that_was_refused_is_not_committed_by_a_close_that_includes_another(tmp_path, mirrored):
+    outbox = opened(tmp_path)
+    outbox.begin(key(), M, B, finished(1.0, mirrored)).finish()
+    outbox.store.close(key(), included=True)
+    assert outbox.store.reopen(key(), "another")
+    outbox.begin(key(), M, B, finished(2.0, mirrored), coordinator="another").finish()
+    outbox.store.refuse(key(), "E-WIRE-07: another object was taken")
+    outbox.store.close(key(), included=True)
+    assert value(outbox) == 1.0
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("receipt", [True, False])
+def test_what_was_made_before_a_round_was_opened_again_counts_only_with_a_receipt(tmp_path, receipt, mirrored):
+    outbox = opened(tmp_path)
+    outbox.begin(key(0), M, B, finished(1.0, mirrored)).finish()
+    outbox.store.close(key(0), included=True)
+    stage(outbox, 1, 2.0)
+    outbox.store.close(key(1), included=True)
+    assert outbox.store.reopen(key(0), "another")
+    assert outbox.store.outbox() == []
+    assert not outbox.holds(outbox.find(key(0), B))
+    if receipt:
+        outbox.store.deliver(key(0), b"receipt")
+        assert outbox.holds(outbox.find(key(0), B))
+    assert len(outbox.store.outbox()) == receipt
+    outbox.store.close(key(0), included=True)
+    assert value(outbox) == (1.0 if receipt else 2.0)  # a state of the incarnation that is no more stays until replaced
+
+
 @pytest.mark.parametrize("clinical", [None, CLINICAL])
 def test_history_tells_what_was_measured(tmp_path, monkeypatch, clinical):
     measured = replace(FACTS, clinical=clinical)
