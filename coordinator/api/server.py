@@ -46,7 +46,7 @@ from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from protos.pki.identity import Address
 from protos.storage import private_files
 from protos.storage.object_store import ObjectStore
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from protos.wire.channel_options import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Settings:
     parallel_runs: int = PARALLEL_RUNS
     quota: int = QUOTA_BYTES
     limits: Limits = field(default_factory=Limits)
-    software: str = "consilium-fl"
+    software: str = field(default_factory=software)
     metrics: LoopbackAddress | None = None
 
 

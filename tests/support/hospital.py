@@ -26,7 +26,7 @@ from fl_core.types.values import Bundle, Part, RoundContext, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.storage.object_store import ObjectStore
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from protos.wire import codec
 from protos.wire.tasks import FROM_WIRE, TaskKey
 from silo.storage.outbox import Outbox, TrainingResult
@@ -230,7 +230,7 @@ class ScriptedSilo:
         staged = [k.ref for k in self.memory.outbox]
         out.put(
             pb.SiloMessage(
-                hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, software="scripted", staged=staged)
+                hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, software=software(), staged=staged)
             )
         )
         call = stub.Session(iter(out.get, None))
