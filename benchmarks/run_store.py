@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from coordinator.config.run_spec import RunSpec
+from coordinator.simulation.runner import Result
 from coordinator.simulation.sweep import in_processes
 from fl_core import datasets
 from fl_core.errors import DataError
+from fl_core.types.records import judgements
 
 Run = Mapping[str, object]
 _ALWAYS = ("method", "model", "data", "privacy", "aggregator", "train", "rounds", "seed", "cohort", "prototype_share")
@@ -61,6 +63,12 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
         found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
     found |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def judged(result: Result) -> dict[str, object]:
+    """Say by which rule a run's updates became one, and how many of them and of their numbers that changed."""
+    clipped = sum(record.clipped for record in result.records)
+    return {"aggregator": result.aggregator, **judgements(result.records), "clipped": clipped}
 
 
 def read(file: Path) -> dict[str, Run]:

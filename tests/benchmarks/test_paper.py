@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.paper import curves, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
 from benchmarks.run_store import complete, read, seeded
-from coordinator.config.hydra_config import choices, compose_spec
+from coordinator.config.hydra_config import choices, compose_simulation
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError
@@ -74,9 +74,9 @@ def test_every_table_of_the_papers_is_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tables.names())
 def test_the_small_scale_of_every_experiment_runs_on_the_digits(name: str) -> None:
-    spec = compose_spec([f"experiment={name}", "scale=small"])
+    spec = compose_simulation([f"experiment={name}", "scale=small"])
     assert (spec.data["name"], spec.model["name"], spec.train.epochs, spec.threads) == ("digits", "digits_cnn", 1, 1)
-    assert compose_spec([f"experiment={name}"]).data["name"] != "digits"
+    assert compose_simulation([f"experiment={name}"]).data["name"] != "digits"
 
 
 def test_printed_numbers_are_those_of_the_papers() -> None:
@@ -296,7 +296,7 @@ def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tm
     )[0]
     found = study.measure(point)["by_round"]
     assert isinstance(found, list)
-    result = study.runner.run(seeded(compose_spec(point.words), 0))
+    result = study.runner.run(seeded(compose_simulation(point.words), 0))
     assert found == [round(a, 5) for a in result.accuracies]
     assert sum(result.records[2].examples) > sum(result.records[1].examples)
     assert 360 * found[1] == pytest.approx(round(360 * found[1]), abs=2)
