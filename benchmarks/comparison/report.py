@@ -10,18 +10,12 @@ from statistics import fmean, median, stdev
 import torch
 from scipy.stats import t as student
 
+from benchmarks import run_store
 from benchmarks.comparison import study
 from benchmarks.comparison.settings import CURVES, Comparison
 from benchmarks.comparison.study import Tuned
 from benchmarks.run_store import Run
 from privacy.reports.uncertainty import LAST
-
-JUDGED = {
-    "updates_refused": "updates refused",
-    "updates_cut": "updates cut",
-    "cut_rows": "rows of prototypes cut",
-    "clipped": "values that the fixed-point grid clipped",
-}
 
 
 def interval(gaps: Sequence[float]) -> tuple[float, float]:
@@ -70,18 +64,8 @@ def markdown(asked: Comparison, found: Mapping[str, Tuned]) -> str:
     if any(failed.values()):
         said = ", ".join(f"{m} {n}" for m, n in failed.items() if n)
         lines += [f"Runs that ended without a model and count as 0 %: {said} of {len(asked.seeds)}.", ""]
-    return "\n".join([*lines, judged(found), "", *_how(asked, found)])
-
-
-def judged(found: Mapping[str, Tuned]) -> str:
-    """Say by which rule updates became one, and in which rows of the table any was refused or changed by it."""
-    rules = sorted({str(run["aggregator"]) for tuned in found.values() for run in tuned.runs.values()})
-    counts = []
-    for key, label in JUDGED.items():
-        by_method = {m: sum(int(str(run.get(key, 0))) for run in t.runs.values()) for m, t in found.items()}
-        rows = ", ".join(f"{m} {n}" for m, n in by_method.items() if n)
-        counts.append(f"{label} {sum(by_method.values())}" + (f" ({rows})" if rows else ""))
-    return f"Updates became one by aggregator={' and '.join(rules)}. In all of the table's runs: {'; '.join(counts)}."
+    judged = run_store.judged_text({method: list(tuned.runs.values()) for method, tuned in found.items()})
+    return "\n".join([*lines, judged, "", *_how(asked, found)])
 
 
 def _main(asked: Comparison, found: Mapping[str, Tuned], measure: str) -> list[str]:

@@ -158,6 +158,7 @@ def measure(point: Point) -> dict[str, object]:
     accuracies = list(said["accuracy_by_round"])  # type: ignore[call-overload]
     found |= {
         "manifest": result.manifest.digest(),
+        **run_store.judged(result),
         "model": result.model_digest[:16],
         "by_round": [None if a is None else round(a, 5) for a in accuracies],
         "balanced": said["balanced_accuracy"],
