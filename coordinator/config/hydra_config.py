@@ -38,8 +38,7 @@ _CONTINUED = ("method", "data", "model", "privacy", "aggregator")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 _RUN, _SIMULATION = "run", "simulation"
 _AGGREGATORS = {_RUN: aggregators.DEFAULT, _SIMULATION: aggregators.Mean.name}
-"""What updates become one by where no word says it. Hospitals may lie or err, so a run bounds what one of them does; a
-simulation has no liars, and what papers and comparisons report is plain averaging."""
+"""What updates become one by where no word says it (docs/adr/0059-a-simulation-averages-and-a-run-bounds.md)."""
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
 """Partitions whose name says all; `federation=p7c3` names another one."""
 

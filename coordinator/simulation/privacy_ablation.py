@@ -23,7 +23,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
 from coordinator import console
-from coordinator.config.hydra_config import compose_simulation
+from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
 from coordinator.simulation.sweep import in_processes
 from fl_core.errors import ConfigError, FederationError
@@ -121,7 +121,7 @@ def _report(plan: Plan) -> list[Check]:
     grid, rows = plan.grid, table.read(plan.out / "runs.csv")
     mine = {run: rows[plan.key(run)] for run in grid.runs()}
     accuracy = {run: float(row["acc_final"]) for run, row in mine.items()}
-    first = compose_simulation(("privacy=dp_record", *plan.base))
+    first = compose_spec(("privacy=dp_record", *plan.base))
     split = str(first.federation["name"])
     classes = len(json.loads(next(iter(mine.values()))["per_class_acc"]))
     cells: list[Row] = []
@@ -176,12 +176,12 @@ def _words_of(plan: Plan, control: Control, side: str) -> Words:
 
 
 def _digest(words: Words) -> str:
-    return runner.run(replace(compose_simulation(words), threads=1)).model_digest
+    return runner.run(replace(compose_spec(words), threads=1)).model_digest
 
 
 def _row(words: Words) -> Row:
     """Simulate one run and return its row of `runs.csv`."""
-    spec = replace(compose_simulation(words), threads=1)
+    spec = replace(compose_spec(words), threads=1)
     started = time.monotonic()
     result = runner.run(spec)
     summary, manifest = result.summary(), result.manifest

@@ -131,7 +131,7 @@ def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.Capture
     for scale in ("smoke", "small", "paper"):
         plan = privacy_ablation.composed([f"scale={scale}", "jobs=1"])
         for run in plan.grid.runs()[:: max(1, len(plan.grid.runs()) // 3)]:
-            privacy_ablation.compose_simulation((*plan.schedule(run.epsilon), *run.words))
+            privacy_ablation.compose_spec((*plan.schedule(run.epsilon), *run.words))
     assert privacy_ablation.composed(["scale=smoke", "epsilons=[inf,1]"]).grid.epsilons == (INF, 1.0)
     small = privacy_ablation.composed(["scale=small"])
     assert set(small.rates) == set(small.grid.epsilons)
