@@ -5,14 +5,15 @@ Hydra takes a tenth of a second for each. `make check` composes all of them, `ma
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from coordinator.config.hydra_config import choices, compose_spec
+from coordinator.config.hydra_config import choices, compose_simulation, compose_spec
 from coordinator.config.run_spec import RunSpec
+from fl_core.aggregation.options import NormClipped
 from fl_core.converter import read_options
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
@@ -170,3 +171,18 @@ def test_a_wrong_word_is_refused_with_what_would_be_right(words: list[str], code
 
 def test_a_partition_without_a_file_of_its_own_can_be_named() -> None:
     assert compose_spec(["federation=p7c3"]).federation["name"] == "p7c3"
+
+
+def test_a_simulation_averages_and_a_run_bounds_updates_where_no_word_says_how(tmp_path: Path) -> None:
+    assert compose_spec([]).aggregator == {"name": "norm_clipped", **asdict(NormClipped())}
+    assert compose_simulation([]).aggregator == {"name": "mean"}
+    experiment = tmp_path / "experiment/mine.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text("# @package _global_\ndefaults:\n  - override /aggregator: median\n")
+    for compose in (compose_spec, compose_simulation):
+        assert compose(["aggregator=trimmed_mean"]).aggregator["name"] == "trimmed_mean"
+        assert compose(["experiment=mine"], tmp_path).aggregator == {"name": "median"}
+    apart = {
+        f.name for f in fields(RunSpec) if getattr(compose_spec([]), f.name) != getattr(compose_simulation([]), f.name)
+    }
+    assert apart == {"aggregator"}

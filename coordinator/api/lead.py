@@ -113,6 +113,7 @@ class LeadService(rpc.LeadServicer):
             spec_json=run.spec,
             declarations=messages.declarations(run.id, self._store),
             software=self._store.runs.software(run.id),
+            aggregator=messages.stored_aggregator(run.manifest),
         )
 
     async def Watch(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from coordinator.api import accuracy
-from coordinator.console import private_form, software_text
+from coordinator.console import aggregator_text, private_form, software_text
 from coordinator.export import portable
 from coordinator.reports.start import started_from
 from fl_core.errors import ProtocolError, StateError
@@ -21,6 +21,7 @@ from fl_core.methods.traits import Traits
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL
+from fl_core.types.records import judgements
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from privacy.reports import uncertainty
@@ -106,7 +107,8 @@ def export_model(
 
 def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo], software: str = "") -> str:
     trained = [r for r in rounds if r.kind == pb.TRAIN]
-    method = CompiledRun(manifest).method
+    run = CompiledRun(manifest)
+    method = run.method
     asks = not isinstance(method, Traits) or "prototypes" in method.sends
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
@@ -137,6 +139,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         f"| software | {software or manifest.software} |",
         f"| privacy | {_privacy(manifest)} |",
         f"| aggregation grid | {manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)} |",
+        f"| aggregation | {aggregator_text(run.aggregator.name, judgements(rounds))} |",
         f"| traffic | {info.bytes_up} bytes up, {info.bytes_down} bytes down |",
         "",
         "## Accuracy on the union of the hospitals' test sets",

@@ -57,11 +57,17 @@ NO_HISTORY = NormHistory()
 
 @dataclass(slots=True)
 class Decided:
-    """What became of a round's updates, by silo and in words; medians: of the accepted norms, by block."""
+    """What became of a round's updates, by silo and in words; medians: of the accepted norms, by block.
+
+    cut_rows: how many rows were cut, over all silos   unbounded: no reference and fewer than three updates, so that
+    only the manifest's bound held.
+    """
 
     refused: dict[str, str] = field(default_factory=dict)
     cut: dict[str, str] = field(default_factory=dict)
     medians: dict[str, float] = field(default_factory=dict)
+    cut_rows: int = 0
+    unbounded: bool = False
 
 
 class RoundSum:
@@ -241,7 +247,9 @@ class NormClippedSum(RoundSum):
             for name, factor in found.items():
                 keys = self._values(part, left[name].update[part])
                 factors[name] |= {(part, key): factor for key in keys}
-                what = f"{int((factor < 1).sum())} rows of {part}" if isinstance(factor, Tensor) else part
+                shortened = int((factor < 1).sum()) if isinstance(factor, Tensor) else 0
+                decided.cut_rows += shortened
+                what = f"{shortened} rows of {part}" if shortened else part
                 times = self._options.rows if isinstance(factor, Tensor) else self._options.clip_at
                 before = f"{decided.cut[name]}, " if name in decided.cut else ""
                 decided.cut[name] = f"{before}{what} cut to {times:g}x the median"

@@ -149,6 +149,8 @@ class RoundLoop:
             decided.cut,
             decided.medians,
             clinical_metrics(total[CLINICAL_PART]) if CLINICAL_PART in total else None,
+            decided.cut_rows,
+            decided.unbounded,
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}

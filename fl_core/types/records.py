@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from fl_core.types.clinical import ClinicalMetrics, macro_mean
 from fl_core.types.columns import Column
@@ -78,7 +79,8 @@ class RoundRecord:
     missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
     round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training;
     cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block; clinical: over the
-    test sets of the silos that send them, None in runs that measure accuracies alone.
+    test sets of the silos that send them, None in runs that measure accuracies alone; cut_rows: rows of prototypes
+    that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with.
     """
 
     round: int
@@ -92,6 +94,8 @@ class RoundRecord:
     cut: Mapping[str, str] = field(default_factory=dict)
     medians: Mapping[str, float] = field(default_factory=dict)
     clinical: ClinicalMetrics | None = None
+    cut_rows: int = 0
+    unbounded: bool = False
 
     @property
     def accuracy(self) -> float:
@@ -112,3 +116,39 @@ class RoundRecord:
 def fairness(scores: Mapping[str, float]) -> float | None:
     """Return the standard deviation over silos of PM(L), of PA where there is none; None without scores."""
     return scores.get("pm_l_std", scores.get("pa_std"))
+
+
+# ---- what became of updates ------------------------------------------------------------------------------------------
+
+NO_BOUND = "nothing bounds these updates: they are fewer than 3, and no earlier round says what is usual"
+_REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
+"""How reasons begin for which the check of an update refuses it; other silos without an update sent none."""
+
+
+class Judged(Protocol):
+    """A round as far as its updates were judged: a `RoundRecord`, or how a store or a message has it."""
+
+    @property
+    def missing(self) -> Mapping[str, str]: ...
+    @property
+    def cut(self) -> Mapping[str, str]: ...
+    @property
+    def cut_rows(self) -> int: ...
+    @property
+    def unbounded(self) -> bool: ...
+
+
+def refused(missing: Mapping[str, str]) -> dict[str, str]:
+    """Return the silos whose update came and was refused, with the reason."""
+    return {name: why for name, why in missing.items() if why.startswith(_REFUSALS)}
+
+
+def judgements(rounds: Iterable[Judged]) -> dict[str, int]:
+    """Count over rounds the updates that were refused and cut, rows that were cut, and rounds without a bound."""
+    found = list(rounds)
+    return {
+        "updates_refused": sum(len(refused(r.missing)) for r in found),
+        "updates_cut": sum(len(r.cut) for r in found),
+        "cut_rows": sum(r.cut_rows for r in found),
+        "unbounded_rounds": sum(r.unbounded for r in found),
+    }

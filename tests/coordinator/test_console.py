@@ -9,6 +9,7 @@ from rich.console import Console
 
 from coordinator import console as display
 from coordinator.console import percent
+from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import make_table
 
@@ -59,6 +60,45 @@ def test_rounds_are_counted_from_one_for_people(
 def test_a_round_is_named_by_its_place_and_the_evaluation_after_the_last_by_what_it_is() -> None:
     assert display.round_text(0, pb.TRAIN) == "1"
     assert display.round_text(3, pb.EVALUATE) == "evaluation"
+
+
+JUDGED = pb.RoundInfo(
+    round=1,
+    kind=pb.TRAIN,
+    missing={"west": "E-RUN-44: west: too long", "late": "E-RUN-13: no update"},
+    cut={"north": "2 rows of prototypes cut", "east": "update cut to 2x the median"},
+    cut_rows=2,
+    unbounded=True,
+)
+COUNTS = "1 update refused, 2 cut, 2 rows of prototypes cut; 1 round without a bound on updates"
+
+
+def test_a_closed_round_says_which_updates_were_refused_and_cut_and_that_nothing_bounded_them() -> None:
+    said = display.round_json(JUDGED)
+    assert said["refused"] == {"west": "E-RUN-44: west: too long"}
+    assert (set(said["cut"]), said["cut_rows"], said["unbounded"]) == ({"north", "east"}, 2, True)  # type: ignore[call-overload]
+    assert display.judged_updates(JUDGED)[0] == ("all", NO_BOUND)
+    assert [name for name, _ in display.judged_updates(JUDGED)] == ["all", "late", "west", "east", "north"]
+
+
+def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_in_the_title() -> None:
+    other = pb.RoundInfo(round=0, kind=pb.TRAIN, cut={"north": "cut"})
+    info = pb.RunInfo(rounds=3, accuracy=-1, best_accuracy=-1)
+    for terminal in (False, True):
+        written = io.StringIO()
+        with display.Watcher(Console(file=written, force_terminal=terminal, width=250)) as watcher:
+            for k, closed in enumerate((other, JUDGED)):
+                watcher.show(pb.Event(kind="closed", round=k, closed=closed, info=info))
+        shown = written.getvalue()
+        total = COUNTS.replace("2 cut", "3 cut") if terminal else COUNTS
+        assert f"({total})" in shown
+        assert terminal or "(0 updates refused, 1 cut, 0 rows of prototypes cut)" in shown
+
+
+def test_a_run_says_its_rule_with_its_counts_also_where_they_are_0() -> None:
+    none = dict.fromkeys(("updates_refused", "updates_cut", "cut_rows", "unbounded_rounds"), 0)
+    said = display.aggregator_text("mean", none)
+    assert said == "updates become one by aggregator=mean: 0 updates refused, 0 cut, 0 rows of prototypes cut"
 
 
 SOUTH = pb.AwaitedSilo(name="south", left_s=725, offline_s=2400, classes=["keratosis"])

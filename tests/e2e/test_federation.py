@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation, compose_spec
 from coordinator.simulation import runner
 from coordinator.storage.store import Store
 from protos.consilium.v1 import federation_pb2 as pb
@@ -63,7 +63,7 @@ def test_a_run_over_real_processes_ends_in_the_model_of_the_simulation(earth: Wo
 
 def test_the_simulate_command_prints_one_object_that_names_the_same_model() -> None:
     printed = json.loads(here("simulate", "method=fedavg", *SHORT, "--json").stdout)
-    assert printed == json.loads(json.dumps(_simulated("method=fedavg", *SHORT)))
+    assert printed == json.loads(json.dumps(runner.run(compose_simulation(["method=fedavg", *SHORT])).summary()))
     assert {"global_accuracy", "best_global_accuracy", "model_digest"} <= set(printed)
 
 

@@ -25,21 +25,20 @@ TITLES = {
     "pm_v": "personal, even",
 }
 MOST_ROUNDS = 60
-_MOST_NAMES, _MOST_PACES = 50, 200
+_MOST_NAMES, _MOST_PACES = 100, 200
 _MOST_CLASSES = 4 * MOST_SERIES
 _LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A closed round. missing, cut: (hospital, why)."""
+    """A closed round. judged: (hospital, why) of updates that are missing or were cut."""
 
     number: str
     accuracy: str
     balanced: str
     there: str
-    missing: tuple[tuple[str, str], ...]
-    cut: tuple[tuple[str, str], ...]
+    judged: tuple[tuple[str, str], ...]
     bytes_up: int
     seconds: str
 
@@ -145,8 +144,7 @@ def _round(info: pb.RoundInfo) -> RoundRow:
         accuracy=measured["accuracy"].text(),
         balanced=measured["balanced_accuracy"].text(),
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
-        missing=tuple(sorted(info.missing.items())[:_MOST_NAMES]),
-        cut=tuple(sorted(info.cut.items())[:_MOST_NAMES]),
+        judged=tuple(console.judged_updates(info)[:_MOST_NAMES]),
         bytes_up=sum(a.bytes for a in info.arrivals),
         seconds=span(took) if info.closed_unix and took >= 0 else "",
     )

@@ -16,6 +16,7 @@ from coordinator.api.control import data_offer
 from coordinator.storage.records import DataOffer, Run
 from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types.records import judgements
 from fl_core.types.values import Bundle, Part
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
@@ -28,6 +29,7 @@ from tests.support.transfers import commit, cut, open_request, open_round, updat
 
 Alter = Callable[[TaskKey, Bundle], Bundle]
 Told = dict[int, tuple[bool, str]]
+NOTHING = dict.fromkeys(("updates_refused", "updates_cut", "cut_rows", "unbounded_rounds"), 0)
 SHARES = dict(zip(NAMES, shares(), strict=True))
 
 
@@ -80,6 +82,7 @@ def test_a_false_weight_is_refused_before_its_receipt_and_the_run_goes_on(tmp_pa
 @pytest.mark.fault("a hospital", "sends an update of 1000 times its length", "the round goes on; it is told why")
 def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: Path) -> None:
     with finished_beside(tmp_path, AGREED, scaled(1000.0, since=1)) as (world, run, told):
+        assert judgements(world.lead().Show(pb.RunQuery(run_id=run.id)).rounds) == {**NOTHING, "updates_refused": 2}
         assert run.closed == 3
         assert told[0] == (True, "")
         for t in (1, 2):
@@ -99,6 +102,13 @@ def test_a_cut_is_in_the_record_in_the_events_and_told_to_the_silo(tmp_path: Pat
         shown = world.lead().Show(pb.RunQuery(run_id=run.id)).rounds[1]
         assert dict(shown.cut) == rounds[1].cut
         assert dict(shown.medians) == rounds[1].medians
+        detail = world.lead().Show(pb.RunQuery(run_id=run.id))
+        assert detail.aggregator == "norm_clipped"
+        assert (
+            judgements(detail.rounds)
+            == judgements(rounds)
+            == {**NOTHING, "updates_cut": len(events(world, run.id, "cut"))}
+        )
 
 
 def test_a_run_with_a_cut_that_is_resumed_after_a_restart_is_the_run_without_one(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_two_updates_do_not_move_the_median_of_later_rounds() -> None:
 def test_rows_are_cut_to_three_medians_of_their_contributors() -> None:
     total, decided = aggregated({**HONEST, "north": update(along(1.0), row=1e6)}, BEFORE)
     assert decided.cut == {"north": "1 rows of prototypes cut to 3x the median"}
+    assert decided.cut_rows == 1
     assert float(total["prototypes"].total["offset"][0, 0]) == pytest.approx(4.0 * (5 + 3.0), rel=1e-6)
 
 
