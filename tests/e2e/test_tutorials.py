@@ -48,7 +48,7 @@ def joined(machine: Machine, lead: Machine, name: str, classes: list[str]) -> No
     if not token.exists():
         lead.run(f"coordinator invite {name} --out {name}.token")
     machine.run(f"silo join --token-file {token}")
-    machine.serve("silo serve --data folder:images")
+    machine.serve(f"silo serve --data folder:images --holds {','.join(classes)}")
 
 
 def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
