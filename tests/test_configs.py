@@ -198,6 +198,7 @@ def test_small_images_keep_the_manifest_that_they_had_before_there_were_stems_an
     assert "micro_batch" not in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["folder", "manifest", "isic2019"])
 def test_the_default_run_on_images_fits_a_machine_of_16_gb(data: str) -> None:
     spec = compose_spec([f"data={data}", "data.classes=[a,b,c]"])
