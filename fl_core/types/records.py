@@ -120,7 +120,9 @@ def fairness(scores: Mapping[str, float]) -> float | None:
 
 # ---- what became of updates ------------------------------------------------------------------------------------------
 
-NO_BOUND = "nothing bounds these updates: they are fewer than 3, and no earlier round says what is usual"
+NO_BOUND = (
+    "nothing to compare these updates with: the length of the initial weights alone bounds them, and rows nothing"
+)
 _REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
 """How reasons begin for which the check of an update refuses it; other silos without an update sent none."""
 
