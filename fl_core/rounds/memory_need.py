@@ -32,7 +32,7 @@ FEW = (2, 4)
 """Examples in the two steps that are measured: memory is a line in their number."""
 OVERHEAD: Mapping[str, float] = {"cpu": 2.0, "cuda": 1.0}
 """By what the tensors of a step are multiplied. On a CPU convolutions copy what they read and write, and freed memory
-is not given back at once: processes grew by 1.3 to 1.8 times their tensors. A GPU whose memory ends fails a task and
+is not given back at once: processes grew by 1.5 to 1.9 times their tensors. A GPU whose memory ends fails a task and
 ends no service, so there no more is asked for than tensors take."""
 
 
