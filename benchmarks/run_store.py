@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from coordinator.config.run_spec import RunSpec
+from coordinator.simulation.runner import Result
 from coordinator.simulation.sweep import in_processes
 from fl_core import datasets
 from fl_core.errors import DataError
+from fl_core.types.records import judgements
 
 Run = Mapping[str, object]
 _ALWAYS = ("method", "model", "data", "privacy", "aggregator", "train", "rounds", "seed", "cohort", "prototype_share")
@@ -28,6 +30,13 @@ _IRRELEVANT = ("name", "quorum", "deadline_s", "patience_s", "lost_state", "silo
 """Fields of a configuration that change no number of a simulation, and the partition, which has a text of its own.
 Fields that are in neither list are younger than the first store: a key has them where they are not at their default.
 Those of `train` that manifests leave out at their default are left out here, too."""
+
+_JUDGED = {
+    "updates_refused": "updates refused",
+    "updates_cut": "updates cut",
+    "cut_rows": "rows of prototypes cut",
+    "clipped": "values clipped by the fixed-point grid",
+}
 
 
 class Kept(Protocol):
@@ -61,6 +70,29 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
         found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
     found |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def judged(result: Result) -> dict[str, object]:
+    """Say by which rule a run's updates became one, and how many of them and of their numbers that changed."""
+    clipped = sum(record.clipped for record in result.records)
+    return {"aggregator": result.aggregator, **judgements(result.records), "clipped": clipped}
+
+
+def judged_text(rows: Mapping[str, Sequence[Run]]) -> str:
+    """Say by which rule the updates of a table's runs became one, and in which rows it refused or changed any.
+
+    rows: the runs by row. A run that ended without a model counts nothing, and one of an older store says nothing.
+    """
+    every = [run for runs in rows.values() for run in runs]
+    rule = f"Updates became one by aggregator={' or '.join(sorted({str(run['aggregator']) for run in every}))}."
+    if not all("failed" in run or all(key in run for key in _JUDGED) for run in every):
+        return f"{rule} How many it refused and cut was not counted when these runs were made."
+    counts = []
+    for key, label in _JUDGED.items():
+        by_row = {row: sum(int(str(run.get(key, 0))) for run in runs) for row, runs in rows.items()}
+        where = ", ".join(f"{row} {n}" for row, n in by_row.items() if n)
+        counts.append(f"{label} {sum(by_row.values())}" + (f" ({where})" if where else ""))
+    return f"{rule} In all of the table's runs: {'; '.join(counts)}."
 
 
 def read(file: Path) -> dict[str, Run]:

@@ -15,7 +15,8 @@ from rich.text import Text
 from coordinator.api import accuracy
 from coordinator.reports.terminal_chart import chart
 from fl_core.aggregation import options
-from fl_core.types.records import fairness
+from fl_core.types.clinical import BASIC
+from fl_core.types.records import NO_BOUND, Judged, fairness, judgements, refused
 from privacy.reports.uncertainty import UNBOUNDED, Estimate
 from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
@@ -123,7 +124,10 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         "included": list(info.included),
         "missing": dict(info.missing),
         "clipped": info.clipped,
+        "refused": refused(info.missing),
         "cut": dict(info.cut),
+        "cut_rows": info.cut_rows,
+        "unbounded": info.unbounded,
         "norm_medians": dict(info.medians),
         **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),
         **accuracy.of_round(info).facts(),
@@ -133,6 +137,25 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         "closed": info.closed_unix or None,
         **personal_json(info.personal, info.withheld),
     }
+
+
+def judged_text(found: Mapping[str, int]) -> str:
+    """Say what became of the updates of some rounds. found: as `judgements` counts it."""
+    refusals, cuts = found["updates_refused"], found["updates_cut"]
+    text = f"{counted(refusals, 'update')} refused, {cuts} cut, {counted(found['cut_rows'], 'row')} of prototypes cut"
+    rounds = found["unbounded_rounds"]
+    return f"{text}; {counted(rounds, 'round')} without a bound on updates" if rounds else text
+
+
+def aggregator_text(aggregator: str, found: Mapping[str, int]) -> str:
+    """Say by which rule a run's updates become one, and what it did to them."""
+    return f"updates become one by aggregator={aggregator or 'unknown to this service'}: {judged_text(found)}"
+
+
+def judged_updates(info: pb.RoundInfo) -> list[tuple[str, str]]:
+    """List what there is to say of a round's updates: (hospital, why) of those missing and cut; "all" is of all."""
+    of_all = [("all", NO_BOUND)] if info.unbounded else []
+    return [*of_all, *sorted(info.missing.items()), *sorted(info.cut.items())]
 
 
 def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:
@@ -179,6 +202,21 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
     }
 
 
+def software_json(found: Mapping[str, str]) -> Mapping[str, object]:
+    """Convert what sides a run had, by software. found: as in `RunDetail`."""
+    return {"coordinator": found.get(""), "silos": {name: text for name, text in sorted(found.items()) if name}}
+
+
+def software_text(found: Mapping[str, str]) -> str:
+    """Say with which software a run was done: the coordinator's, and who had another; empty where nobody knows."""
+    if "" not in found:
+        return ""
+    ours, silos = found[""], sorted(name for name in found if name)
+    others = [f"{name} {found[name] or 'no version given'}" for name in silos if found[name] != ours]
+    same = f"{ours} (coordinator and {counted(len(silos) - len(others), 'silo')})"
+    return ", ".join([same, *others])
+
+
 def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
     return make_table(
         "Runs",
@@ -223,6 +261,7 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
             "classes",
             "doing",
             "policy",
+            "software",
             "last seen",
             "certificate until",
             "fingerprint",
@@ -236,6 +275,7 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
                 ", ".join(s.data.holds) or "-",
                 doing(s),
                 s.policy_digest[:8] or "-",
+                s.software.removeprefix("consilium-fl ") or "-",
                 _minute(s.last_seen_unix),
                 _minute(s.certificate_until_unix)[:10],
                 s.fingerprint[:8],
@@ -291,13 +331,22 @@ def clinical_text(info: pb.RoundInfo) -> str:
     return f"  balanced {accuracy.balanced(info).text()}  AUC {clinical_report.auc(found.macro_auc)}{part}"
 
 
-def clinical_tables(info: pb.RoundInfo, classes: Sequence[str]) -> list[Table | str]:
-    """Say what a round's evaluation measured, by class and over all; empty where it measured accuracies alone."""
+def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = BASIC) -> list[Table | str]:
+    """Say what a round's evaluation measured, by class and over all, or why it did not; empty in a run of accuracies.
+
+    metrics: of the run's manifest.
+    """
     found = accuracy.clinical_of(info)
     if found is None:
-        return [clinical_report.NOT_MEASURED] if info.HasField("noise") else []
+        return [said] if (said := accuracy.no_clinical(info, metrics)) else []
     by_class = make_table("By class", clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes))
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
+
+
+def changed_text(rounds: Iterable[Judged]) -> str:
+    """Say what became of the updates of rounds, where any was refused or cut, or nothing bounded them."""
+    found = judgements(rounds)
+    return f"  ({judged_text(found)})" if any(found.values()) else ""
 
 
 _SAID_ABOVE = ("warning", "refused")
@@ -312,6 +361,7 @@ class Watcher:
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
         self._accuracies: dict[int, float | None] = {}
+        self._judged: dict[int, pb.RoundInfo] = {}
         self._personal = self._clinical = ""
         self._heard = time.monotonic()
         repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
@@ -333,15 +383,16 @@ class Watcher:
             self._personal = personal_text(event.closed.personal, event.closed.withheld)
             self._accuracies[event.closed.round] = accuracy.of_round(event.closed).point
             self._clinical = clinical_text(event.closed)
+            self._judged[event.closed.round] = event.closed
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
-        if event.silo:
+        if event.silo and event.kind != "software":
             self._silos[event.silo] = event.kind if not event.text else f"{event.kind}: {event.text}"
         if self._live:
             if event.kind in _SAID_ABOVE:
                 self._live.console.print(self._line(event), soft_wrap=True)
             self._live.refresh()
-        elif event.kind != "silo":
+        elif event.kind not in ("silo", "software"):
             self._console.print(self._line(event), soft_wrap=True)
 
     def _left(self) -> str:
@@ -358,6 +409,7 @@ class Watcher:
         if event.kind == "closed":
             before = "" if event.round >= info.rounds else " before it"
             text += f"  accuracy{before} {accuracy.newest(info).text()}{self._clinical}{self._personal}"
+            text += changed_text([event.closed])
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
         return f"{text}  {event.text}" if event.text else text
@@ -371,7 +423,7 @@ class Watcher:
 
     def _title(self) -> str:
         info = self._info
-        measured = f"{self._clinical}{self._personal}"
+        measured = f"{self._clinical}{self._personal}{changed_text(self._judged.values())}"
         return printable(
             f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
             f"accuracy {accuracy.newest(info).text()}  best {accuracy.best(info).text()}{measured}  "

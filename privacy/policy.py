@@ -1,9 +1,9 @@
 """The hospital's policy file: what it takes part in, whatever a job says. It wins, and it fails closed.
 
 A file that cannot be read, that others can change, or that has an unknown key, allows nothing. No message carries one;
-only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold: any method of any
-lead, with or without privacy; private runs of at most epsilon 8 at delta 1e-5, with secret local noise and noisy
-evaluations.
+only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold, as with an empty
+one: any method of any lead, with or without privacy; private runs of at most epsilon 8 at delta 1e-5, with secret local
+noise and noisy evaluations; of other evaluations correct answers alone.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Floors:
     epsilon, delta: the most that one run may ask   min_noise: least noise multiplier
     max_rate: largest sampling rate of record-level training   central: also noise added by the coordinator
     coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
-    rng: "test" accepts repeatable noise too, which protects nobody   public_test: also evaluations without noise.
+    rng: "test" accepts repeatable noise too, which protects nobody   public_test: also evaluations without noise
+    labels: the classes that this hospital's records may have, as private runs are answered (empty: what the publisher
+    of the data names, or `silo serve --holds`).
     """
 
     require: str = ""
@@ -84,6 +86,7 @@ class Floors:
     rng: str = "secure"
     public_test: bool = False
     central: bool = False
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_budget("privacy", self.epsilon, self.delta)
@@ -120,7 +123,7 @@ class Evaluation:
     "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
     """
 
-    send: str = CLINICAL
+    send: str = ACCURACY
 
     def __post_init__(self) -> None:
         validate.one_of("E-POLICY-01", "evaluation", send=(self.send, (CLINICAL, ACCURACY, NOTHING)))
@@ -136,15 +139,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFile:
-    """The sections of a policy file, with their defaults.
-
-    A file that says nothing of evaluations was written before they told more than correct answers: nothing else leaves.
-    """
+    """The sections of a policy file, with their defaults."""
 
     runs: Runs = field(default_factory=Runs)
     privacy: Floors = field(default_factory=Floors)
     prototypes: Prototypes = field(default_factory=Prototypes)
-    evaluation: Evaluation = field(default_factory=lambda: Evaluation(ACCURACY))
+    evaluation: Evaluation = field(default_factory=Evaluation)
     budget: Mapping[str, Budget] = field(default_factory=dict)
 
 
@@ -252,6 +252,18 @@ class Policy:
         if terms.test_data == "public" and not floors.public_test:
             raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
 
+    def check_hidden_size(self, size: float) -> None:
+        """Raise RefusedError (E-POLICY-05) when its delta is too large for a size that is counted and told to nobody.
+
+        The run's own delta is not looked at: which one is refused would tell the size.
+        """
+        if self.privacy.delta > SHARE_OF_UNITS / size:
+            raise RefusedError(
+                "E-POLICY-05",
+                f"expected [privacy] delta <= {SHARE_OF_UNITS / size:.2g} in the policy of a hospital of this size, "
+                f"which hides it, found {self.privacy.delta:g}: lower it, or type a size (silo serve --nominal-size)",
+            )
+
     def check_update(self, noise: float) -> None:
         """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
         if not noise >= self.privacy.min_noise:
@@ -271,6 +283,23 @@ class Policy:
             raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {plan.terms.delta:g}")
         if floors.unit == "group" and unit != "group":
             raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
+
+
+def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:
+    """Raise RefusedError (E-POLICY-16) unless a run's label space has every class that the hospital declares."""
+    declared, space = list(declared), list(run)
+    if not declared:
+        raise RefusedError(
+            "E-POLICY-16",
+            "expected the classes that the records here may have, found none declared: name them all in policy.toml, "
+            f"[privacy] labels = [...]; this run has {space}",
+        )
+    if missing := sorted(set(declared) - set(space)):
+        raise RefusedError(
+            "E-POLICY-16",
+            f"expected a run over all classes that this hospital declares, found one over {space}, which lacks "
+            f"{missing}: ask the lead for a run with them, or declare others in policy.toml ([privacy] labels)",
+        )
 
 
 def _check_budget(owner: str, epsilon: float, delta: float) -> None:

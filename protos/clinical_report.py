@@ -11,6 +11,10 @@ NOT_MEASURED = (
     "specificity, AUC, confusion matrix and calibration are not measured with the noise of a private run; sensitivity "
     "is the accuracy of the class (docs/metrics.md)"
 )
+NOT_SENT = (
+    "specificity, AUC, confusion matrix and calibration were sent by no hospital: a hospital's policy sends correct "
+    'answers alone, unless its policy.toml says send = "clinical" under [evaluation] (docs/metrics.md)'
+)
 _PRECISE = 1e-3
 """An AUC whose range is wider is shown with it."""
 

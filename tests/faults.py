@@ -5,6 +5,7 @@ does, and what then happens.
 
 python -m tests.faults [pytest's own arguments]   runs those tests and writes the page; fails where one fails
 python -m tests.faults --check                    fails when the page lists others than the marked tests; runs none
+python -m tests.faults --writes [--every N]       disturbs every write of a run, or each N-th: see tests/writes.py
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ def _marks(tree: ast.AST, *around: str) -> Iterator[tuple[tuple[str, ...], tuple
 
 def main(words: list[str]) -> int:
     """Write the page, or check it."""
+    if words[:1] == ["--writes"]:
+        from tests import writes
+
+        return writes.run(words[1:])
     if words == ["--check"]:
         if differ := listed(PAGE.read_text(encoding="utf-8")) ^ marked():
             print(f"{PAGE.name} and the marked tests differ in {sorted(differ)}: run `python -m tests.faults`")

@@ -5,20 +5,25 @@ Hydra takes a tenth of a second for each. `make check` composes all of them, `ma
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from coordinator.config.hydra_config import choices, compose_spec
+from coordinator.config.hydra_config import choices, compose_simulation, compose_spec
+from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
+from fl_core.aggregation.options import NormClipped
 from fl_core.converter import read_options
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
+from fl_core.training import memory
+from privacy.compiled_run import CompiledRun
 from privacy.profiles import PROFILES
 from tests.support import some
+from tests.support.federations import measured
 
 ROOT = Path(__file__).resolve().parents[1] / "configs"
 
@@ -170,3 +175,69 @@ def test_a_wrong_word_is_refused_with_what_would_be_right(words: list[str], code
 
 def test_a_partition_without_a_file_of_its_own_can_be_named() -> None:
     assert compose_spec(["federation=p7c3"]).federation["name"] == "p7c3"
+
+
+def test_a_simulation_averages_and_a_run_bounds_updates_where_no_word_says_how(tmp_path: Path) -> None:
+    assert compose_spec([]).aggregator == {"name": "norm_clipped", **asdict(NormClipped())}
+    assert compose_simulation([]).aggregator == {"name": "mean"}
+    experiment = tmp_path / "experiment/mine.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text("# @package _global_\ndefaults:\n  - override /aggregator: median\n")
+    for compose in (compose_spec, compose_simulation):
+        assert compose(["aggregator=trimmed_mean"]).aggregator["name"] == "trimmed_mean"
+        assert compose(["experiment=mine"], tmp_path).aggregator == {"name": "median"}
+    apart = {
+        f.name for f in fields(RunSpec) if getattr(compose_spec([]), f.name) != getattr(compose_simulation([]), f.name)
+    }
+    assert apart == {"aggregator"}
+
+
+@pytest.mark.parametrize(
+    ("words", "stem"),
+    [
+        (["data=folder"], "imagenet"),
+        (["data=manifest", "model=resnet50"], "imagenet"),
+        (["data=isic2019", "model=resnet18"], "imagenet"),
+        (["data=folder", "data.image_size=63"], "cifar"),
+        (["data=folder", "model.stem=cifar"], "cifar"),
+        (["data=cifar10"], "cifar"),
+        (["data=cifar10", "model.stem=imagenet"], "imagenet"),
+        (["data=tinyimagenet"], "cifar"),  # as in its paper
+    ],
+)
+def test_a_resnet_has_imagenets_stem_from_64_pixels_on_unless_it_is_named(words: list[str], stem: str) -> None:
+    assert compose_spec(words).model["stem"] == stem
+
+
+def test_small_images_keep_the_manifest_that_they_had_before_there_were_stems_and_micro_batches() -> None:
+    found = manifest_from(compose_spec(["data=cifar10"]), ["a", "b"]).to_json()
+    assert "stem" not in found
+    assert "micro_batch" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["folder", "manifest", "isic2019"])
+def test_the_default_run_on_images_fits_a_machine_of_16_gb(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda _: None)  # whatever this machine has
+    classes = [] if data == "isic2019" else ["data.classes=[a,b,c]"]
+    spec = compose_spec([f"data={data}", *classes])
+    run = CompiledRun.of(manifest_from(spec, ["a", "b"]))
+    step = measured(run)
+    assert step.need(*run.profile.examples_at_once(0)) < 6 << 30
+    before = compose_spec([f"data={data}", *classes, "model=resnet18", "model.stem=cifar"])
+    then = CompiledRun.of(manifest_from(before, ["a", "b"]))
+    assert measured(then).need(128, 512) > 16 << 30  # what the defaults were
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data=digits", "model=resnet18"], "batch norm"),
+        (["method=fedmr"], "method fedmr has a loss that mixes examples"),
+        (["privacy=dp_record"], "micro_batch"),
+    ],
+)
+def test_micro_batches_are_refused_where_their_steps_would_be_others(words: list[str], said: str) -> None:
+    sizes = [500.0, 500.0]
+    with pytest.raises(ConfigError, match=rf"E-CFG-08.*{said}"):
+        manifest_from(compose_spec([*words, "train.micro_batch=8"]), ["a", "b"], sizes)

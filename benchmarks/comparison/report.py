@@ -10,6 +10,7 @@ from statistics import fmean, median, stdev
 import torch
 from scipy.stats import t as student
 
+from benchmarks import run_store
 from benchmarks.comparison import study
 from benchmarks.comparison.settings import CURVES, Comparison
 from benchmarks.comparison.study import Tuned
@@ -63,7 +64,8 @@ def markdown(asked: Comparison, found: Mapping[str, Tuned]) -> str:
     if any(failed.values()):
         said = ", ".join(f"{m} {n}" for m, n in failed.items() if n)
         lines += [f"Runs that ended without a model and count as 0 %: {said} of {len(asked.seeds)}.", ""]
-    return "\n".join([*lines, *_how(asked, found)])
+    judged = run_store.judged_text({method: list(tuned.runs.values()) for method, tuned in found.items()})
+    return "\n".join([*lines, judged, "", *_how(asked, found)])
 
 
 def _main(asked: Comparison, found: Mapping[str, Tuned], measure: str) -> list[str]:

@@ -18,7 +18,7 @@ from benchmarks import run_store
 from benchmarks.comparison.settings import Comparison
 from benchmarks.paper import images
 from benchmarks.run_store import Run
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
@@ -64,20 +64,25 @@ def spec_of(trial: Trial) -> RunSpec:
 @cache
 def _composed(words: tuple[str, ...]) -> RunSpec:
     """Compose once for all seeds: it takes as long as a fifth of a small run."""
-    return compose_spec(words)
+    return compose_simulation(words)
 
 
 def measure(trial: Trial) -> Run:
     """Simulate one run; one that the round loop itself ends is kept with its reason."""
-    start = time.process_time()
+    start, spec = time.process_time(), spec_of(trial)
     found: dict[str, object] = {"key": trial.key, "seed": trial.seed, "words": list(trial.words)}
     try:
         engine = SimulationEngine(workers=1)  # runs are what is computed side by side
-        result = runner.run(spec_of(trial), images.root_of(trial.words, trial.data_root), engine=engine)
+        result = runner.run(spec, images.root_of(trial.words, trial.data_root), engine=engine)
     except FederationError as error:
         if error.code != "E-RUN-03":  # too few updates that are finite and useful: what training came to
             raise
-        return {**found, "failed": str(error), "cpu_seconds": round(time.process_time() - start, 2)}
+        return {
+            **found,
+            "aggregator": spec.aggregator["name"],
+            "failed": str(error),
+            "cpu_seconds": round(time.process_time() - start, 2),
+        }
     records = result.measured or result.records
     scores = [r.personal["pa"] for r in records if "pa" in r.personal]
     return {
@@ -85,6 +90,7 @@ def measure(trial: Trial) -> Run:
         "ga": _rounded([e.point for e in result.estimates]),
         "balanced": _rounded([r.balanced_accuracy for r in records]),
         **({"pa": [None, *_rounded(scores)]} if scores else {}),
+        **run_store.judged(result),
         "model": result.model_digest[:16],
         "cpu_seconds": round(time.process_time() - start, 2),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.runner import Result
@@ -33,8 +33,8 @@ three digits.
 def check(name: str, device: str) -> dict[str, object]:
     """Return how far a kind of run is from the CPU's, and whether that is too far or does not repeat."""
     words, more, options, most = KINDS[name]
-    here = runner.run(compose_spec([*BASE, *words]), engine=SimulationEngine(workers=1))
-    spec = compose_spec([*BASE, *words, *more])
+    here = runner.run(compose_simulation([*BASE, *words]), engine=SimulationEngine(workers=1))
+    spec = compose_simulation([*BASE, *words, *more])
     there = runner.run(spec, engine=SimulationEngine(device=device, workers=1, **options))  # type: ignore[arg-type]
     apart, wrong = _apart(here, there), list[str]()
     if not apart <= most:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from benchmarks.paper import images
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import runner
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
@@ -94,7 +94,7 @@ def go_on(asked: Sequence[Run], place: Place) -> dict[str, object]:
 def require_data(run: Run, place: Place) -> None:
     """Raise DataError or ConfigError where a run has no images, before a minute is spent on anything else."""
     words = _words(run, choose_device("cpu"))
-    spec = compose_spec(images.resolved(words, place.data_root))
+    spec = compose_simulation(images.resolved(words, place.data_root))
     for report in runner.read_silos(spec, images.root_of(words, place.data_root), datasets.check_all)[:1]:
         report.require_sound()
 
@@ -103,7 +103,7 @@ def _words(run: Run, device: torch.device) -> list[str]:
     words = ["experiment=fedmr_1", *run.words]
     if device.type != "cuda":
         return words
-    augmented = compose_spec(images.resolved(words, None, cut=False)).train.augment
+    augmented = compose_simulation(images.resolved(words, None, cut=False)).train.augment
     return [*words, *FAST, *([AUGMENTED] if augmented else [])]
 
 
@@ -111,7 +111,7 @@ def _turn(run: Run, place: Place) -> Mapping[str, object]:
     words = _words(run, choose_device(place.device))
     kept = Checkpoints(place.out / "checkpoints" / _folder(run), 1)
     watch = _Watch(run.name, place, TURN)
-    spec = compose_spec(images.resolved(words, place.data_root))
+    spec = compose_simulation(images.resolved(words, place.data_root))
     engine = SimulationEngine(device=place.device, checkpoints=kept)
     return runner.run(spec, images.root_of(words, place.data_root), watch, engine).summary()
 

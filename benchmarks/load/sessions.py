@@ -110,6 +110,9 @@ class Session:
                 self._on_offer(offer)
                 answer = pb.Answer(run_id=offer.run_id, round=offer.round, kind=offer.kind, accepted=True)
                 await self._send(pb.SiloMessage(answer=answer))
+            elif kind == "preflight":
+                about = {"run_id": message.preflight.run_id, "manifest_digest": message.preflight.manifest_digest}
+                await self._send(pb.SiloMessage(preflight=pb.PreflightAnswer(**about, ready=True)))
             elif kind == "round_closed":
                 over = message.round_closed
                 settled = pb.Settled(run_id=over.run_id, round=over.round, kind=over.kind)

@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.paper import images, tables
 from benchmarks.paper.study import NewestState, runtime_and_tests, whole
 from benchmarks.run_store import seeded
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import runner
 from fl_core.methods.building_blocks.fixed_classifier import adaptation
 from fl_core.types.clinical import macro_mean
@@ -63,7 +63,7 @@ def replaced(words: Sequence[str], given: Sequence[str]) -> list[str]:
 
 def answers(words: Sequence[str], seed: int, data_root: Path | None) -> dict[str, dict[str, float]]:
     """Simulate FedGELA, and score every way of answering: accuracy, balanced accuracy, share of the commonest class."""
-    spec = seeded(compose_spec(images.resolved(words, data_root)), seed)
+    spec = seeded(compose_simulation(images.resolved(words, data_root)), seed)
     root = images.root_of(words, data_root)
     observer = NewestState()
     runner.run(spec, root, observer)

@@ -12,6 +12,7 @@ from statistics import mean, stdev
 
 import torch
 
+from benchmarks import run_store
 from benchmarks.paper.measures import MEASURES
 from benchmarks.paper.study import Grid
 from benchmarks.paper.tables import Setting, Table
@@ -89,8 +90,17 @@ def markdown(results: Results) -> str:
         )
     if table.own in table.methods and len(methods) > 1 and any(MEASURES[m].better for m in table.measures):
         lines += ["", *_gains(results, settings)]
+    if table.measures != ("numbers",):
+        lines += ["", run_store.judged_text(_by_method(results))]
     lines += ["", f"`python -m benchmarks.paper table={table.name} scale={table.scale}`; {machine()}.", ""]
     return "\n".join(lines)
+
+
+def _by_method(results: Results) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for (method, _), seeds in results.grid.items():
+        found.setdefault(method, []).extend(results.runs[p.key] for points in seeds.values() for p in points)
+    return found
 
 
 def _gains(results: Results, settings: Sequence[Setting]) -> list[str]:

@@ -13,7 +13,7 @@ from benchmarks import run_store
 from benchmarks.paper import images, paper_metrics
 from benchmarks.paper.tables import Setting, Table
 from benchmarks.run_store import Run, seeded
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.manifest_builder import manifest_from, schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import runner
@@ -100,7 +100,7 @@ def point_of(
 ) -> dict[int, Point]:
     """Compose one run of a cell, at every seed."""
     written = (f"experiment={table.experiment}", f"scale={table.scale}", *words)
-    spec = compose_spec(images.resolved(written, data_root, cut=False))  # a stored table needs no images
+    spec = compose_simulation(images.resolved(written, data_root, cut=False))  # a stored table needs no images
     tune = table.fine_tune.get(method, 0)
     eigen, numbers = "eigenvalues" in table.measures, table.measures == ("numbers",)
     cut = next((w for w in words if w.startswith("images=")), "")
@@ -144,7 +144,7 @@ def whole(examples: ConcatExamples) -> torch.Tensor:
 
 def measure(point: Point) -> dict[str, object]:
     start = time.process_time()
-    spec = seeded(compose_spec(images.resolved(point.words, point.data_root)), point.seed)
+    spec = seeded(compose_simulation(images.resolved(point.words, point.data_root)), point.seed)
     root = images.root_of(point.words, point.data_root)
     found: dict[str, object] = {"key": point.key, "seed": point.seed, "words": list(point.words)}
     if point.numbers:
@@ -158,6 +158,7 @@ def measure(point: Point) -> dict[str, object]:
     accuracies = list(said["accuracy_by_round"])  # type: ignore[call-overload]
     found |= {
         "manifest": result.manifest.digest(),
+        **run_store.judged(result),
         "model": result.model_digest[:16],
         "by_round": [None if a is None else round(a, 5) for a in accuracies],
         "balanced": said["balanced_accuracy"],

@@ -15,7 +15,7 @@ import torch
 from benchmarks import timing
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation.runner import build_simulation
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -44,7 +44,7 @@ class Federated:
 
 def measure(words: Sequence[str]) -> timing.Found:
     """Run both, a round of one and a round of the other in turn, and compare what they took and where they end."""
-    manifest, sets = build_simulation(compose_spec(["method=fedavg", "data=digits", *words]))
+    manifest, sets = build_simulation(compose_simulation(["method=fedavg", "data=digits", *words]))
     shares = [SiloShare(s.train, s.test, s.public) for s in sets]
     torch.set_num_threads(manifest.threads or torch.get_num_threads())
     times = {name: Timed() for name in ("federation", "plain", "plain_evaluation")}

@@ -26,7 +26,7 @@ from benchmarks import timing
 from benchmarks.simulate.others import Other, cpu_seconds
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation.runner import build_simulation
 from fl_core.rounds.engine import RoundLoop
 from fl_core.rounds.manifest import RunManifest
@@ -62,7 +62,7 @@ class PlainRounds:
 
 def measure(words: Sequence[str], workers: int, ray: str = "", flower: str = "") -> timing.Found:
     """Run each way's rounds in turn; medians of seconds per round. ray, flower: interpreters that have them."""
-    manifest, sets = build_simulation(compose_spec(words))
+    manifest, sets = build_simulation(compose_simulation(words))
     shares, run = [SiloShare(s.train, s.test, s.public) for s in sets], RunSetup.of(manifest)
     timed, loads = dict[str, Timed](), list[float]()
     with ExitStack() as stack:

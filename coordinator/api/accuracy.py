@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 from fl_core.errors import ProtocolError
-from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.clinical import CALIBRATION_BINS, CLINICAL, ClinicalMetrics, Range, ReliabilityBin
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
+from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
 
 
@@ -83,6 +84,13 @@ def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
             "one version",
         )
     return ClinicalMetrics(tuple(tuple(found.confusion[k * c : (k + 1) * c]) for k in range(c)), tuple(auc), bins)
+
+
+def no_clinical(info: pb.RoundInfo, metrics: str) -> str:
+    """Say why a round has accuracies alone; empty where its run asks for no more."""
+    if info.HasField("noise"):
+        return clinical_report.NOT_MEASURED
+    return clinical_report.NOT_SENT if metrics == CLINICAL else ""
 
 
 def sums_json(correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None) -> dict[str, object]:

@@ -112,6 +112,8 @@ class LeadService(rpc.LeadServicer):
             rounds=[messages.round_info(row, noise, came[row.round]) for row in self._store.runs.rounds(run.id)],
             spec_json=run.spec,
             declarations=messages.declarations(run.id, self._store),
+            software=self._store.runs.software(run.id),
+            aggregator=messages.stored_aggregator(run.manifest),
         )
 
     async def Watch(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone

@@ -16,6 +16,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from privacy import profiles
+from privacy.compiled_run import CompiledRun
 from privacy.reports import uncertainty
 from privacy.reports.uncertainty import NO_NOISE, UNKNOWN, RunNoise
 from protos.consilium.v1 import federation_pb2 as pb
@@ -37,6 +38,15 @@ def stored_result_noise(manifest: str) -> RunNoise:
         return profiles.result_noise(RunManifest.from_json(manifest))
     except (FederationError, ValueError):  # of another version: its runs are listed all the same
         return UNKNOWN
+
+
+@lru_cache(maxsize=64)
+def stored_aggregator(manifest: str) -> str:
+    """Name how a run's updates become one, as its privacy leaves it; empty when its manifest (JSON) cannot be read."""
+    try:
+        return CompiledRun(RunManifest.from_json(manifest)).aggregator.name
+    except (FederationError, ValueError):
+        return ""
 
 
 def run_info(run: Run, store: Store, waiting: Waiting | None = None) -> pb.RunInfo:
@@ -120,7 +130,7 @@ def _silo_info(silo: Silo, dispatcher: Dispatcher, now: float, policy: str, alar
         data=pb.DataOffer(**_shared_fields(silo.data, pb.DataOffer)),
         software=silo.software,
         policy_digest=policy,
-        alarm=alarm,
+        alarm=alarm or dispatcher.last_word(silo.name).lstrip(", "),
     )
     if present is not None and not silo.revoked:
         info.MergeFrom(pb.SiloInfo(**_shared_fields(present[0], pb.SiloInfo)))

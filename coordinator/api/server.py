@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -47,7 +46,7 @@ from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from protos.pki.identity import Address
 from protos.storage import private_files
 from protos.storage.object_store import ObjectStore
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from protos.wire.channel_options import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Settings:
     parallel_runs: int = PARALLEL_RUNS
     quota: int = QUOTA_BYTES
     limits: Limits = field(default_factory=Limits)
-    software: str = "consilium-fl"
+    software: str = field(default_factory=software)
     metrics: LoopbackAddress | None = None
 
 
@@ -90,7 +89,7 @@ class CoordinatorServer:
         self.bind = bind
         self.settings = settings or Settings()
         self._build_manifest = build_manifest
-        self._lock: IO[str] | None = None
+        self._lock: private_files.FolderLock | None = None
         self._stopping = threading.Event()
         self._maintenance: threading.Thread | None = None
         self._endpoint: MetricsEndpoint | None = None
@@ -255,12 +254,13 @@ class CoordinatorServer:
         return int(port)
 
     def _run_maintenance(self) -> None:
-        """Fail the tasks of revoked silos, store who left, and look whether all is well."""
+        """Fail the tasks of revoked silos, store who left, look whether all is well, and keep the log short."""
         while not self._stopping.wait(min(self.settings.pulse_s, _MAINTENANCE_S)):
             try:
                 self.dispatcher.fail_revoked_tasks()
                 self.dispatcher.store_last_seen()
                 self._readiness.look()
+                self.store.database.shorten_log()
             except Exception:  # the next attempt may succeed; if this thread ended, nobody would notice
                 log.exception("maintenance met an unexpected error")
 

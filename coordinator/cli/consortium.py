@@ -37,7 +37,6 @@ from protos.operations.exit_status import ShutdownSignals
 from protos.operations.notify import READY, STOPPING, notify
 from protos.pki.identity import check_name, colons
 from protos.storage import private_files
-from protos.version import software
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -170,7 +169,7 @@ def serve(
     for found in extensions.load_distributions(extension):
         log.info("runs may use the %s %s", found.kind, found)
     with ShutdownSignals() as signals:
-        server = CoordinatorServer(place, bind, build_manifest, Settings(software=software(), metrics=metrics_at))
+        server = CoordinatorServer(place, bind, build_manifest, Settings(metrics=metrics_at))
         port = server.start()
         sender = told and WebhookSender(told, server.store.runs, place, Authority.open(place).consortium)
         if sender:

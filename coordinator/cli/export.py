@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from coordinator.api import accuracy
-from coordinator.console import private_form
+from coordinator.console import aggregator_text, private_form, software_text
 from coordinator.export import portable
 from coordinator.reports.start import started_from
 from fl_core.errors import ProtocolError, StateError
@@ -21,6 +21,7 @@ from fl_core.methods.traits import Traits
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL
+from fl_core.types.records import judgements
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from privacy.reports import uncertainty
@@ -94,7 +95,7 @@ def export_model(
         "model_digest": info.model_digest,
     }
     save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
-    text, others = model_card(info, manifest, detail.rounds), list[Path]()
+    text, others = model_card(info, manifest, detail.rounds, software_text(detail.software)), list[Path]()
     for kind in dict.fromkeys(formats):
         others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
         named = portable.facts(manifest, info.run_id, info.model_digest, licence)
@@ -104,9 +105,10 @@ def export_model(
     return tensors, card, others
 
 
-def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> str:
+def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo], software: str = "") -> str:
     trained = [r for r in rounds if r.kind == pb.TRAIN]
-    method = CompiledRun(manifest).method
+    run = CompiledRun(manifest)
+    method = run.method
     asks = not isinstance(method, Traits) or "prototypes" in method.sends
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
@@ -134,9 +136,10 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         f"| seed | {manifest.seed} |",
         f"| configuration digest | `{info.manifest_digest}` |",
         f"| model digest | `{info.model_digest}` |",
-        f"| software | {manifest.software} |",
+        f"| software | {software or manifest.software} |",
         f"| privacy | {_privacy(manifest)} |",
         f"| aggregation grid | {manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)} |",
+        f"| aggregation | {aggregator_text(run.aggregator.name, judgements(rounds))} |",
         f"| traffic | {info.bytes_up} bytes up, {info.bytes_down} bytes down |",
         "",
         "## Accuracy on the union of the hospitals' test sets",

@@ -13,9 +13,9 @@ from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
 from coordinator.lead_client import LeadClient
 from coordinator.reports import run_log
-from coordinator.reports.comparison import MOST_RUNS, ComparedRun, Comparison
+from coordinator.reports.comparison import COMPARED, MOST_RUNS, ComparedRun, Comparison, score_rows
 from coordinator.reports.comparison import compare as compare_runs
-from coordinator.reports.curves import MEASURES, Scores, text
+from coordinator.reports.curves import MEASURES, Scores
 from coordinator.reports.run_log import RunLine
 from fl_core.errors import ConfigError
 from privacy.reports.uncertainty import NOTHING, Estimate
@@ -27,7 +27,11 @@ _VALUE_CHARS = 60
 
 
 def compare(runs: Runs, home: Home = None, as_json: Json = False) -> None:
-    """Show runs side by side: how their configurations differ, and what their models reached."""
+    """Show runs side by side: how their configurations differ, what their models reached, and which are told apart.
+
+    Compared is the mean of the last evaluations, at most 5, where all were made at the same hospitals on as many test
+    images. `show` has all rounds of a run, with its final and its best value.
+    """
     found = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
     if as_json:
         print_json(comparison_json(found))
@@ -36,8 +40,10 @@ def compare(runs: Runs, home: Home = None, as_json: Json = False) -> None:
     console.OUT.print(make_table("Runs", ("", *ids), _facts(found.runs)))
     rows = [(key, *map(_short, values)) for key, values in found.differences.items()]
     console.OUT.print(make_table("Differences", ("key", *ids), rows) if rows else "the configurations are the same")
-    if scored := list(_scores(found)):
-        console.OUT.print(make_table("Scores", ("measure", "", *ids), scored))
+    console.OUT.print(f"{found.standing.headline({run: run for run in ids})}.", soft_wrap=True)
+    if scored := list(score_rows(found)):
+        rows = [(measure, *texts) for measure, texts in scored]
+        console.OUT.print(make_table(f"Scores: {found.standing.over}", ("measure", *ids), rows))
     if found.classes:
         classes = [(name, *(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes]
         console.OUT.print(make_table("Accuracy by class, at the end", ("class", *ids), classes))
@@ -110,16 +116,6 @@ def _facts(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
     return [(name, *(text(run) for run in runs)) for name, text in _FACTS]
 
 
-def _scores(found: Comparison) -> list[tuple[str, ...]]:
-    rows = []
-    for measure in found.measures:
-        scores = [run.curves[measure].scores if measure in run.curves else Scores() for run in found.runs]
-        rows.append((measure, "final", *(text(measure, s.final) for s in scores)))
-        rows.append(("", "best", *(text(measure, s.best) for s in scores)))
-        rows.append(("", "mean of last 5", *(text(measure, s.last) for s in scores)))
-    return rows
-
-
 def _short(value: str | None) -> str:
     if value is None:
         return "-"
@@ -142,15 +138,30 @@ def comparison_json(found: Comparison) -> dict[str, object]:
             key: dict(zip((run.id for run in found.runs), values, strict=True))
             for key, values in found.differences.items()
         },
+        "standing": {
+            "measure": COMPARED,
+            "evaluations": found.standing.rounds,
+            "best": found.standing.best,
+            "values": {
+                run: {measure: _estimate_json(value) for measure, value in values.items()}
+                for run, values in found.standing.values.items()
+            },
+            "ahead": {
+                run: {**ahead._asdict(), "told_apart": ahead.told_apart} for run, ahead in found.standing.ahead.items()
+            },
+            "not_compared": dict(found.standing.excluded),
+        },
         "notes": list(found.notes),
     }
 
 
 def _scores_json(scores: Scores) -> dict[str, object]:
-    def facts(value: Estimate) -> dict[str, object]:
-        return {"value": value.point, "low": value.low, "high": value.high, "withheld": bool(value.withheld)}
+    found = {"final": scores.final, "best": scores.best, "mean_last": scores.last}
+    return {name: _estimate_json(value) for name, value in found.items()}
 
-    return {"final": facts(scores.final), "best": facts(scores.best), "mean_last": facts(scores.last)}
+
+def _estimate_json(value: Estimate) -> dict[str, object]:
+    return {"value": value.point, "low": value.low, "high": value.high, "withheld": bool(value.withheld)}
 
 
 # ---- words of logs -------------------------------------------------------------------------------------------------

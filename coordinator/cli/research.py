@@ -33,7 +33,7 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
 from fl_core.types.enums import TaskKind
-from fl_core.types.records import RoundRecord
+from fl_core.types.records import RoundRecord, judgements
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.reports import uncertainty
@@ -58,7 +58,7 @@ class _RoundPrinter(Observer):
             console.ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
-        console.ERR.print(f"{when}  accuracy {found.text()}{scores}")
+        console.ERR.print(f"{when}  accuracy {found.text()}{scores}{console.changed_text([record])}")
 
 
 def simulate(
@@ -127,9 +127,9 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
 
 def _print(result: runner.Result) -> None:
     manifest = result.manifest.to_json()
-    for text in (console.private_form(manifest), console.aggregator_warning(manifest, {})):
-        if text:
-            console.OUT.print(text)
+    if text := console.private_form(manifest):
+        console.OUT.print(text)
+    console.OUT.print(console.aggregator_text(result.aggregator, judgements(result.records)), soft_wrap=True)
     if result.clinical is not None:  # its sensitivity is the accuracy of the class
         rows_by_class = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
         console.OUT.print(make_table("By class", clinical_report.CLASS_HEAD, rows_by_class))

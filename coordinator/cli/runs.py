@@ -20,6 +20,7 @@ from coordinator.cli.options import Extensions, Home, Json, Trackers, home_of
 from coordinator.lead_client import LeadClient
 from coordinator.reports.start import start_json, started_from
 from fl_core.errors import ConfigError
+from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import counted, local_time, make_table, print_json
 
@@ -182,19 +183,24 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     if as_json:
         rounds = [console.round_json(r) for r in detail.rounds]
         start = start_json(detail.manifest_json)
-        print_json({**console.run_json(detail.info), "start": start, "round": rounds, "manifest": detail.manifest_json})
+        rule = {"aggregator": detail.aggregator or None, **judgements(detail.rounds)}
+        own = {"start": start, "round": rounds, "manifest": detail.manifest_json}
+        software = {"software": console.software_json(detail.software)}
+        print_json({**console.run_json(detail.info), **rule, **own, **software})
         return
     _show_info(detail.info, as_json)
-    for text in (started_from(detail.manifest_json), console.private_form(detail.manifest_json)):
+    form, made = console.private_form(detail.manifest_json), console.software_text(detail.software)
+    for text in (started_from(detail.manifest_json), form, made and f"software: {made}"):
         if text:
             console.OUT.print(text, soft_wrap=True)
+    console.OUT.print(console.aggregator_text(detail.aggregator, judgements(detail.rounds)), soft_wrap=True)
     rows = [
         (
             console.round_text(r.round, r.kind),
             pb.TaskKind.Name(r.kind).lower(),
             accuracy.of_round(r).text(),
             ", ".join(r.included),
-            "; ".join(f"{k}: {v}" for k, v in (*r.missing.items(), *r.cut.items())) or "-",
+            "; ".join(f"{k}: {v}" for k, v in console.judged_updates(r)) or "-",
             str(r.clipped),
         )
         for r in detail.rounds
@@ -202,8 +208,9 @@ def show(run: Run = "latest", home: Home = None, as_json: Json = False) -> None:
     head = ("round", "kind", "accuracy before it", "took part", "missing or cut", "clipped")
     console.OUT.print(make_table("Rounds", head, rows))
     if detail.rounds:
-        classes = json.loads(detail.manifest_json)["schema"]["classes"]
-        for shown in console.clinical_tables(detail.rounds[-1], classes):
+        manifest = json.loads(detail.manifest_json)
+        classes, metrics = manifest["schema"]["classes"], manifest.get("metrics", "")
+        for shown in console.clinical_tables(detail.rounds[-1], classes, metrics):
             console.OUT.print(shown, soft_wrap=True)
 
 

@@ -18,9 +18,10 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from coordinator.config.run_spec import WEIGHTS, RunSpec
+from coordinator.config.run_spec import AUTO, WEIGHTS, RunSpec
 from coordinator.config.table_schema import with_schema
-from fl_core.aggregation.options import AGGREGATORS
+from fl_core import datasets
+from fl_core.aggregation import options as aggregators
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
 _NONE = "none"
+_LARGE_SIDE = 64
+"""Pixels of an image's side from which on a ResNet has ImageNet's stem unless the run says otherwise."""
 _CONTINUED = ("method", "data", "model", "privacy", "aggregator")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
+_RUN, _SIMULATION = "run", "simulation"
+_AGGREGATORS = {_RUN: aggregators.DEFAULT, _SIMULATION: aggregators.Mean.name}
+"""What updates become one by where no word says it (docs/adr/0059-a-simulation-averages-and-a-run-bounds.md)."""
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
 """Partitions whose name says all; `federation=p7c3` names another one."""
 
@@ -48,13 +54,17 @@ def _store_dataclasses() -> None:
         schedule = {"train": dict(method.schedule)} if method.schedule else {}
         store(name, {"method": {"name": name, **_defaults(method)}, **schedule}, group="method", package="_global_")
     for name, model in MODELS.items():
-        store(name, {"name": name, "weights": _NONE, "weights_source": "", **_defaults(model)}, group="model")
+        options = _defaults(model)
+        stem = {"stem": AUTO} if "stem" in options else {}
+        store(name, {"name": name, "weights": _NONE, "weights_source": "", **options, **stem}, group="model")
     for name, profile in PROFILES.items():
         store(name, {"name": name, **(_defaults(profile.config) if profile.config else {})}, group="privacy")
-    for name, aggregator in AGGREGATORS.items():
+    for name, aggregator in aggregators.AGGREGATORS.items():
         store(name, {"name": name, **_defaults(aggregator)}, group="aggregator")
     for name in PARTITIONS:
         store(name, {"name": name, "partition_seed": 0}, group="federation")
+    for root, chosen in _AGGREGATORS.items():
+        store(root, {"defaults": [{"aggregator": chosen}, "config", "_self_"]})
 
 
 def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:
@@ -114,19 +124,29 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
     key or a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid
     word; as `extensions.load`.
     """
+    return _composed_spec(_RUN, overrides, config_dir)
+
+
+def compose_simulation(overrides: Sequence[str], config_dir: Path | None = None) -> RunSpec:
+    """Compose as `compose_spec`, for a simulation: where no word names an aggregator, updates are averaged."""
+    return _composed_spec(_SIMULATION, overrides, config_dir)
+
+
+def _composed_spec(root: str, overrides: Sequence[str], config_dir: Path | None) -> RunSpec:
     if config_dir is not None:
         _check_config_dir(config_dir)
     words = [checked for word in overrides for checked in _validate_override(word, config_dir)]
     try:
-        raw = _compose(words, config_dir)
+        raw = _compose(root, words, config_dir)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("E-CFG-01", _explain(error, words, config_dir)) from error
+        raise ConfigError("E-CFG-01", _explain(error, root, words, config_dir)) from error
     chosen = {key: value for key, value in raw.items() if key not in ("experiment", "scale")}
     if chosen["name"] is not None:
         chosen["name"] = str(chosen["name"])  # name=7 is a name
     if isinstance(chosen["data"], Mapping):
         chosen["data"] = with_schema(chosen["data"])
     _move_weights(chosen)
+    _choose_stem(chosen)
     return RunSpec.from_mapping(chosen)
 
 
@@ -182,10 +202,29 @@ def _move_weights(chosen: dict[str, object]) -> None:
     chosen |= {"weights_file": "" if file == _NONE else file, "weights_source": source}
 
 
-def _compose(words: Sequence[str], config_dir: Path | None = None) -> Mapping[str, object]:
+def _choose_stem(chosen: dict[str, object]) -> None:
+    """Replace `auto`: larger images get the stem of ImageNet, since that of CIFAR takes ten times the memory."""
+    model, data = chosen["model"], chosen["data"]
+    if isinstance(model, Mapping) and model.get("stem") == AUTO:
+        side = _side(data) if isinstance(data, Mapping) else 0
+        chosen["model"] = {**model, "stem": "imagenet" if side >= _LARGE_SIDE else "cifar"}
+
+
+def _side(data: Mapping[str, object]) -> int:
+    """Return the pixels of an image's side; 0 where examples are none, or the data set has no fixed size."""
+    if isinstance(size := data.get("image_size"), int):
+        return size
+    try:
+        shape = datasets.schema_of(str(data.get("name"))).shape
+    except ConfigError:  # said where the run is made
+        return 0
+    return shape[-1] if len(shape) == 3 else 0
+
+
+def _compose(root: str, words: Sequence[str], config_dir: Path | None) -> Mapping[str, object]:
     GlobalHydra.instance().clear()
     with initialize_config_module("configs", version_base="1.3"):
-        raw = OmegaConf.to_container(compose("config", overrides=[*words, *_search_path(config_dir)]), resolve=True)
+        raw = OmegaConf.to_container(compose(root, overrides=[*words, *_search_path(config_dir)]), resolve=True)
     assert isinstance(raw, dict)
     return {str(k): v for k, v in raw.items()}
 
@@ -261,13 +300,13 @@ def unreadable_word(error: Exception) -> str:
     return f"expected KEY=VALUE, found {found!r}: {how}"
 
 
-def _explain(error: Exception, words: Sequence[str], config_dir: Path | None) -> str:
+def _explain(error: Exception, root: str, words: Sequence[str], config_dir: Path | None) -> str:
     """Turn Hydra's report of a bad key into one line with the nearest valid key."""
     text = str(error.__cause__ or error)
     match = re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text)
     if match is None:
         return unreadable_word(error)
-    beside: object = _compose([word for word in words if word.split("=")[0] in GROUPS], config_dir)
+    beside: object = _compose(root, [word for word in words if word.split("=")[0] in GROUPS], config_dir)
     for step in match[2].split(".")[:-1]:
         beside = beside.get(step) if isinstance(beside, dict) else None
     valid = sorted(beside) if isinstance(beside, dict) else []

@@ -27,7 +27,7 @@ from fl_core.types.records import Schema
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.version import software
+from protos.version import version
 
 IMAGES = {"folder", "manifest"}
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
@@ -107,6 +107,7 @@ def manifest_from(
     model = _model_choice(spec)
     require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
+    capabilities.check_micro_batch(built, network, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
     layout = {**derive_layout(built, network, schema, spec.personal, metrics), **profiles.extra_parts(privacy)}
     if max(spec.cohort, spec.quorum) > len(names):
@@ -125,7 +126,7 @@ def manifest_from(
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
         image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
-        software=software(),
+        software=version(),
         private_form=was,
         start=None if spec.weights is None else StartPoint(weights=spec.weights),
         aggregator=_aggregator(spec),

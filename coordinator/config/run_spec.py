@@ -98,6 +98,6 @@ class RunSpec:
         validate.one_of("E-CFG-02", "", metrics=(self.metrics, (AUTO, *METRICS_KINDS)))
         validate.positive("E-CFG-02", "train", lr=train.lr)
         validate.at_least("E-CFG-02", "train", 1, batch_size=train.batch_size, epochs=train.epochs)
-        not_negative = {name: getattr(train, name) for name in ("max_steps", "momentum", "weight_decay")}
+        not_negative = {name: getattr(train, name) for name in ("max_steps", "momentum", "weight_decay", "micro_batch")}
         validate.at_least("E-CFG-02", "train", 0, **not_negative)
         validate.below("E-CFG-02", "train", 1, momentum=train.momentum)

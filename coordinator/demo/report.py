@@ -14,6 +14,7 @@ from coordinator.demo.budgets import Spending
 from coordinator.demo.page import write_page
 from coordinator.demo.tables import LABELS, MILESTONE, PLAIN, PRIVATE, REPAIRED, SHORT
 from fl_core.errors.extras import require
+from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import make_table, print_json
 from web.browser import open_file
@@ -62,6 +63,7 @@ def report(
             }
             for s in silos
         ],
+        "updates": {m: {"aggregator": d.aggregator, **judgements(d.rounds)} for m, d in details.items()},
         "mtls": True,
         "bytes_up": ours.info.bytes_up,
         "bytes_down": ours.info.bytes_down,
@@ -99,7 +101,7 @@ def _headline(ours: pb.RunDetail, plain: pb.RunDetail) -> tuple[str, str]:
         "Six hospitals trained one model, and no image left any of them",
         "None of them has seen more than two of the ten digits. After "
         f"{ours.info.rounds} rounds the model classifies {best.text()} of all their test images correctly with "
-        f"FedGELA, {other.text()} with plain averaging.",
+        f"FedGELA, {other.text()} with FedAvg.",
     )
 
 

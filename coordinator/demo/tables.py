@@ -9,18 +9,19 @@ from typing import NamedTuple
 from coordinator import console
 from coordinator.api import accuracy
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
+from fl_core.types.records import judgements
 from privacy.reports.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import span
 
 PLAIN, REPAIRED, PRIVATE = "fedavg", "fedgela", "fedgela-private"
-"""The runs: plain averaging, a method made for hospitals that lack classes, and that under differential privacy."""
+"""The runs: FedAvg, a method made for hospitals that lack classes, and that under differential privacy."""
 LABELS = {
-    PLAIN: "plain averaging (FedAvg)",
+    PLAIN: "FedAvg",
     REPAIRED: "FedGELA",
     PRIVATE: f"FedGELA, every image protected (epsilon {EPSILON:g})",
 }
-SHORT = {PLAIN: "plain averaging", REPAIRED: "FedGELA", PRIVATE: f"with epsilon {EPSILON:g}"}
+SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", PRIVATE: f"with epsilon {EPSILON:g}"}
 MILESTONE = 0.8
 """The accuracy whose first round is shown."""
 
@@ -58,11 +59,22 @@ def by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
             console.size(d.info.bytes_up),
             console.size(d.info.bytes_down),
             span(d.info.ended_unix - d.info.created_unix),
+            f"{d.aggregator}: {console.judged_text(judgements(d.rounds))}",
         )
         for m, d in details.items()
     ]
     reached = f"{MILESTONE:.0%} first after"
-    head = ("trained by", "classified correctly", "at best", reached, "rounds", "bytes up", "bytes down", "time")
+    head = (
+        "trained by",
+        "classified correctly",
+        "at best",
+        reached,
+        "rounds",
+        "bytes up",
+        "bytes down",
+        "time",
+        "updates",
+    )
     model = " and ".join(sorted({model_name(d) for d in details.values()}))
     title = f"One model ({model}) for six hospitals; no image moved, no digit is at two hospitals"
     return ResultTable(title, head, rows)

@@ -129,6 +129,7 @@ def _is_writable(database: Path) -> bool:
     # A connection of its own: one of the service's would wait half a minute for a lock.
     uri = f"{database.absolute().as_uri()}?mode=rw"
     with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as db:
+        db.execute("PRAGMA wal_autocheckpoint = 0")  # `Database.shorten_log` notes what it does
         db.execute("BEGIN IMMEDIATE")
         (version,) = db.execute("PRAGMA user_version").fetchone()
         db.execute(f"PRAGMA user_version = {int(version)}")

@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from coordinator.runs.changes import ChangeCounter
@@ -20,6 +20,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki.identity import PeerCertificate
+from protos.version import software
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
 
 log = logging.getLogger(__name__)
@@ -31,13 +32,16 @@ _LOST_MESSAGES_S = 300.0
 """A run's end is sent again to a silo that was last seen before the end, or less than this long after it."""
 
 _ALL_SEEN_S = 60.0
+_SOFTWARE_CHARS = 80
+"""What a silo calls itself is kept with each run."""
 
 
 class Dispatcher:
     """The sessions and open tasks of all silos. Thread-safe.
 
-    Guarantees: a silo has at most one session; a task that is open is offered on every new session of its silo; a
-    task of a silo that was revoked, or of a run that was interrupted, does not wait.
+    Guarantees: a silo has at most one session; a task that was offered once is offered on every new session of its silo
+    until it has an outcome, and one that was not, on none; a task of a silo that was revoked, or of a run that was
+    interrupted, does not wait.
     """
 
     def __init__(self, store: Store, pulse_s: float, on_close: Callable[[RoundRow], None] = lambda _row: None) -> None:
@@ -51,8 +55,10 @@ class Dispatcher:
         self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
         self._stopped: set[str] = set()
         self._last_notes: dict[tuple[str, str], str] = {}
+        self._software: dict[str, dict[str, str]] = {}
         self._began = time.monotonic()
         self._left: dict[str, float] = {}
+        self._left_training: set[str] = set()
         self._seen: set[str] = set()
         self._all_seen = time.monotonic()
 
@@ -95,10 +101,9 @@ class Dispatcher:
             if past and session.name in run.members:
                 session.send(run_ended(run))
         with self._lock:
-            mine = [p.task for key, p in self._pending.items() if key.silo == session.name and not p.settled]
-            for task in mine:
-                if task.key.run_id not in self._stopped:  # as in `offer`
-                    session.send(task.offer())
+            for key, pending in self._pending.items():
+                if key.silo == session.name and pending.offered:
+                    self._ask(pending, session)
 
     def _close_of(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         row = self.store.runs.round(ref.run_id, ref.round)
@@ -115,7 +120,11 @@ class Dispatcher:
             del self._sessions[session.name]
             self._left[session.name] = time.monotonic()
             self._seen.add(session.name)
-        self._note(session.name, "away" if session.error is None else f"away: {session.error}")
+            self._left_training.discard(session.name)
+            if session.activity.activity == pb.TRAINING:
+                self._left_training.add(session.name)
+        why = "" if session.error is None else f": {session.error}"
+        self._note(session.name, f"away{self.last_word(session.name)}{why}")
         self.changes.notify()
 
     def store_last_seen(self) -> None:
@@ -157,6 +166,7 @@ class Dispatcher:
         if pending is None:
             return  # an answer to a task that is settled: nothing to do
         if answer.accepted:
+            self.note_software(key.run_id, [key.silo])
             if not pending.accepted:
                 pending.accepted = True
                 self._event(key, "accepted")
@@ -174,6 +184,7 @@ class Dispatcher:
         if pending is None or pending.settled or pending.task.manifest_digest != answer.manifest_digest:
             return
         if answer.ready:
+            self.note_software(key.run_id, [key.silo])
             self._event(key, "ready")
             pending.settle(answer.manifest_digest)
         else:
@@ -200,12 +211,17 @@ class Dispatcher:
             with self._lock:
                 self._pending.pop(task.key, None)
 
-    def offer(self, task: Task | Preflight) -> None:
+    def offer(self, pending: PendingTask) -> None:
         """Offer an open task to its silo; without a session it gets it in `catch_up`, after `interrupt` never."""
         with self._lock:
-            session = self._sessions.get(task.key.silo)
-            if session is not None and task.key.run_id not in self._stopped:
-                session.send(task.offer())
+            pending.offered = True
+            session = self._sessions.get(pending.task.key.silo)
+            if session is not None:
+                self._ask(pending, session)
+
+    def _ask(self, pending: PendingTask, session: SiloSession) -> None:
+        if not pending.settled and pending.task.key.run_id not in self._stopped:
+            session.send(pending.task.offer())
 
     def delivered(self, key: SiloTaskKey, digest: str) -> None:
         """Settle the task whose update is on disk, with its record."""
@@ -299,6 +315,12 @@ class Dispatcher:
         with self._lock:
             return None if name in self._sessions else time.monotonic() - self._left.get(name, self._began)
 
+    def last_word(self, name: str) -> str:
+        """Say of a silo without a session that it went in the middle of training; empty where it did not."""
+        with self._lock:
+            gone = name in self._left_training and name not in self._sessions
+        return ", gone in the middle of training: the hospital's service or machine may have been ended" if gone else ""
+
     def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
         """Show a refused call of a silo in the runs that wait for it, once per reason."""
         self._note(peer.identity.name, str(error), kind="refused")
@@ -310,6 +332,30 @@ class Dispatcher:
             self._last_notes |= {(key.run_id, name): text for key in fresh}
         for key in fresh:
             self._event(key, kind, text)
+
+    def note_software(self, run_id: str, silos: Collection[str]) -> None:
+        """Record with which software the coordinator and those silos that are here do a run; warn of another build.
+
+        What was recorded before is not recorded again, unless the coordinator's own has changed.
+        """
+        ours, stored = software(), self._software.get(run_id) or self.store.runs.software(run_id)
+        with self._lock:
+            known = self._software.setdefault(run_id, stored)
+            fresh = {} if known.get("") == ours else {"": ours}
+            if fresh:
+                known.clear()
+            here = {name: self._sessions[name].hello for name in silos if name in self._sessions}
+            said = {name: hello.software[:_SOFTWARE_CHARS] for name, hello in here.items() if hello is not None}
+            fresh |= {name: text for name, text in said.items() if known.get(name) != text}
+            known |= fresh
+        for name, text in fresh.items():
+            self.store.runs.event(run_id, "software", silo=name, text=text)
+        others = [f"{name} ({text or 'no version given'})" for name, text in sorted(fresh.items()) if text != ours]
+        if others:
+            text = f"expected {ours} on all sides, found {', '.join(others)}: the run goes on, see docs/protocol.md"
+            self.store.runs.event(run_id, "warning", text=text)
+        if fresh:
+            self.changes.notify()
 
     def _event(self, key: SiloTaskKey | PreflightKey, kind: str, text: str = "") -> None:
         self.store.runs.event(key.run_id, kind, key.round, key.silo, text)

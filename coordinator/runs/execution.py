@@ -15,6 +15,7 @@ from coordinator.runs.round_closer import RoundCloser, Waiting
 from coordinator.runs.update_checks import UpdateChecks, declared_sizes
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
+from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import FEWEST
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import State
@@ -51,10 +52,14 @@ class RunExecution:
         with self.model_lock:
             compiled = CompiledRun.of(manifest)
         steering = self.store.steering.of(run.id)
-        if preflight.is_due(run, compiled, self.store):
-            preflight.ask(run, manifest, self.dispatcher, steering.excluded)
+        self.dispatcher.note_software(run.id, run.members)
+        if preflight.is_due(run, self.store):
+            preflight.ask(run, manifest, self.dispatcher, steering.excluded, all_answer=compiled.private)
         if len(run.members) < FEWEST and self.store.runs.round(run.id, 0) is None:
-            text = f"fewer than {FEWEST} silos: nothing bounds what one of them does to the model"
+            may = "nothing bounds what one of them does to the model"
+            if isinstance(compiled.aggregator, NormClipped):
+                may = "one of them may move the model by several times the length of its initial weights in a round"
+            text = f"fewer than {FEWEST} silos: {may}, and one update that is refused pauses the run"
             self.store.runs.event(run.id, "warning", text=text)
         broadcasts = BroadcastCache(run.id, manifest.deadline_s, self.store, self.objects, self.delete_unused)
         server = self._begin(run, compiled, broadcasts)

@@ -122,12 +122,14 @@ class GrpcPort:
             incarnation=self.store.database.incarnation,
             included_before=self.store.runs.included_before(self.run_id, self.name, context.round),
         )
-        with self.dispatcher.pending_task(task) as pending:  # before we look: a later delivery settles it
+        # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,
+        # and pays for, what is here.
+        with self.dispatcher.pending_task(task) as pending:
             digest = self._taken(task)
             if digest is None:
                 if self.name in self.closer.excluded:
                     raise excluded_error()
-                self.dispatcher.offer(task)
+                self.dispatcher.offer(pending)
                 digest = pending.wait()
         update = checked(BundleFile(self.objects.verified(digest)), self.allowed)
         self.closer.brought(self.name, update)

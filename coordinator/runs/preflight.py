@@ -1,14 +1,15 @@
-"""Before round 0 of a private run every silo says whether it can do its part of all rounds; one that cannot stops it.
+"""Before round 0 every silo says whether it can do its part of all rounds; one that cannot stops the run.
 
-No answer is stored: after a restart all are asked again, which spends no budget.
+A private run waits for all of them. A run without privacy charges nothing and may go on with its quorum: it waits for
+those that are connected, at most the manifest's patience. No answer is stored: after a restart all are asked again.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
-from collections.abc import Collection, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
 from coordinator.runs.dispatcher import Dispatcher
@@ -17,30 +18,37 @@ from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
-from privacy.compiled_run import CompiledRun
+from protos.consilium.v1 import federation_pb2 as pb
 
 GRACE_S = 30.0
 """After the first refusal the others have this long to answer, so that the lead sees all refusals at once."""
 _REASON_CHARS = 200
+_LOOK_S = 0.05
+_NO_ANSWER = no_answer().code
 
 
-def is_due(run: Run, compiled: CompiledRun, store: Store) -> bool:
-    """Return whether the silos are asked: the run is private, and no round of it was ever opened."""
-    opened = run.closed > 0 or store.runs.round(run.id, 0) is not None
-    return not opened and compiled.private
+def is_due(run: Run, store: Store) -> bool:
+    """Return whether the silos are asked: no round of the run was ever opened."""
+    return run.closed == 0 and store.runs.round(run.id, 0) is None
 
 
-def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher, excluded: Collection[str] = ()) -> None:
-    """Ask all silos of a run at once, and return when all are ready; one that is away is asked when it comes.
+def ask(
+    run: Run, manifest: RunManifest, dispatcher: Dispatcher, excluded: Collection[str] = (), all_answer: bool = True
+) -> None:
+    """Ask the silos of a run at once, and return when all are ready.
 
-    excluded: silos that are not asked.
+    excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
+    run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
-    names those that did not answer by the run's deadline; RunInterrupted when the run was aborted or the service stops.
+    names those that did not answer and must; RunInterrupted when the run was aborted or the service stops.
     Guarantees: no task of a run is offered before this has returned.
     """
-    names, due = [name for name in run.members if name not in excluded], time.monotonic() + manifest.deadline_s
+    wait_s = manifest.deadline_s if all_answer else min(manifest.deadline_s, manifest.patience_s)
+    names, due = [name for name in run.members if name not in excluded], time.monotonic() + wait_s
     away = [name for name in names if dispatcher.activity_of(name) is None]
+    if not all_answer:
+        names = [name for name in names if name not in away]
     text = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
     dispatcher.store.runs.event(run.id, "preflight", text=text)
     dispatcher.changes.notify()
@@ -52,33 +60,49 @@ def ask(run: Run, manifest: RunManifest, dispatcher: Dispatcher, excluded: Colle
             for name in names
         }
         for pending in asked.values():
-            dispatcher.offer(pending.task)
-        failures = _failures(asked)
+            dispatcher.offer(pending)
+        failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id))
+    if not all_answer:
+        failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
     if failures:
         raise _combined_error(failures, len(names))
 
 
-def _failures(asked: Mapping[str, PendingTask]) -> Mapping[str, FederationError]:
-    """Wait for all answers, after the first refusal not much longer; raises RunInterrupted when the run was."""
-    with ThreadPoolExecutor(len(asked), thread_name_prefix="preflight") as pool:
-        answers: dict[str, Future[str]] = {name: pool.submit(pending.wait) for name, pending in asked.items()}
-        _, left = wait(answers.values(), return_when=FIRST_EXCEPTION)
-        if left:
-            wait(left, GRACE_S)
-            for pending in asked.values():
+def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:
+    """Tell whether a silo may answer soon: it is connected, and its hospital has nothing to decide first."""
+    if (found := dispatcher.activity_of(name)) is None:
+        return False
+    return (found[0].activity, found[0].run_id) != (pb.AWAITING_APPROVAL, run_id)
+
+
+def _failures(asked: Mapping[str, PendingTask], awaited: Callable[[str], bool]) -> Mapping[str, FederationError]:
+    """Wait for the answers of all that are awaited, after the first refusal not much longer.
+
+    Raises RunInterrupted when the run was.
+    """
+    failures, answered, until = dict[str, FederationError](), set[str](), math.inf
+    while left := [name for name in asked if name not in answered]:
+        now = time.monotonic()
+        over = now >= until or not any(awaited(name) for name in left)
+        for name in left:
+            pending = asked[name]
+            if over or now >= pending.task.due:
                 pending.settle(no_answer())
-        found = {name: answer.exception() for name, answer in answers.items()}
-    failures: dict[str, FederationError] = {}
-    for name, error in found.items():
-        if isinstance(error, FederationError):
-            failures[name] = error
-        elif error is not None:
-            raise error
+            if not pending.settled:
+                continue
+            answered.add(name)
+            try:
+                pending.wait()
+            except FederationError as error:
+                failures[name] = error
+                until = min(until, now + GRACE_S)
+        if len(answered) < len(asked):
+            time.sleep(_LOOK_S)
     return failures
 
 
 def _combined_error(failures: Mapping[str, FederationError], silos: int) -> FederationError:
-    silent = sorted(name for name, error in failures.items() if error.code == "E-RUN-37")
+    silent = sorted(name for name, error in failures.items() if error.code == _NO_ANSWER)
     unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
     refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]
     remedy = "no round was begun and nothing charged; have it put right, then resume the run"

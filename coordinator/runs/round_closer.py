@@ -243,7 +243,7 @@ class RoundCloser:
 
     def _where(self, name: str) -> str:
         offline = self._dispatcher.offline_for(name)
-        return "connected" if offline is None else f"offline {span(offline)}"
+        return "connected" if offline is None else f"offline {span(offline)}{self._dispatcher.last_word(name)}"
 
     def _loss(self, lost: Awaited) -> str:
         return (

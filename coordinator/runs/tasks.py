@@ -102,9 +102,13 @@ def no_answer() -> FederationError:
 
 @dataclass(slots=True)
 class PendingTask:
-    """A task or preflight that waits for its outcome: a delivery, an answer, an error or an interruption, once."""
+    """A task or preflight that waits for its outcome: a delivery, an answer, an error or an interruption, once.
+
+    offered: its silo is asked for it, now and in each new session.
+    """
 
     task: Task | Preflight
+    offered: bool = False
     accepted: bool = False
     noted: bool = False
     _outcome: str | FederationError | RunInterrupted | None = None

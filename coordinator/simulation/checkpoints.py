@@ -7,7 +7,6 @@ name when all of it is on the disk. The newest two are kept.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -36,7 +35,7 @@ from privacy.accounting.release_plan import Release
 from privacy.release_log import InMemoryReleaseLog
 from protos.storage.digests import digest, file_digest
 from protos.storage.disk import disk_errors
-from protos.storage.private_files import sync_folder
+from protos.storage.private_files import FolderLock, sync_folder
 from protos.wire.codec import read_state, write_state
 
 log = logging.getLogger(__name__)
@@ -143,16 +142,8 @@ class Checkpoints:
         """Hold the folder; raises StateError (E-STATE-20) while another simulation does."""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / "lock").open("a")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise StateError(
-                    "E-STATE-20",
-                    f"expected {self.folder} to be free, found another simulation at work in it: wait for that one, "
-                    "or name another folder",
-                ) from None
+            lock = FolderLock(self.folder, "lock", "another simulation")
+        with lock:
             yield
 
     def newest(self, identity: Identity) -> Checkpoint | None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordinator import console
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import runner
 from coordinator.simulation.checkpoints import EVERY, Checkpoints
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.results import ResultFolder
 from coordinator.simulation.sweep import folder_name
 from coordinator.simulation.tracking import MakeObserver, tracked
-from protos.version import software
+from protos.version import version
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SimulationJob:
     trackers: Sequence[str] = ()
 
     def run(self, words: Sequence[str], observer: MakeObserver | None = None) -> runner.Result:
-        spec, engine = compose_spec(words, self.config_dir), self.engine
+        spec, engine = compose_simulation(words, self.config_dir), self.engine
         if self.out is not None:
             engine = replace(engine, checkpoints=Checkpoints.within(self.out, self.every))
         with tracked(self.trackers, observer, lambda text: console.ERR.print(text, soft_wrap=True)) as observed:
@@ -45,7 +45,7 @@ class SimulationJob:
         One that this version finished in its folder is not run again.
         """
         out, engine = self.out and self.out / folder_name(words, keys), self.engine
-        if out and (known := ResultFolder(out).finished(compose_spec(words, self.config_dir), software())):
+        if out and (known := ResultFolder(out).finished(compose_simulation(words, self.config_dir), version())):
             return known
         if engine.spill:
             engine = replace(engine, spill=engine.spill / "_".join(words).replace("/", "-"))

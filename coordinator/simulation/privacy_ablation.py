@@ -34,7 +34,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
 from protos.console import error_text, span
-from protos.version import software
+from protos.version import software, version
 
 Row = Mapping[str, object]
 
@@ -61,7 +61,7 @@ class Plan:
         return (*self.base, *(self.plain if math.isinf(epsilon) else self.private), *rate)
 
     def key(self, run: Run) -> str:
-        return run.key(self.schedule(run.epsilon), software())
+        return run.key(self.schedule(run.epsilon), version())
 
 
 def composed(words: Sequence[str]) -> Plan:

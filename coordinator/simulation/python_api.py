@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from coordinator.config.hydra_config import GROUPS, compose_spec
+from coordinator.config.hydra_config import GROUPS, compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import results, runner
 from coordinator.simulation.engine import SimulationEngine
@@ -167,7 +167,7 @@ def simulate(
             *(word for key, value in keys.items() for word in _words(key.replace("__", "."), value)),
         ]
         words += _federation_words(stack, federation, words, root, folder)
-        spec = compose_spec(words, folder)
+        spec = compose_simulation(words, folder)
         observer = None if progress is None else _observer(progress)
         where = [tracker] if isinstance(tracker, str) else tracker
         observed = stack.enter_context(tracked(where, observer, lambda text: warnings.warn(text, stacklevel=2)))
@@ -326,7 +326,7 @@ def _labels(words: Sequence[str], root: Path | None, config_dir: Path | None) ->
     """Return the labels of the whole data, train and test, in the order in which partitions see them."""
     probe = _Probe()
     with extensions.given("partition", probe, "memory:probe"):
-        spec = compose_spec([*words, "federation=memory:probe"], config_dir)
+        spec = compose_simulation([*words, "federation=memory:probe"], config_dir)
         runner.read_silos(spec, root, datasets.load_all)
     assert probe.seen is not None
     return probe.seen

@@ -32,7 +32,7 @@ from fl_core.types.clinical import SUGGESTED_CLASSES, ClinicalMetrics
 from fl_core.types.columns import Column, difference
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
-from fl_core.types.records import RoundRecord, fairness
+from fl_core.types.records import RoundRecord, fairness, judgements
 from fl_core.types.values import RoundContext, State
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
@@ -100,6 +100,11 @@ class Result:
         return self.compiled or RunSetup(self.manifest)
 
     @property
+    def aggregator(self) -> str:
+        """Name how updates became one: what the manifest names, where masks and noise leave a choice."""
+        return self.run.aggregator.name
+
+    @property
     def sums(self) -> list[Sums]:
         """Return correct answers and examples per class after 0, 1, ..., T rounds, with their noise."""
         if self.measured:  # counted apart from the run, without noise
@@ -115,6 +120,8 @@ class Result:
             "rounds": self.manifest.rounds,
             "seed": self.manifest.seed,
             "silos": [m.name for m in self.manifest.members],
+            "aggregator": self.aggregator,
+            **judgements(self.records),
             "test_set": "official" if self.official else "silos",
             **estimates[-1].facts("global_accuracy"),
             **self.best.facts("best_global_accuracy", "best_"),

@@ -18,7 +18,7 @@ from blake3 import blake3
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from coordinator.config.hydra_config import GROUPS, compose_spec, unreadable_word
+from coordinator.config.hydra_config import GROUPS, compose_simulation, unreadable_word
 from coordinator.simulation.results import HISTORY, typed, write_table
 from fl_core.errors import ConfigError
 
@@ -31,10 +31,10 @@ Job = Callable[[Sequence[str]], Mapping[str, object]]
 def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
     """List all combinations of the values that words sweep over, the last word's changing fastest.
 
-    config_dir: as `compose_spec` takes it.
+    config_dir: as `compose_simulation` takes it.
 
     "seed=0,1 method=fedavg,fedmr" gives four; a comma in brackets or quotes separates nothing.
-    Raises ConfigError (E-CFG-01) on a word that is no override, and what `compose_spec` raises, before anything runs.
+    Raises ConfigError (E-CFG-01) on a word that is no override, and what `compose_simulation` raises, before any run.
     """
     choices: list[list[str]] = []
     try:
@@ -50,7 +50,7 @@ def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[l
         raise ConfigError("E-CFG-01", unreadable_word(error)) from error
     found = [list(words) for words in itertools.product(*choices)]
     for words in found:
-        compose_spec(words, config_dir)
+        compose_simulation(words, config_dir)
     return found
 
 
@@ -111,7 +111,7 @@ def is_sweep(words: Sequence[str]) -> bool:
     try:
         return any(w.is_sweep_override() for w in OverridesParser.create().parse_overrides(list(words)))
     except HydraException:
-        return False  # `compose_spec` says what is wrong
+        return False  # `compose_simulation` says what is wrong
 
 
 def sweep(

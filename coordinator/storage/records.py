@@ -221,6 +221,8 @@ class RoundRow:
     cut: Mapping[str, str] = field(default_factory=dict)
     medians: Mapping[str, float] = field(default_factory=dict)
     clinical: ClinicalMetrics | None = None
+    cut_rows: int = 0
+    unbounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

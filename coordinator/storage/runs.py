@@ -27,7 +27,7 @@ from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
-from fl_core.types.records import RoundRecord
+from fl_core.types.records import NO_BOUND, RoundRecord
 from protos.console import counted
 from protos.storage.sqlite import Database
 
@@ -223,9 +223,12 @@ class RunStore:
             _change_round(db, run_id, record.round, is_open=0, missing=dict(record.missing), closed=now, **result)
             if record.personal:
                 db.execute(insert(scores).values(run_id=run_id, round=record.round, personal=dict(record.personal)))
-            if record.cut or record.medians:
+            if record.cut or record.medians or record.unbounded:
                 judged = {"cut": dict(record.cut), "medians": dict(record.medians)}
+                judged |= {"cut_rows": record.cut_rows, "unbounded": int(record.unbounded)}
                 db.execute(insert(judgements).values(run_id=run_id, round=record.round, **judged))
+            if record.unbounded:
+                self._event(db, run_id, "warning", record.round, text=f"round {record.round + 1}: {NO_BOUND}")
             if record.clinical is not None:
                 measured = asdict(record.clinical)
                 db.execute(insert(clinical).values(run_id=run_id, round=record.round, metrics=measured))
@@ -272,6 +275,12 @@ class RunStore:
         with self._db.read() as db:
             newer = select(events).where(events.c.run_id == run_id, events.c.number > after).order_by(events.c.number)
             return [EventRow(**row._mapping) for row in db.execute(newer)]
+
+    def software(self, run_id: str) -> dict[str, str]:
+        """Return with which software each silo, and under "" the coordinator, last took part in a run."""
+        noted = select(events.c.silo, events.c.text).where(events.c.run_id == run_id, events.c.kind == "software")
+        with self._db.read() as db:
+            return {row.silo: row.text for row in db.execute(noted.order_by(events.c.number))}
 
     def ended_events(self, after: int, most: int = 50) -> list[EndedEvent]:
         """Return the ends of runs, oldest first. after: the row of the last one that is known."""
@@ -327,9 +336,8 @@ def _rounds(run_id: str) -> Select[tuple[object, ...]]:
     measured = (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round)
     judged = (judgements.c.run_id == rounds.c.run_id) & (judgements.c.round == rounds.c.round)
     tested = (clinical.c.run_id == rounds.c.run_id) & (clinical.c.round == rounds.c.round)
-    wide = select(
-        rounds, scores.c.personal, judgements.c.cut, judgements.c.medians, clinical.c.metrics.label("clinical")
-    )
+    of_judged = (judgements.c[name] for name in ("cut", "medians", "cut_rows", "unbounded"))
+    wide = select(rounds, scores.c.personal, *of_judged, clinical.c.metrics.label("clinical"))
     joined = wide.outerjoin(scores, measured).outerjoin(judgements, judged).outerjoin(clinical, tested)
     return joined.where(rounds.c.run_id == run_id)
 
@@ -368,5 +376,6 @@ def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
     raw = dict(row._mapping)
     raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
     raw |= {name: raw[name] or {} for name in ("personal", "cut", "medians")}
+    raw |= {"cut_rows": raw["cut_rows"] or 0, "unbounded": bool(raw["unbounded"])}
     raw["clinical"] = raw["clinical"] and ClinicalMetrics.of(raw["clinical"])
     return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})

@@ -166,6 +166,8 @@ judgements = sa.Table(  # of rounds whose aggregator looks at norms
     sa.Column("round", sa.Integer, primary_key=True),
     sa.Column("cut", sa.JSON, nullable=False),
     sa.Column("medians", sa.JSON, nullable=False),
+    sa.Column("cut_rows", sa.Integer, nullable=False, server_default=sa.text("0")),
+    sa.Column("unbounded", sa.Integer, nullable=False, server_default=sa.text("0")),
 )
 
 clinical = sa.Table(  # of rounds whose evaluation was more than accuracies
@@ -313,7 +315,20 @@ def _clinical(db: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS = (_scores_and_attestations, _incarnation, _leads_and_alarms, _steering, _judgements_and_sizes, _clinical)
+def _cut_rows_and_rounds_without_a_bound(db: sqlite3.Connection) -> None:
+    for column in ("cut_rows", "unbounded"):
+        db.execute(f"ALTER TABLE judgements ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+
+
+MIGRATIONS = (
+    _scores_and_attestations,
+    _incarnation,
+    _leads_and_alarms,
+    _steering,
+    _judgements_and_sizes,
+    _clinical,
+    _cut_rows_and_rounds_without_a_bound,
+)
 _ADDED = {"scores", "attestations", "policies", "incarnation", "leads", "alarms", "steering"}
 _ADDED |= {"judgements", "declared_sizes", "clinical"}
 IN_EVERY_VERSION = frozenset(metadata.tables) - _ADDED

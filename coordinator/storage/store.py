@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from coordinator.storage.attestations import AttestationStore
 from coordinator.storage.contributions import ContributionStore
@@ -14,9 +12,8 @@ from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
 from coordinator.storage.schema import IN_EVERY_VERSION, MIGRATIONS, metadata
 from coordinator.storage.steering import SteeringStore
-from fl_core.errors import StateError
 from protos.storage.object_store import count_objects
-from protos.storage.private_files import own_home
+from protos.storage.private_files import FolderLock, own_home
 from protos.storage.sqlite import Database
 
 FILE = "coordinator.sqlite"
@@ -24,24 +21,13 @@ OBJECTS = "blobs/objects"
 WEIGHTS = "blobs/weights"
 """Unfinished uploads of leads."""
 LOCK_FILE = "service.lock"
-"""Held by the one service of a home."""
+"""Names the one service of a home."""
 
 
-def lock_home(home: Path) -> IO[str]:
-    """Take the lock of a home; the system gives it back when the file is closed or the process ends.
-
-    Raises StateError (E-STATE-20) when a service runs there.
-    """
+def lock_home(home: Path) -> FolderLock:
+    """Take a home for the one service or command that may change it; raises as `FolderLock`."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = (home / LOCK_FILE).open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise StateError(
-            "E-STATE-20", f"expected {home} to be free, found another coordinator running on it: stop that one"
-        ) from None
-    return file
+    return FolderLock(home, LOCK_FILE, "another coordinator")
 
 
 class Store:

@@ -26,9 +26,10 @@ class Mean:
 class NormClipped:
     """The weighed mean of updates whose norm is bounded by what earlier rounds had.
 
-    With M_t the lower median of the accepted norms of round t and R_t = min(M_{t-1}, ceiling M_0), in the first round
-    M_0: an update above refuse_above max(R_t, M_0) is refused, one above clip_at R_t cut to that. Without the ceiling
-    norms would follow the damage.
+    With M_t the lower median of the accepted norms of round t and M_0 the first one, R_t is the largest of them so far
+    and at most ceiling M_0; in the first round M_0. Before any round had three updates R_t is the norm of the initial
+    weights. An update above clip_at R_t is cut to that. One above refuse_above R_t is refused, unless the first round
+    would have had to take it in a run of two silos: up to clip_at norms of the initial weights.
 
     rows: what has a weight per class is cut at this multiple of the median of the row's contributors
     signs: refuse an update that lowers the scores of its own classes.
@@ -36,10 +37,10 @@ class NormClipped:
 
     name: ClassVar[str] = DEFAULT
     warning: ClassVar[str] = ""
-    refuse_above: float = 5.0
-    clip_at: float = 2.0
-    ceiling: float = 2.0
-    rows: float = 3.0
+    refuse_above: float = 100.0
+    clip_at: float = 4.0
+    ceiling: float = 1.0
+    rows: float = 4.0
     signs: bool = True
 
     def __post_init__(self) -> None:

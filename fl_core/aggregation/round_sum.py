@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -24,32 +25,34 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class NormHistory:
-    """Medians of earlier rounds' accepted norms, by block: the first one that is not 0, and the last."""
+    """Medians of earlier rounds' accepted norms, by block: the first one that is not 0, and the largest.
+
+    initial: what the manifest alone says of a block, the norm of the initial weights; 0 or none where it says nothing.
+    """
 
     first: Mapping[str, float] = field(default_factory=dict)
-    last: Mapping[str, float] = field(default_factory=dict)
+    largest: Mapping[str, float] = field(default_factory=dict)
+    initial: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rounds: Iterable[Mapping[str, float]]) -> NormHistory:
+    def of(
+        cls, rounds: Iterable[Mapping[str, float]], initial: Mapping[str, float] = MappingProxyType({})
+    ) -> NormHistory:
         """Read the medians off the records of a run's closed rounds, in order."""
-        found = cls()
+        found = cls(initial=initial)
         for medians in rounds:
             found = found.after(medians)
         return found
 
     def after(self, medians: Mapping[str, float]) -> NormHistory:
         """Return the history after one more round."""
-        first = {block: m for block, m in medians.items() if m > 0}
-        return NormHistory({**first, **self.first}, {**self.last, **medians})
+        found = {block: m for block, m in medians.items() if m > 0}
+        largest = {block: max(m, self.largest.get(block, 0.0)) for block, m in found.items()}
+        return NormHistory({**found, **self.first}, {**self.largest, **largest}, self.initial)
 
     def reference(self, block: str, ceiling: float) -> float | None:
-        """Return min(M_{t-1}, ceiling M_0); None before there is one."""
-        last, first = self.last.get(block, 0.0), self.first.get(block, 0.0)
-        return min(last, ceiling * first) if last > 0 and first > 0 else None
-
-    def refusal_reference(self, block: str, reference: float) -> float:
-        """Return max(R_t, M_0): beside the short updates of a model that has converged, an honest one may be long."""
-        return max(reference, self.first.get(block, 0.0))
+        """Return the largest median so far, at most ceiling M_0; None before there is one."""
+        return min(self.largest[block], ceiling * self.first[block]) if block in self.first else None
 
 
 NO_HISTORY = NormHistory()
@@ -57,11 +60,17 @@ NO_HISTORY = NormHistory()
 
 @dataclass(slots=True)
 class Decided:
-    """What became of a round's updates, by silo and in words; medians: of the accepted norms, by block."""
+    """What became of a round's updates, by silo and in words; medians: of the accepted norms, by block.
+
+    cut_rows: how many rows were cut, over all silos   unbounded: whether something of the updates had nothing of this
+    or an earlier round to be compared with, so that the initial weights alone bound it, and rows nothing.
+    """
 
     refused: dict[str, str] = field(default_factory=dict)
     cut: dict[str, str] = field(default_factory=dict)
     medians: dict[str, float] = field(default_factory=dict)
+    cut_rows: int = 0
+    unbounded: bool = False
 
 
 class RoundSum:
@@ -144,14 +153,18 @@ class NormClippedSum(RoundSum):
         decided, references = Decided(), self._references()
         moved = self._moved(references)
         for name, held in sorted(self._waiting.items()):
-            over = {block: self._excess(block, norm, references) for block, norm in self._differences(name).items()}
-            block, worst = max(over.items(), key=lambda item: (item[1] if item[0] not in moved else 0.0, item[0]))
-            if worst > self._options.refuse_above and block not in moved:
-                decided.refused[name] = self._refusal(name, worst)
+            over = [
+                _ratio(norm, references.get(block))
+                for block, norm in self._differences(name).items()
+                if block not in moved and self._is_absurd(block, norm, references)
+            ]
+            if over:
+                decided.refused[name] = self._refusal(name, max(over))
                 continue
             self._add_cut(held, name, references, decided)
         self._add_late(decided)
         decided.medians = self._medians(decided.refused)
+        decided.unbounded = self._has_no_comparison()
         return decided
 
     # ---- norms of differences --------------------------------------------------------------------------------------
@@ -167,15 +180,23 @@ class NormClippedSum(RoundSum):
         return {block: norm for block, norm in self._norms[name].items() if not self._is_level(block)}
 
     def _references(self) -> dict[str, float]:
-        """Return R_t by block: of earlier rounds, or this round's median where it has enough updates."""
+        """Return R_t by block: of earlier rounds, else this round's median of at least three, else the manifest's."""
         found: dict[str, float] = {}
         for block, norms in self._by_block().items():
-            known = self._history.reference(block, self._options.ceiling)
+            known, initial = self._history.reference(block, self._options.ceiling), self._history.initial.get(block)
             if known is not None:
                 found[block] = known
             elif len(norms) >= FEWEST:
-                found[block] = lower_median(norms)
+                found[block] = lower_median(norms) or initial or 0.0
+            elif initial:
+                found[block] = initial
         return found
+
+    def _has_no_comparison(self) -> bool:
+        """Tell whether a median is missing that something of this round's updates would be held against."""
+        new = [norms for block, norms in self._by_block().items() if block not in self._history.first]
+        late = 0 < len(self._late) < FEWEST and not self.check.noise
+        return late or any(len(norms) < FEWEST for norms in new)
 
     def _moved(self, references: Mapping[str, float]) -> frozenset[str]:
         """Name the blocks of which at least half of the updates are above the limit: the round changed, and no silo.
@@ -184,15 +205,14 @@ class NormClippedSum(RoundSum):
         """
         found = set[str]()
         for block, norms in self._by_block().items():
-            above = [n for n in norms if self._excess(block, n, references) > self._options.refuse_above]
-            if 2 * len(above) >= len(norms):
+            if 2 * sum(self._is_absurd(block, n, references) for n in norms) >= len(norms):
                 found.add(block)
         return frozenset(found)
 
-    def _excess(self, block: str, norm: float, references: Mapping[str, float]) -> float:
-        """Return how many times as long as what a refusal is measured by a norm is."""
-        reference = references.get(block)
-        return _ratio(norm, None if reference is None else self._history.refusal_reference(block, reference))
+    def _is_absurd(self, block: str, norm: float, references: Mapping[str, float]) -> bool:
+        """Tell whether neither the other updates nor the manifest explain a norm."""
+        explained = self._options.clip_at * self._history.initial.get(block, 0.0)
+        return norm > explained and _ratio(norm, references.get(block)) > self._options.refuse_above
 
     def _by_block(self, without: Mapping[str, str] | None = None) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
@@ -207,11 +227,11 @@ class NormClippedSum(RoundSum):
         return {block: lower_median(norms) for block, norms in accepted.items() if len(norms) >= FEWEST}
 
     def _refusal(self, name: str, ratio: float) -> str:
-        times = f"{ratio:.3g}x" if math.isfinite(ratio) else "without bound above"
+        times = f"{ratio:.3g} times" if math.isfinite(ratio) else "without bound above"
         error = RefusedError(
             "E-RUN-44",
-            f"{name}: update is {times} the usual length, the larger of the last and the first round's median (limit "
-            f"{self._options.refuse_above:g}x): refused",
+            f"{name}: update is {times} the usual length (limit {self._options.refuse_above:g}): refused; look for "
+            "another scale of the images, or training that diverged",
         )
         return str(error)
 
@@ -225,7 +245,7 @@ class NormClippedSum(RoundSum):
                     (part, key): bound / norm for key in held.update[part].total if key.endswith(BUFFERS) is own
                 }
         if factors:
-            decided.cut[name] = f"update cut to {self._options.clip_at:g}x the median"
+            decided.cut[name] = f"update cut to {self._options.clip_at:g} times the usual length"
         self.sums.add(held.update, held.silo, factors)
 
     # ---- rows and levels -------------------------------------------------------------------------------------------
@@ -241,10 +261,12 @@ class NormClippedSum(RoundSum):
             for name, factor in found.items():
                 keys = self._values(part, left[name].update[part])
                 factors[name] |= {(part, key): factor for key in keys}
-                what = f"{int((factor < 1).sum())} rows of {part}" if isinstance(factor, Tensor) else part
+                shortened = int((factor < 1).sum()) if isinstance(factor, Tensor) else 0
+                decided.cut_rows += shortened
+                what = f"{shortened} rows of {part}" if shortened else part
                 times = self._options.rows if isinstance(factor, Tensor) else self._options.clip_at
                 before = f"{decided.cut[name]}, " if name in decided.cut else ""
-                decided.cut[name] = f"{before}{what} cut to {times:g}x the median"
+                decided.cut[name] = f"{before}{what} cut to {times:g} times the median"
         for name, late in left.items():
             self.sums.add(late.update, late.silo, factors[name])
 

@@ -40,6 +40,7 @@ _SIGMAS = 12.0
 _ROUNDING = 1e-4
 _FEWEST_TESTED = 20
 _FEWEST_LACKED = 0.2
+_KNOWN = 0.5
 _BLOCK = 1 << 15
 
 
@@ -84,8 +85,9 @@ class Measured:
 
     norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
     rows: per part with one weight per row (C,), NaN where the row has weight 0   bias: how far the head's bias moved
-    (C,), empty where that says nothing of classes   tested: test examples per class (C,)   decay: the largest share of
-    the received bias that weight decay took away.
+    (C,), empty where that says nothing of classes: also where the received model gets half of the silo's test images
+    right, since what is left to learn may then be a class without a test image   tested: test examples per class (C,)
+    decay: the largest share of the received bias that weight decay took away.
     """
 
     norms: Mapping[str, float]
@@ -178,6 +180,9 @@ class UpdateCheck:
             return Measured(norms, rows)
         change = bias.detach().cpu().double() * self._scale("delta", bias) / counted
         tested = self._numbers(f"{METRICS}.weight", update[METRICS].weight)
+        correct = self._numbers(METRICS, update[METRICS].total["correct"])
+        if float(correct.sum()) >= _KNOWN * float(tested.sum()):
+            return Measured(norms, rows)
         return Measured(norms, rows, tuple(change.tolist()), tuple(tested.tolist()), self._decay(counted, silo))
 
     def _decay(self, weight: float, silo: str) -> float:
@@ -303,6 +308,15 @@ def _sign(bias: Tensor, counts: Tensor) -> float:
     share, change = counts.double() / counts.double().sum(), bias.double()
     covariance = ((change - change.mean()) * (share - share.mean())).mean()
     return float(torch.maximum(covariance, change[held].mean() - change[~held].mean()))
+
+
+def norms(part: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norms of tensors in float64, by block as `Measured.norms`."""
+    squares = {
+        key: torch.tensor(math.fsum(_block_squares(v.reshape(-1), 1.0)), dtype=torch.float64)
+        for key, v in tensors.items()
+    }
+    return {block: math.sqrt(v) for block, v in _by_block(part, squares).items()}
 
 
 def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:

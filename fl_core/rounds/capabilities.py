@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch import nn
+
 from fl_core.errors import ConfigError
-from fl_core.types.enums import Capability
+from fl_core.training.local_data import NO_MICRO_BATCH, has_batch_norm
+from fl_core.types.enums import Capability, Coupling
 from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
 
@@ -24,3 +27,15 @@ def check_supported(method: Method, asked: Collection[Capability]) -> None:
     for capability in sorted(asked, key=lambda c: c.value):
         if remedy := method.unsupported.get(capability):
             raise ConfigError("E-CFG-08", f"method {method.name} does not go with {capability.value}: {remedy}")
+
+
+def check_micro_batch(method: Method, model: nn.Module, train: TrainConfig) -> None:
+    """Raise ConfigError (E-CFG-08) where a batch cannot be divided into micro-batches."""
+    if not train.micro_batch:
+        return
+    if method.coupling is Coupling.BATCH:
+        raise ConfigError("E-CFG-08", f"method {method.name} has a loss that mixes examples: {NO_MICRO_BATCH}")
+    if has_batch_norm(model):
+        raise ConfigError(
+            "E-CFG-08", f"the model has batch norm, which mixes examples: {NO_MICRO_BATCH}, or set model.norm=group"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -71,7 +71,7 @@ class RoundLoop:
     incoming: the guards to undo on the sum, in the order of their application   check: of single updates, with the
     run's layout and grid   aggregator: how updates become one.
     parallel: how many silos work at once (1 in one process, all of them over the network)   exchange: how a cohort is
-    asked, where that is not port by port.
+    asked, where that is not port by port   initial: norms of the initial weights, as `NormHistory`.
     """
 
     method: Method
@@ -82,6 +82,7 @@ class RoundLoop:
     parallel: int = 1
     aggregator: Options = NormClipped()  # noqa: RUF009
     exchange: Exchange | None = None
+    initial: Mapping[str, float] = field(default_factory=dict)
 
     def run(
         self, server: State, observer: Observer, start: int = 0, closed: Sequence[Mapping[str, float]] = ()
@@ -93,7 +94,7 @@ class RoundLoop:
         Raises UnavailableError (E-RUN-03) when fewer silos than the quorum deliver; the state of the last closed
         round is with the observer, and `start` continues from there.
         """
-        history = NormHistory.of(closed)
+        history = NormHistory.of(closed, self.initial)
         for t in range(start, self.schedule.rounds):
             server, medians = self.round(server, t, TaskKind.TRAIN, observer, history)
             history = history.after(medians)
@@ -149,6 +150,8 @@ class RoundLoop:
             decided.cut,
             decided.medians,
             clinical_metrics(total[CLINICAL_PART]) if CLINICAL_PART in total else None,
+            decided.cut_rows,
+            decided.unbounded,
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}

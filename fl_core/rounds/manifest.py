@@ -215,7 +215,7 @@ class RunManifest:
         validate.between("E-CFG-02", "", 0, MOST_ROUNDS, rounds=self.rounds)
         validate.between("E-CFG-02", "", 0, MOST_THREADS, threads=self.threads)
         validate.between("E-CFG-02", "train", 1, MOST_STEPS, batch_size=train.batch_size, epochs=train.epochs)
-        validate.between("E-CFG-02", "train", 0, MOST_STEPS, max_steps=train.max_steps)
+        validate.between("E-CFG-02", "train", 0, MOST_STEPS, max_steps=train.max_steps, micro_batch=train.micro_batch)
         validate.one_of("E-CFG-02", "", metrics=(self.metrics, METRICS_KINDS))
         if self.metrics == CLINICAL and len(self.schema.classes) > MOST_CLASSES:
             raise ConfigError(

@@ -1,16 +1,39 @@
-"""The memory that a run takes at least, counted from its description before anything of it is built or fetched."""
+"""The memory that a run takes.
+
+At least: counted from its description before anything of it is built or fetched. About: measured in a step of a few
+made-up examples once its model is built.
+"""
 
 from __future__ import annotations
 
-import torch
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fl_core.errors import RefusedError
 from fl_core.methods import build_written
 from fl_core.models import describe
 from fl_core.rounds.manifest import NamedOptions
+from fl_core.rounds.silo_round import SiloRuntime, measure_global
 from fl_core.training import memory
+from fl_core.training.local_data import LocalDataWrapper
+from fl_core.types.interfaces import LocalData
 from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.values import AS_SCHEDULED, Examples, LossFn, RoundContext, SgdOptions, State
 
 _FLOAT = 4
+FEW = (2, 4)
+"""Examples in the two steps that are measured: memory is a line in their number."""
+OVERHEAD: Mapping[str, float] = {"cpu": 2.0, "cuda": 1.0}
+"""By what the tensors of a step are multiplied. On a CPU convolutions copy what they read and write, and freed memory
+is not given back at once: processes grew by 1.5 to 1.9 times their tensors. A GPU whose memory ends fails a task and
+ends no service, so there no more is asked for than tensors take."""
 
 
 def require_memory(
@@ -38,3 +61,154 @@ def require_memory(
         memory.require(
             need, place, what, "choose a smaller model or smaller options of it, or free memory there", disclose
         )
+
+
+class MadeUpExamples(Examples):
+    """So many examples of a schema, all zeros, of its first two classes."""
+
+    def __init__(self, schema: Schema, number: int) -> None:
+        self.labels = torch.arange(number) % 2
+        self._shape = schema.shape
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        del augment
+        return torch.zeros(len(index), *self._shape), self.labels[index]
+
+    def stored(self, index: Tensor) -> Tensor:
+        return self.batch(index)[0]
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
+        del augment
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What a silo's round takes on a device beside what was there before it.
+
+    few, more: bytes of tensors after each operation, with `FEW` examples   trained: operations of training, whose
+    examples are those of a step; in all others they are those that are read at once for a sum.
+    """
+
+    device: torch.device
+    few: tuple[int, ...]
+    more: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+    def need(self, training: int, evaluating: int) -> int:
+        """Return the bytes that a round needs. training, evaluating: examples in memory at once."""
+        fewer, many = FEW
+        if len(self.few) != len(self.more):  # other operations with other examples: as if all grew with them
+            widest = max(self.more) * max(1.0, max(training, evaluating) / many)
+        else:
+            sizes = (training if trained else evaluating for trained in self.trained)
+            lines = zip(self.few, self.more, sizes, strict=True)
+            widest = max(a + (b - a) * (size - fewer) / (many - fewer) for a, b, size in lines)
+        return int(OVERHEAD.get(self.device.type, 1.0) * widest)
+
+    def fitting(self, free: int, training: int, evaluating: int) -> int:
+        """Return the largest power of two of examples per step, below `training`, for which memory suffices; else 0."""
+        size = 1 << max(0, training - 1).bit_length()
+        while size and (size >= training or self.need(size, evaluating) > free):
+            size //= 2
+        return size
+
+
+def measure_step(
+    runtime: SiloRuntime, msg: State, open_data: Callable[[int], LocalData], context: RoundContext, device: torch.device
+) -> StepMemory:
+    """Do a silo's round on a few made-up examples, one step for each of its trainings, and see what it takes.
+
+    msg: as the first round sends it   open_data: opens so many examples, for one step   context: of the first round.
+    Raises RefusedError (E-RUN-38) before more than half of the free memory is taken, and whatever the method does.
+    Guarantees: reads no record; leaves torch's global generator as it was.
+    """
+    free = memory.free_memory(device)
+    taken = [_LiveTensors(device, None if free is None else free // 2) for _ in FEW]
+    for live, number in zip(taken, FEW, strict=True):
+        with live:
+            _two_rounds(runtime, msg, partial(_opened, open_data, number, live), context)
+    few, more = taken
+    return StepMemory(device, tuple(few.after), tuple(more.after), tuple(few.in_training))
+
+
+def _two_rounds(runtime: SiloRuntime, msg: State, open_data: Callable[[], LocalData], context: RoundContext) -> None:
+    """Do a first round, and one that has what the first left to this silo: an earlier model, a control variate."""
+    method, state = runtime.method, None
+    received = {group: {name: v.clone() for name, v in values.items()} for group, values in msg.items()}
+    for _ in range(2):
+        data = open_data()
+        state = method.init_silo(runtime.reset_model(), context) if state is None else state
+        measure_global(method, runtime.reset_model(), received, data, context.n_classes, runtime.layout)
+        bundle, state = method.local(runtime.reset_model(), received, state, data, context)
+        del bundle
+
+
+def _opened(open_data: Callable[[int], LocalData], number: int, live: _LiveTensors) -> LocalData:
+    return _Watched(open_data(number), live)
+
+
+class _Watched(LocalDataWrapper):
+    """Says when a method trains."""
+
+    def __init__(self, data: LocalData, live: _LiveTensors) -> None:
+        super().__init__(data)
+        self._live = live
+
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
+        self._live.training = True
+        try:
+            return super().sgd(model, loss, options)
+        finally:
+            self._live.training = False
+
+
+class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up, after each operation, what the tensors hold that were made since; raises above a limit."""
+
+    def __init__(self, device: torch.device, most: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._most = device, most
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._bytes = 0
+        self.training = False
+        self.after: list[int] = []
+        self.in_training: list[bool] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes as long as the step
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        del types
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            if isinstance(value, Tensor) and value.device.type == self._device.type:
+                self._note(value.untyped_storage())
+        self.after.append(self._bytes)
+        self.in_training.append(self.training)
+        if self._most is not None and self._bytes > self._most:
+            raise RefusedError(
+                "E-RUN-38",
+                f"expected free memory on {self._device} for a step of {FEW[-1]} examples, found less: choose a "
+                "smaller model or smaller images",
+            )
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._held:
+            return
+
+        def freed(_: object) -> None:
+            self._bytes -= size
+            self._held.pop(key, None)
+
+        self._held[key] = weakref.ref(storage, freed)
+        self._bytes += size

@@ -16,11 +16,11 @@ from fl_core.aggregation import coordinatewise
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Options
-from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.methods import build_written
 from fl_core.models import build_model, pretrained
-from fl_core.rounds import extensions, sampling
+from fl_core.rounds import capabilities, extensions, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime
@@ -92,6 +92,9 @@ class RunSetup:
     @cached_property
     def model(self) -> nn.Module:
         """The run's model with its initial weights, to read only: training takes a `new_model`."""
+        return self._drawn_model()
+
+    def _drawn_model(self) -> nn.Module:
         manifest = self.manifest
         return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
 
@@ -117,7 +120,9 @@ class RunSetup:
         return plain | {torch.int32, torch.int64} if on_grid else plain
 
     def silo_runtime(self) -> SiloRuntime:
+        """Make what a silo works with; raises ConfigError (E-CFG-08) as `capabilities.check_micro_batch`."""
         self._require_weights()
+        capabilities.check_micro_batch(self.method, self.model, self.manifest.train)
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }
@@ -170,7 +175,31 @@ class RunSetup:
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
         )
-        return RoundLoop(self.method, schedule, check, self.guards.incoming, ports, parallel, self.aggregator, exchange)
+        return RoundLoop(
+            self.method,
+            schedule,
+            check,
+            self.guards.incoming,
+            ports,
+            parallel,
+            self.aggregator,
+            exchange,
+            self.initial_norms(),
+        )
+
+    def initial_norms(self) -> dict[str, float]:
+        """Return the norms of the weights that the seed draws, by block of an update that is made of such tensors.
+
+        A part that is not "delta" holds gradients: it may be longer by the learning rate's inverse.
+        """
+        model = self.model if self.weights is None else self._drawn_model()  # the same where weights are at hand or not
+        tensors, found = tensor_maps.named_tensors(model), dict[str, float]()
+        for part, spec in self.manifest.layout.items():
+            if not spec.weight_shape:
+                named = {key: tensors[key].detach() for key in spec.shapes if key in tensors}
+                scale = 1.0 if part == "delta" else max(1.0, 1.0 / self.manifest.train.lr)
+                found |= {block: scale * norm for block, norm in norms(part, named).items()}
+        return found
 
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""

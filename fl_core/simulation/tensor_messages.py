@@ -5,6 +5,8 @@ Tensors arrive as views of one buffer. The other side is this program, started b
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
@@ -30,7 +32,9 @@ def receive(connection: Connection) -> tuple[object, Named]:
     head, specs = connection.recv()
     if not specs:
         return head, []
-    buffer, found, start = torch.frombuffer(bytearray(connection.recv_bytes()), dtype=torch.uint8), Named(), 0
+    raw = bytearray(connection.recv_bytes())
+    buffer = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    found, start = Named(), 0
     for path, dtype, shape in specs:
         size = dtype.itemsize * torch.Size(shape).numel()
         found.append((path, buffer[start : start + size].view(dtype).view(shape)))
@@ -84,3 +88,32 @@ def _bytes(value: Tensor) -> Tensor:
 def copied(tensors: Sequence[tuple[Path, Tensor]]) -> Named:
     """Copy tensors out of the buffer that they share with others."""
     return [(path, value.clone()) for path, value in tensors]
+
+
+def taken_apart(value: object) -> tuple[bytes, list[Tensor]]:
+    """Pickle a value without its tensors, and list those, each once: they may lie in a file that holds nothing else."""
+    stream, tensors = io.BytesIO(), list[Tensor]()
+    places: dict[int, int] = {}
+
+    class Outside(pickle.Pickler):
+        def persistent_id(self, found: object) -> int | None:
+            if not isinstance(found, Tensor):
+                return None
+            if id(found) not in places:
+                places[id(found)] = len(tensors)
+                tensors.append(found)
+            return places[id(found)]
+
+    Outside(stream).dump(value)
+    return stream.getvalue(), tensors
+
+
+def put_together(pickled: bytes, tensors: Sequence[Tensor]) -> object:
+    """Return the value that `taken_apart` took apart. It runs code of whoever pickled it."""
+
+    class Inside(pickle.Unpickler):
+        def persistent_load(self, place: int) -> Tensor:
+            return tensors[place]
+
+    found: object = Inside(io.BytesIO(pickled)).load()
+    return found

@@ -11,6 +11,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeAlias, cast
 
 import torch
 
@@ -19,18 +20,25 @@ from fl_core.rounds import extensions
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation import tensor_messages
-from fl_core.simulation.in_process import InProcessSilo
+from fl_core.simulation.in_process import InProcessSilo, SiloShare
 from fl_core.simulation.silo_states import PassedState
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import RoundContext
+from fl_core.types.values import Examples, RoundContext, Tensors
+
+Given: TypeAlias = tuple[list[SiloShare], Examples | None, Tensors | None]
+"""Shares, the official test set and weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker begins with. examples: a file of them, the official test set and weights   threads: of a round."""
+    """What a worker begins with.
+
+    examples: shares, the official test set and weights, taken apart   tensors: the file of theirs   threads: of a round
+    """
 
     manifest_json: str
-    examples: Path
+    examples: bytes
+    tensors: Path
     threads: int
 
 
@@ -94,7 +102,8 @@ class _Worker:
         torch.set_num_threads(setup.threads)
         manifest = RunManifest.from_json(setup.manifest_json)
         extensions.load_again(manifest.extensions)
-        shares, public, weights = torch.load(setup.examples, mmap=True, weights_only=False)
+        tensors = torch.load(setup.tensors, mmap=True, weights_only=True)
+        shares, public, weights = cast("Given", tensor_messages.put_together(setup.examples, tensors))
         run = RunSetup.of(manifest)
         runtime, self._state = (run if weights is None else run.with_weights(weights)).silo_runtime(), PassedState()
         self._ports = [

@@ -1,9 +1,9 @@
 """Silos of a round in several processes of this machine, bit for bit as in one.
 
 A worker takes silos one by one; one that has no silo of its own left takes another's. Silos' states stay with the
-caller. Examples lie in a file that all workers map, so they are in memory once. The message of a round goes to each
-worker once, through a pipe: what 45 MB take there (some 40 ms, by estimate) is nothing beside an epoch of a model of
-that size.
+caller. The tensors of examples lie in a file that all workers map, so they are in memory once; it holds nothing that
+runs code. The message of a round goes to each worker once, through a pipe: what 45 MB take there (some 40 ms, by
+estimate) is nothing beside an epoch of a model of that size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fl_core.simulation.in_process import (
     thread_count,
 )
 from fl_core.simulation.silo_states import StateStore
-from fl_core.simulation.worker import Broadcast, Done, Failed, Ready, Setup, Task
+from fl_core.simulation.worker import Broadcast, Done, Failed, Given, Ready, Setup, Task
 from fl_core.training import memory
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
@@ -92,9 +92,12 @@ class WorkerPool:
         """Start the processes; raises ConfigError (E-CFG-08) where examples or method are known to this one alone."""
         try:
             with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
-                setup = Setup(self._run.manifest.to_json(), self._write_examples(Path(folder)), self._threads)
+                setup = self._setup(Path(folder) / "tensors")
                 for _ in range(self._number):
-                    self._workers.append(_start(setup))
+                    self._workers.append(_start())
+                for worker in self._workers:  # all have started: a pipe may hold less than this
+                    with self._watched(worker, None):
+                        worker.connection.send(setup)
                 for worker in self._workers:
                     found = self._received(worker)[0]
                     if isinstance(found, Failed):
@@ -208,11 +211,13 @@ class WorkerPool:
                 worker.process.wait(10)
             raise _ended(worker.process.returncode, port) from error
 
-    def _write_examples(self, folder: Path) -> Path:
+    def _setup(self, file: Path) -> Setup:
+        """Write the tensors of the examples into a file that all workers map, and return what each begins with."""
         public = public_test(self._shares) if self._run.manifest.personal else None
-        file = folder / "examples"
+        given: Given = (list(self._shares), public, self._run.weights)
         try:
-            torch.save((list(self._shares), public, self._run.weights), file)
+            examples, tensors = tensor_messages.taken_apart(given)
+            torch.save(tensors, file)
         except OSError:
             raise
         except Exception as error:  # whatever a class of the caller's raises when it is written
@@ -221,7 +226,7 @@ class WorkerPool:
                 f"expected examples that can be sent to other processes, found some that cannot ({error}): make their "
                 "class importable, or use --workers 1",
             ) from error
-        return file
+        return Setup(self._run.manifest.to_json(), examples, file, self._threads)
 
 
 def cores() -> int:
@@ -231,7 +236,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(setup: Setup) -> _Worker:
+def _start() -> _Worker:
     """Start a worker on its end of a pipe; it finds modules where this process does."""
     ours, theirs = Pipe()
     with theirs:
@@ -245,9 +250,7 @@ def _start(setup: Setup) -> _Worker:
             env=environment,
             start_new_session=True,  # Linux shares a processor between sessions first, then between their processes
         )
-    worker = _Worker(process, ours)
-    ours.send(setup)
-    return worker
+    return _Worker(process, ours)
 
 
 def _error(found: Failed, name: str) -> Exception:

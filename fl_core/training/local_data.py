@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.errors import DataError
+from fl_core.errors import ConfigError, DataError
 from fl_core.training import optimizers
 from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
@@ -24,6 +25,7 @@ from fl_core.types.values import (
     Examples,
     ExampleSums,
     LossFn,
+    PenaltyFn,
     Progress,
     Query,
     RoundContext,
@@ -32,6 +34,10 @@ from fl_core.types.values import (
 )
 
 EVAL_BATCH = 512
+EVAL_NUMBERS = EVAL_BATCH * 3 * 64 * 64
+"""Numbers of the examples that are read at once for a sum: of images beyond 64 pixels fewer than `EVAL_BATCH`."""
+
+NO_MICRO_BATCH = "expected train.micro_batch=0, since parts of a batch do not add up to it; lower train.batch_size"
 
 
 class _EmptyExamples(Examples):
@@ -107,15 +113,11 @@ class PlainLocalData:
             batches = self._batches(
                 order, self.planned_steps(options.epochs) if options.steps is None else options.steps
             )
-            smallest = 2 if any(len(i) == 1 for i in batches) and _has_batch_norm(model) else 1
+            smallest = 2 if any(len(i) == 1 for i in batches) and has_batch_norm(model) else 1
             used = [(done, i) for done, i in enumerate(batches, start=1) if len(i) >= smallest]
             for (done, _), (x, y) in zip(used, self._stream([i for _, i in used], augment), strict=True):
                 descent.clear()
-                with self._autocast():
-                    objective = loss(model, x, y).objective()
-                if options.penalty is not None:
-                    objective = objective + options.penalty(model)
-                descent.backward(objective)
+                descent.backward(self._objectives(model, loss, x, y, options.penalty))
                 optimizers.correct_gradient(named, self._config.clip_norm, options)
                 descent.step()
                 taken += 1
@@ -123,6 +125,26 @@ class PlainLocalData:
         if self._config.channels_last:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return taken
+
+    def _objectives(
+        self, model: nn.Module, loss: LossFn, x: Tensor, y: Tensor, penalty: PenaltyFn | None
+    ) -> Iterator[Tensor]:
+        """Yield what a step minimises: one objective, or one for each micro-batch, whose sum it is.
+
+        Raises ConfigError (E-CFG-08) where a loss mixes the examples of a batch that is divided.
+        """
+        size = self._config.micro_batch or len(x)
+        for number, (some_x, some_y) in enumerate(zip(torch.split(x, size), torch.split(y, size), strict=True)):
+            with self._autocast():
+                found = loss(model, some_x, some_y)
+                if len(some_x) < len(x) and found.coupled is not None:
+                    raise ConfigError("E-CFG-08", f"a loss that mixes the examples of a batch: {NO_MICRO_BATCH}")
+                objective = found.objective()
+            if len(some_x) < len(x):
+                objective = objective * (len(some_x) / len(x))
+            if penalty is not None and number == 0:
+                objective = objective + penalty(model)
+            yield objective
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._config.amp == "off":
@@ -182,13 +204,16 @@ class PlainLocalData:
         """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here."""
         total: dict[str, Tensor] = {}
         with torch.no_grad():
-            batches = torch.split(torch.arange(len(self._examples[split])), EVAL_BATCH)
+            batches = torch.split(torch.arange(len(self._examples[split])), self._read_at_once(split))
             for done, index in enumerate(batches, start=1):
                 x, y = self._read(split, index)
                 for name, value in sum_batch(query, x, y).items():
                     total[name] = total[name] + value if name in total else value
                 self._progress(done, len(batches))
         return {name: value.cpu() for name, value in total.items()}
+
+    def _read_at_once(self, split: Split) -> int:
+        return eval_batch(self._examples[split].batch(torch.zeros(0, dtype=torch.long))[0].shape[1:])
 
     def size(self) -> float:
         return float(len(self._examples[Split.TRAIN]))
@@ -198,6 +223,11 @@ class PlainLocalData:
             labels = self._examples[Split.TRAIN].labels
             self._counts = torch.bincount(labels, minlength=self._context.n_classes).float()
         return self._counts
+
+
+def eval_batch(shape: Sequence[int]) -> int:
+    """Return how many examples of a shape are read at once for a sum."""
+    return max(1, min(EVAL_BATCH, EVAL_NUMBERS // max(1, math.prod(shape))))
 
 
 def draw_batches(n: int, size: int, order: torch.Generator, steps: int) -> list[Tensor]:
@@ -246,5 +276,5 @@ def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
     return {"sum": total, "count": torch.bincount(y, minlength=query.n_classes).to(vectors.dtype)}
 
 
-def _has_batch_norm(model: nn.Module) -> bool:
+def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

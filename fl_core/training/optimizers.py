@@ -26,7 +26,7 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("E-CFG-02", f"expected train.optimizer of {OPTIMIZERS}, found {config.optimizer!r}")
     if config.amp not in AMP:
         raise ConfigError("E-CFG-02", f"expected train.amp of {tuple(AMP)}, found {config.amp!r}")
-    for name in ("lr", "momentum", "weight_decay"):
+    for name in ("lr", "momentum", "weight_decay", "micro_batch"):
         if not (found := getattr(config, name)) >= 0:
             raise ConfigError("E-CFG-02", f"expected train.{name} >= 0, found {found}")
     if config.nesterov and (config.momentum <= 0 or config.optimizer != "sgd"):
@@ -38,7 +38,7 @@ def check(config: TrainConfig) -> None:
 def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
     """Return the first word set that only plain training, silo by silo, can follow: as off, and as found."""
     off = TrainConfig()
-    for name in ("amp", "channels_last", "cudnn_benchmark", "compile", "augment_on_device"):
+    for name in ("amp", "channels_last", "cudnn_benchmark", "compile", "augment_on_device", "micro_batch"):
         wanted, found = (f"train.{name}={str(getattr(c, name)).lower()}" for c in (off, config))
         if found != wanted:
             return wanted, found
@@ -133,8 +133,10 @@ class GradientDescent:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
-    def backward(self, objective: Tensor) -> None:
-        self._scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
+    def backward(self, objectives: Iterable[Tensor]) -> None:
+        """Add up the gradients of objectives, each of which is computed once the one before is done with."""
+        for objective in objectives:
+            self._scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)
 

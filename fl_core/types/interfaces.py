@@ -112,7 +112,7 @@ class Method(Protocol):
     """Whether training raises the head's bias for the silo's own classes, which plain cross entropy does: updates that
     lower it are then refused."""
     even_norms: ClassVar[bool]
-    """Whether honest updates stay within 5 medians; where they do not, long updates are cut and none is refused."""
+    """Whether honest updates stay within 100 medians; where they do not, long updates are cut and none is refused."""
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
         """Count the float32 numbers that the method's options make it hold at once beside the model, at least."""

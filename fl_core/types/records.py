@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from fl_core.types.clinical import ClinicalMetrics, macro_mean
 from fl_core.types.columns import Column
@@ -35,6 +36,9 @@ class TrainConfig:
     channels_last: the order of memory that GPUs convolve fastest; cudnn_benchmark: a GPU tries its kernels for each
     shape and takes the fastest; compile: the model's features in kernels of torch.compile; augment_on_device: examples
     are augmented where the model is trained, by the same draws. These four change results within float noise alone.
+    micro_batch: examples of a step whose loss is computed at once (0: all of them); gradients of the parts add up to
+    the step's, so less memory is taken and results change within float noise alone. Not with batch norm or a loss that
+    mixes examples.
     """
 
     lr: float = 0.01
@@ -53,17 +57,18 @@ class TrainConfig:
     cudnn_benchmark: bool = False
     compile: bool = False
     augment_on_device: bool = False
+    micro_batch: int = 0
 
     def facts(self) -> dict[str, object]:
         """Return all fields for JSON, without later ones at their default, so that digests stay as they were."""
         raw = asdict(self)
         for name in _LATER:
-            if raw[name] is False:
+            if not raw[name]:
                 del raw[name]
         return raw
 
 
-_LATER = ("cudnn_benchmark", "compile", "augment_on_device")
+_LATER = ("cudnn_benchmark", "compile", "augment_on_device", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class RoundRecord:
     missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
     round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training;
     cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block; clinical: over the
-    test sets of the silos that send them, None in runs that measure accuracies alone.
+    test sets of the silos that send them, None in runs that measure accuracies alone; cut_rows: rows of prototypes
+    that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with.
     """
 
     round: int
@@ -88,6 +94,8 @@ class RoundRecord:
     cut: Mapping[str, str] = field(default_factory=dict)
     medians: Mapping[str, float] = field(default_factory=dict)
     clinical: ClinicalMetrics | None = None
+    cut_rows: int = 0
+    unbounded: bool = False
 
     @property
     def accuracy(self) -> float:
@@ -108,3 +116,41 @@ class RoundRecord:
 def fairness(scores: Mapping[str, float]) -> float | None:
     """Return the standard deviation over silos of PM(L), of PA where there is none; None without scores."""
     return scores.get("pm_l_std", scores.get("pa_std"))
+
+
+# ---- what became of updates ------------------------------------------------------------------------------------------
+
+NO_BOUND = (
+    "nothing to compare these updates with: the length of the initial weights alone bounds them, and rows nothing"
+)
+_REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
+"""How reasons begin for which the check of an update refuses it; other silos without an update sent none."""
+
+
+class Judged(Protocol):
+    """A round as far as its updates were judged: a `RoundRecord`, or how a store or a message has it."""
+
+    @property
+    def missing(self) -> Mapping[str, str]: ...
+    @property
+    def cut(self) -> Mapping[str, str]: ...
+    @property
+    def cut_rows(self) -> int: ...
+    @property
+    def unbounded(self) -> bool: ...
+
+
+def refused(missing: Mapping[str, str]) -> dict[str, str]:
+    """Return the silos whose update came and was refused, with the reason."""
+    return {name: why for name, why in missing.items() if why.startswith(_REFUSALS)}
+
+
+def judgements(rounds: Iterable[Judged]) -> dict[str, int]:
+    """Count over rounds the updates that were refused and cut, rows that were cut, and rounds without a bound."""
+    found = list(rounds)
+    return {
+        "updates_refused": sum(len(refused(r.missing)) for r in found),
+        "updates_cut": sum(len(r.cut) for r in found),
+        "cut_rows": sum(r.cut_rows for r in found),
+        "unbounded_rounds": sum(r.unbounded for r in found),
+    }

@@ -86,7 +86,7 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
     (Range(1e-12, 10, True), ("train.weight_decay", "method.weight_decay")),
     (Range(1e-4, 1e4, True), ("train.clip_norm",)),
     (Range(1, 10**5), ("train.epochs", "rounds")),
-    (Range(1, 10**8, True), ("train.max_steps",)),
+    (Range(1, 10**8, True), ("train.max_steps", "train.micro_batch")),
     (_STEPS, ("epochs x units / train.batch_size",)),
     (Range(1, 10**4, True), ("cohort", "quorum", "image_size")),
     (Range(1, 10**4), ("silos", "grid.n_max")),

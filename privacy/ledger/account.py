@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from privacy.accounting.accountant import Filter, Mechanism
@@ -17,6 +17,8 @@ from privacy.ledger.hash_chain import Event
 OPEN = ("INTENT", "RUNNING")
 CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
 """Everything counts that was not refused or given back unused, however it ended."""
+SEEDED = "seeded noise"
+"""Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
 _NEXT: Mapping[str, tuple[str, ...]] = {
     "": ("INTENT", "REFUSED"),
     "INTENT": ("RUNNING", "RELEASED_UNUSED", "SPENT_ON_RECOVERY"),
@@ -35,7 +37,10 @@ class PlannedRelease:
 
 @dataclass(slots=True)
 class Entry:
-    """One planned release, usually one round of one run; owner: the process that reserved it."""
+    """One planned release, usually one round of one run.
+
+    owner: the process that reserved it   coordinator: who asked; empty where earlier versions did not note it.
+    """
 
     id: str
     collection: str
@@ -49,6 +54,7 @@ class Entry:
     planned: tuple[PlannedRelease, ...]
     owner: str = ""
     state: str = ""
+    coordinator: str = ""
 
     @property
     def charged(self) -> bool:
@@ -59,7 +65,8 @@ class Entry:
             name: getattr(self, name)
             for name in ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")
         }
-        return json.dumps(facts | {"mechanisms": plain(self.planned)})
+        asked = {"coordinator": self.coordinator} if self.coordinator else {}
+        return json.dumps(facts | asked | {"mechanisms": plain(self.planned)})
 
     @classmethod
     def of(cls, event: Event) -> Entry:
@@ -76,6 +83,7 @@ class Entry:
             event.created_at,
             planned_of(facts["mechanisms"]),
             facts["owner"],
+            coordinator=facts.get("coordinator", ""),
         )
 
 
@@ -105,6 +113,25 @@ class Budget:
         return json.dumps(facts | {"operator": self.operator, "reason": self.reason})
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a coordinator was refused with, and how often by now; earlier versions noted the code of each alone."""
+
+    code: str
+    coordinator: str = ""
+    times: int = 1
+
+    def detail(self) -> str:
+        return json.dumps(asdict(self)) if self.coordinator else self.code
+
+    @classmethod
+    def of(cls, detail: str) -> Refusal:
+        if not detail.startswith("{"):
+            return cls(detail)
+        facts = json.loads(detail)
+        return cls(str(facts["code"]), str(facts["coordinator"]), int(facts["times"]))
+
+
 class UnsoundError(Exception):
     """An event that no ledger would have written; the message says why."""
 
@@ -114,7 +141,8 @@ class Account:
     """The state of a ledger after some of its events.
 
     collections: name -> (unit, since)   single: those of which a version has no groups   units: name -> digest of the
-    digests of its units   forgiven: heads of others that were accepted as lost   restored: how often that was.
+    digests of its units   forgiven: heads of others that were accepted as lost   restored: how often that was
+    refusals: (coordinator, code) -> how often by the last event about it.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -126,6 +154,7 @@ class Account:
     kept: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     forgiven: set[str] = field(default_factory=set)
     restored: int = 0
+    refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     _spent: dict[str, Counter[tuple[float, float]]] = field(default_factory=lambda: defaultdict(Counter))
     _of_run: dict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -150,7 +179,10 @@ class Account:
                 self.restored = max([self.restored + 1, *map(int, times)])
             elif event.state == "MIGRATED":
                 self._load(json.loads(event.detail))
-            elif event.state != "REFUSED":
+            elif event.state == "REFUSED":
+                refusal = Refusal.of(event.detail)
+                self.refusals[refusal.coordinator, refusal.code] = refusal.times
+            else:
                 raise UnsoundError(f"{event.state} is about no entry")
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise UnsoundError(f"its detail cannot be read ({type(error).__name__}: {error})") from error

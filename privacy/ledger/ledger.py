@@ -11,14 +11,16 @@ import hashlib
 import hmac
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.ledger import owners
-from privacy.ledger.account import OPEN, Account, Budget, Entry, PlannedRelease
-from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused
+from privacy.ledger.account import OPEN, SEEDED, Account, Budget, Entry, PlannedRelease, Refusal
+from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused, times_charged
 from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.tables import digest_of_units, insert, unit_differences
 from privacy.ledger.verified_chain import VerifiedChain
@@ -26,6 +28,8 @@ from privacy.reports.sealed import Figures, seal
 
 __all__ = ["ATTEMPTS", "Ledger", "LedgerTask", "PlannedRelease", "Status"]
 
+EACH_REFUSAL = 10
+"""So many refusals of a coordinator with one code are an event each."""
 _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>?"
 
 
@@ -48,6 +52,10 @@ class Ledger(VerifiedChain):
     Guarantees: concurrent reservations serialise, also between services; one that does not fit changes nothing but the
     record of its refusal; what is reserved is on the disk when `reserve` returns.
     """
+
+    def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
+        super().__init__(file, key, older)
+        self._refused: Counter[tuple[str, str]] = Counter()
 
     # ---- what the operator does ---------------------------------------------------------------------------------
 
@@ -153,6 +161,7 @@ class Ledger(VerifiedChain):
                 now(),
                 tuple(planned),
                 owners.own(self._file),
+                coordinator=task.coordinator,
             )
             self.enter(db, made, "REFUSED" if refusal else "INTENT")
         if refusal:
@@ -172,6 +181,10 @@ class Ledger(VerifiedChain):
             if refusal := refused(account, collection, task, list(planned), cap, run):
                 raise refusal
 
+    def times_charged(self, collection: str, task: LedgerTask) -> int:
+        with self._current() as account:
+            return times_charged(account, collection, task)
+
     def start(self, entry: str) -> None:
         """Note that records are about to be read; raises StateError (E-BUDGET-12) unless it was just reserved."""
         self._move(entry, "RUNNING", "")
@@ -189,9 +202,21 @@ class Ledger(VerifiedChain):
                 self.write_event(db, entry, entry, "SPENT_ON_RECOVERY", "open after a restart: counted in full")
         return left
 
-    def note_refusal(self, subject: str, reason: str) -> None:
-        with self.writing() as (db, _):
-            self.write_event(db, None, subject, "REFUSED", reason)
+    def note_refusal(self, subject: str, code: str, coordinator: str = "") -> None:
+        """Count a refusal, for ever in the file: the first ten of a coordinator with a code, then the 16th, 32nd, ...
+
+        So a coordinator that is refused without end adds an event each time that the number doubles. A restart goes on
+        from the last number that is in the file.
+        """
+        which = coordinator, code
+        with self._lock:
+            with self._current() as account:
+                times = max(self._refused[which], account.refusals[which]) + 1
+            self._refused[which] = times
+            if coordinator and times > EACH_REFUSAL and times & (times - 1):
+                return
+            with self.writing() as (db, _):
+                self.write_event(db, None, subject, "REFUSED", Refusal(code, coordinator, times).detail())
 
     def keep(self, fingerprint: str, name: str, value: str) -> None:
         """Keep a release that is made once per version of the data; one that is kept already stays as it is."""
@@ -232,6 +257,15 @@ class Ledger(VerifiedChain):
     def entries(self, collection: str) -> list[tuple[str, str, list[PlannedRelease]]]:
         with self._current() as account:
             return [(e.id, e.state, list(e.planned)) for e in account.entries.values() if e.collection == collection]
+
+    def charged_runs(self) -> dict[str, set[str]]:
+        """Name the collections that each run was charged to, for noise that nobody can repeat."""
+        found: dict[str, set[str]] = {}
+        with self._current() as account:
+            for entry in account.entries.values():
+                if entry.charged and not entry.kind.endswith(SEEDED):
+                    found.setdefault(entry.run, set()).add(entry.collection)
+        return found
 
     def history(self, collection: str) -> History:
         with self._current() as account:

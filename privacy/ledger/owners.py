@@ -1,7 +1,8 @@
-"""Which processes work on a ledger now: each holds a lock file beside it, which ends with the process.
+"""Which processes work on a ledger now: each has locked a byte of the ledger's folder, until the process ends.
 
 An entry names its process, so that a restart counts as spent what a crash left open, and not what another service on
-the same ledger is at. All services of one ledger run on one machine.
+the same ledger is at. A name is a number, and the byte that is locked follows from it and from the ledger's name; no
+file is made for it, so none can be deleted. All services of one ledger run on one machine.
 """
 
 from __future__ import annotations
@@ -10,60 +11,69 @@ import fcntl
 import os
 import re
 import secrets
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
+_LOCK = "hhqqi4x"
+"""`struct flock`: kind, whence, start, length, process."""
+_TOKEN_BITS, _NAME_BITS = 42, 20
 _held: dict[tuple[int, Path], tuple[str, int]] = {}
 
 
 def own(ledger: Path) -> str:
-    """Return the name of this process at a ledger; its lock is held from the first call on."""
+    """Return the name of this process at a ledger; its byte is locked from the first call on."""
     here = (os.getpid(), ledger.resolve())
-    if here not in _held or not _file(ledger, _held[here][0]).exists():
+    if here not in _held or not os.path.samestat(os.fstat(_held[here][1]), here[1].parent.stat()):
         for process, place in [k for k in _held if k[0] != here[0]]:  # of the parent, from before a fork
             os.close(_held.pop((process, place))[1])
-        _held[here] = _locked(ledger)
+        token, folder = secrets.token_hex(16), _opened(ledger)
+        fcntl.fcntl(
+            folder, fcntl.F_OFD_SETLK, struct.pack(_LOCK, fcntl.F_RDLCK, os.SEEK_SET, _byte(ledger, token), 1, 0)
+        )
+        _held[here] = token, folder
     return _held[here][0]
 
 
-def _locked(ledger: Path) -> tuple[str, int]:
-    while True:
-        token = secrets.token_hex(16)
-        file = _file(ledger, token)
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if file.exists():  # else somebody looked in the moment before it was locked, and cleared it away
-            return token, fd
-        os.close(fd)
-
-
 def alive(ledger: Path, token: str) -> bool:
-    """Tell whether another process holds the lock of that name; one that nobody holds is cleared away."""
-    held = _held.get((os.getpid(), ledger.resolve()))
-    if not _TOKEN.fullmatch(token) or (held is not None and held[0] == token):
-        return False
-    file = _file(ledger, token)
+    """Tell whether another process has that name."""
+    return bool(_TOKEN.fullmatch(token)) and _locked(ledger, _byte(ledger, token), 1)
+
+
+def others(ledger: Path) -> bool:
+    """Tell whether other processes work on a ledger."""
+    return _locked(ledger, _byte(ledger, ""), 1 << _TOKEN_BITS)
+
+
+def _locked(ledger: Path, start: int, length: int) -> bool:
+    """Tell whether somebody else has locked one of these bytes."""
+    asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    with _folder(ledger) as folder:
+        found = fcntl.fcntl(folder, fcntl.F_OFD_GETLK, asked)
+    return bool(struct.unpack(_LOCK, found)[0] != fcntl.F_UNLCK)
+
+
+def _byte(ledger: Path, token: str) -> int:
+    """Return the byte of a token; without one, the first of the ledger's bytes."""
+    name = int.from_bytes(sha256(ledger.resolve().name.encode()).digest()) % (1 << _NAME_BITS)
+    return (name << _TOKEN_BITS) + int(token or "0", 16) % (1 << _TOKEN_BITS)
+
+
+@contextmanager
+def _folder(ledger: Path) -> Iterator[int]:
+    """Give the descriptor that holds this process's own lock, which it does not see itself; another one without."""
+    if (held := _held.get((os.getpid(), ledger.resolve()))) is not None:
+        yield held[1]
+        return
+    folder = _opened(ledger)
     try:
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        file.unlink(missing_ok=True)
-        return False
+        yield folder
     finally:
-        os.close(fd)
+        os.close(folder)
 
 
-def others(ledger: Path) -> list[str]:
-    """Name the other processes that work on a ledger; those that ended are cleared away."""
-    folder = _file(ledger, "any").parent
-    return [f.name for f in sorted(folder.glob("*")) if alive(ledger, f.name)] if folder.is_dir() else []
-
-
-def _file(ledger: Path, token: str) -> Path:
-    return ledger.resolve().parent / f"{ledger.name}.processes" / token
+def _opened(ledger: Path) -> int:
+    return os.open(ledger.resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

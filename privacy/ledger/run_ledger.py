@@ -18,11 +18,9 @@ from privacy.accounting.accountant import Filter, Mechanism
 from privacy.accounting.release_plan import TRAIN, Release
 from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration
+from privacy.ledger.account import SEEDED
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.release_log import by_collection
-
-SEEDED = "seeded noise"
-"""Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
 
 
 class _Version(NamedTuple):
@@ -35,7 +33,8 @@ class _Version(NamedTuple):
 class RunLedger:
     """The `ReleaseLog` of one run at one hospital, over its ledger. One task at a time.
 
-    caps: the policy's budgets by collection   most: what the policy allows one run, beside `PrivacyProfile.bounds`.
+    caps: the policy's budgets by collection   most: what the policy allows one run, beside `PrivacyProfile.bounds`
+    coordinator: who asks.
     Raises RefusedError (E-BUDGET-04) when a split is not registered in the ledger as it is.
     """
 
@@ -46,6 +45,7 @@ class RunLedger:
         dataset: SiloDataset,
         caps: Mapping[str, Filter] | None = None,
         most: Filter | None = None,
+        coordinator: str = "",
     ) -> None:
         terms = run.profile.terms
         self._ledger, self._manifest, self._caps = ledger, run.manifest.digest(), caps or {}
@@ -53,12 +53,17 @@ class RunLedger:
         self._versions = {split: _registered(ledger, dataset, split) for split in run.profile.collections}
         self._seeded = terms is not None and terms.rng != "secure"
         self._about = [list(run.manifest.schema.classes), SEEDED if self._seeded else ""]
-        self._run = ""
+        self._run, self._coordinator = "", coordinator
         self._open: list[str] = []
 
     def begin(self, run: str) -> None:
         """Start a task of a run; what an earlier one left open stays charged."""
         self._run, self._open = run, []
+
+    def charged(self, run: str, round: int, train: bool) -> int:
+        """Return how often a round of a run was charged, at the collection where it was most often."""
+        tasks = {split: self._task(round, train, split, run) for split in self._versions}
+        return max((self._ledger.times_charged(self._versions[s].collection, t) for s, t in tasks.items()), default=0)
 
     def cached(self, purpose: str) -> Tensor | None:
         """Return what was released once per version of the data and label space; seeded noise is kept apart."""
@@ -101,14 +106,20 @@ class RunLedger:
             self._ledger.require_room(self._versions[split].collection, task, mechanisms, None, bounds)
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
-        """Set the releases of one task aside, and start them; if the ledger refuses one, nothing stays reserved."""
+        """Set the releases of one task aside, and start them; if the ledger refuses one, nothing stays reserved.
+
+        All are looked at before the first is entered: whoever is refused leaves no entry, however often it asks.
+        """
+        wanted = []
+        for split, planned in by_collection(releases).items():
+            collection, task = self._versions[split].collection, self._task(round, train, split)
+            cap, bounds = self._caps.get(collection), self._bounds.get(split, ())
+            self._ledger.require_room(collection, task, [r.mechanism for r in planned], cap, bounds)
+            wanted.append((collection, task, [PlannedRelease(r.purpose, r.mechanism) for r in planned], cap, bounds))
         made: list[str] = []
         try:
-            for split, planned in by_collection(releases).items():
-                of, task = self._versions[split], self._task(round, train, split)
-                wanted = [PlannedRelease(r.purpose, r.mechanism) for r in planned]
-                cap, bounds = self._caps.get(of.collection), self._bounds.get(split, ())
-                made.append(self._ledger.reserve(of.collection, task, wanted, cap, bounds))
+            for asked in wanted:
+                made.append(self._ledger.reserve(*asked))
         except FederationError:
             for entry in made:
                 self._ledger.release_unused(entry)
@@ -117,9 +128,10 @@ class RunLedger:
             self._ledger.start(entry)
         self._open = made
 
-    def _task(self, round: int, train: bool, split: str) -> LedgerTask:
+    def _task(self, round: int, train: bool, split: str, run: str = "") -> LedgerTask:
         kind = ("train" if train else "evaluate") + (f", {SEEDED}" if self._seeded else "")
-        return LedgerTask(self._run, self._manifest, round, kind, self._versions[split].fingerprint)
+        version = self._versions[split].fingerprint
+        return LedgerTask(run or self._run, self._manifest, round, kind, version, self._coordinator)
 
     def commit(self, output: str) -> None:
         """Note that the output of the task is safe; output: its digest."""

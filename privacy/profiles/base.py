@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import NoisyRows
 from fl_core.converter import Option
 from fl_core.errors import RefusedError
+from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
+from fl_core.training.local_data import PlainLocalData, eval_batch
 from fl_core.types.clinical import BASIC, CLINICAL
-from fl_core.types.interfaces import DataFactory, Method
-from fl_core.types.values import Layout
+from fl_core.types.interfaces import DataFactory, LocalData, Method
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import Layout, RoundContext
 from privacy.accounting import ranges
 from privacy.accounting.accountant import Bound, Filter, Mechanism, epsilon_rdp, replace_one
 from privacy.accounting.record_config import RecordDpConfig
@@ -26,6 +29,8 @@ from privacy.reports.uncertainty import NO_NOISE, EvaluationNoise, RunNoise
 from privacy.silo_dp.config import SiloDpConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from privacy.policy import Floors, Policy
 
 Config = RecordDpConfig | SiloDpConfig
@@ -54,6 +59,18 @@ class Projection:
     epsilon_test: float
     used: float
     epsilon_most: float
+
+
+class AtOnce(NamedTuple):
+    """Examples in memory at once, in training and where something is summed over them."""
+
+    training: int
+    evaluating: int
+
+
+def one_step(train: TrainConfig, number: int) -> TrainConfig:
+    """Return a schedule of one step over so many examples, computed as written."""
+    return replace(train, batch_size=number, micro_batch=0, max_steps=1, compile=False, cudnn_benchmark=False)
 
 
 class PrivacyProfile(ABC):
@@ -101,6 +118,13 @@ class PrivacyProfile(ABC):
                     "the test examples are published anyway",
                 )
             ranges.check(self.run.manifest, self.terms, self.derived_numbers)
+
+    @property
+    def protected(self) -> frozenset[str]:
+        """Name the splits of a hospital's data of which what leaves it tells no more than is charged."""
+        if self.terms is None or self.terms.rng != "secure":
+            return frozenset()
+        return frozenset({TRAIN, TEST} if self.terms.test_data == "private" else {TRAIN})
 
     def derived_numbers(self) -> Mapping[str, float]:
         """Return products of options that have a range of their own."""
@@ -175,9 +199,16 @@ class PrivacyProfile(ABC):
         scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
         return RunNoise(self.evaluation_noise(), frozenset(scores))
 
-    def examples_at_once(self, index: int) -> int:
-        """Return how many examples' gradients a member holds at once, a public constant; 0 where none are."""
-        return 0
+    def examples_at_once(self, index: int) -> AtOnce:
+        """Return how many examples a member has in memory at once: public constants."""
+        manifest = self.run.manifest
+        train = manifest.train
+        return AtOnce(train.micro_batch or train.batch_size, eval_batch(manifest.schema.shape))
+
+    def made_up_data(self, index: int, number: int, context: RoundContext, device: torch.device) -> LocalData:
+        """Open so many examples that are nobody's, for one step of training as it is done under this profile."""
+        examples, train = MadeUpExamples(self.run.manifest.schema, number), self.run.manifest.train
+        return PlainLocalData(examples, examples, one_step(train, number), context, device)
 
     @abstractmethod
     def check_terms(self, floors: Floors) -> None:

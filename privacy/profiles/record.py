@@ -15,17 +15,27 @@ from fl_core.aggregation.update_check import NoisyRows
 from fl_core.converter import Option
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
+from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.training import optimizers
 from fl_core.types.enums import Capability
-from fl_core.types.interfaces import DataFactory, Method
+from fl_core.types.interfaces import DataFactory, LocalData, Method
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, Progress, RoundContext
 from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_prv, epsilon_rdp
+from privacy.accounting.dry_run import dry_run
 from privacy.accounting.record_config import RecordDpConfig
-from privacy.accounting.release_plan import TEST, TRAIN, Release, ReleaseAllowance, ReleasePlan
+from privacy.accounting.release_plan import (
+    TEST,
+    TRAIN,
+    Release,
+    ReleaseAllowance,
+    ReleasePlan,
+    SamplingSchedule,
+)
+from privacy.dp_sgd.class_sums import ROWS
 from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
-from privacy.profiles.base import PrivateProfile, Projection, mechanisms
+from privacy.profiles.base import AtOnce, PrivateProfile, Projection, mechanisms, one_step
 from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
@@ -206,8 +216,25 @@ class RecordProfile(PrivateProfile):
         std = terms.prototype_noise * math.hypot(1.0, terms.count_weight) * GRID_SLACK
         return NoisyRows(length, std / terms.count_weight, std * length)
 
-    def examples_at_once(self, index: int) -> int:
-        return self.plan(index).rows
+    def examples_at_once(self, index: int) -> AtOnce:
+        """Return the rows of the batches; a coupled term sees a microbatch at once, at most about twice its mean."""
+        plan = self.plan(index)
+        return AtOnce(max(plan.rows, 2 * plan.terms.microbatch if plan.coupled else 0), ROWS)
+
+    def made_up_data(self, index: int, number: int, context: RoundContext, device: torch.device) -> LocalData:
+        from privacy.dp_sgd.private_data import DpSgdLocalData
+
+        run, plan = self.run, self.plan(index)
+        manifest = run.manifest
+        rates = SamplingSchedule(one_step(manifest.train, number), number)
+        needs = dry_run(run.method, run.new_model(), manifest.schema, rates.train, rates.steps, probe=False)
+        terms = replace(plan.terms, physical_batch=number)
+        small = replace(plan, terms=terms, rates=rates, steps_per_call=tuple(needs.steps), closing_steps=())
+        examples = MadeUpExamples(manifest.schema, number)
+        planned = ReleaseAllowance(small.releases(context.round, True))
+        return DpSgdLocalData(
+            examples, examples, rates.train, context, small, planned, self._noise(context), device=device
+        )
 
     def check_terms(self, floors: Floors) -> None:
         if self.terms.coupled not in floors.coupled:

@@ -76,6 +76,11 @@ class SiloProfile(PrivateProfile):
         adaptive = isinstance(terms, SiloDpConfig) and terms.adaptive
         return {adaptive_clipping.PART: adaptive_clipping.SPEC} if adaptive else {}
 
+    @property
+    def protected(self) -> frozenset[str]:
+        """Name them; none where the noise is the coordinator's, who may leave it out."""
+        return frozenset() if self.terms.placement == "central" else super().protected
+
     def derived_numbers(self) -> Mapping[str, float]:
         return {"privacy.clip x privacy.clip_decay^rounds": self.terms.clip_at(self.run.manifest.rounds)}
 

@@ -144,15 +144,17 @@ def best(rounds: Sequence[Sums], measure: Measure = accuracy) -> Estimate:
     return Estimate(withheld=NOISY) if noisy and high - low > WIDEST else Estimate(point, low, high)
 
 
-def mean_of_last(rounds: Sequence[Sums], measure: Measure = accuracy, last: int = LAST) -> Estimate:
+def mean_of_last(
+    rounds: Sequence[Sums], measure: Measure = accuracy, last: int = LAST, level: float = LEVEL
+) -> Estimate:
     """Estimate the mean of a measure over the last so many rounds, of all where there are fewer.
 
     Nothing where one of them has no test example, withheld where one is. Its interval comes from intervals that hold
     for all of these rounds at once.
     """
     newest = rounds[-last:]
-    level = 1 - (1 - LEVEL) / max(len(newest), 1)
-    found = [measure(*sums, level) for sums in newest]
+    each = 1 - (1 - level) / max(len(newest), 1)
+    found = [measure(*sums, each) for sums in newest]
     if NOTHING in found:
         return NOTHING
     return next((e for e in found if e.withheld), _mean(found))

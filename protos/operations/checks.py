@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import platform
@@ -24,7 +23,7 @@ from protos.operations.health import Answer
 from protos.pki.certificates import utc_now
 from protos.pki.identity import Address, identity_of
 from protos.storage.disk import RESERVE_BYTES, available
-from protos.storage.generation import GenerationFile
+from protos.storage.generation import GenerationFile, read_only
 from protos.storage.private_files import OTHERS, Credentials
 from protos.tls import causes
 from protos.tls.connect import diagnose
@@ -38,6 +37,8 @@ _EXPIRES_SOON = timedelta(days=14)
 _OFFSET_WARNING_S, _OFFSET_PROBLEM_S = 30.0, 300.0
 _CHARACTERS = 1000
 _PORTS = 65536
+_HEADER = 20
+"""Bytes of a SQLite file up to those that say whether it has a log."""
 
 
 class Level(Enum):
@@ -174,12 +175,12 @@ def database(path: Path) -> Iterator[Finding]:
 
     Raises StateError (E-STATE-23) on one that lacks what lies beside it.
     """
-    GenerationFile(path).require_file()
-    if not path.exists():
+    if not path.exists() and GenerationFile(path).read() is None:
         yield warning("database", f"there is none yet at {path}", "the service makes it; if it was there: restore it")
         return
     try:
-        with closing(read_only(path)) as db:
+        GenerationFile(path).require_file()
+        with closing(untouched(path)) as db:
             wrong = [str(row[0]) for row in db.execute("PRAGMA quick_check(3)") if row[0] != "ok"]
     except sqlite3.Error as error:
         wrong = [str(error)]
@@ -189,23 +190,14 @@ def database(path: Path) -> Iterator[Finding]:
         yield ok("database", f"{path} is sound")
 
 
-def read_only(path: Path) -> sqlite3.Connection:
-    """Open a database so that nothing is made or changed beside it."""
-    # Without a log nobody has it open: SQLite would make one, even to read.
-    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
-    return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, timeout=TIMEOUT_S)
-
-
-def is_locked(path: Path) -> bool:
-    """Tell whether a running service holds the lock of a home."""
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+def untouched(path: Path) -> sqlite3.Connection:
+    """Open a database as `read_only` does, so that nothing is made beside it either."""
+    with path.open("rb") as file:
+        logs = file.read(_HEADER)[_HEADER - 2 :] == b"\2\2"
+    if logs and not path.with_name(f"{path.name}-wal").exists():
+        # Nobody has it open: SQLite would make a log, even to read.
+        return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
+    return read_only(path, TIMEOUT_S)
 
 
 # ---- certificates --------------------------------------------------------------------------------------------------
@@ -305,5 +297,8 @@ def other_side(answer: Answer, place: str) -> Iterator[Finding]:
         older = "this side" if answer.protocol > PROTOCOL else "that side"
         found = f"protocol {PROTOCOL} here, {answer.protocol} at {place} ({answer.software})"
         yield problem("versions", found, f"upgrade {older}")
+    elif answer.software != software():
+        found = f"protocol {PROTOCOL} on both sides, {software()} here, {answer.software or 'no version given'} there"
+        yield warning("versions", found, "nothing is refused for it; install one commit on both sides")
     else:
-        yield ok("versions", f"protocol {PROTOCOL} on both sides, {answer.software or 'no version given'} there")
+        yield ok("versions", f"protocol {PROTOCOL} and {software()} on both sides")

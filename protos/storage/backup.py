@@ -21,9 +21,8 @@ from fl_core.converter import ConversionError, parse_json, structure
 from fl_core.errors import ConfigError, StateError
 from protos.storage.digests import Hasher, file_digest, write_all
 from protos.storage.disk import disk_errors
-from protos.storage.generation import GenerationFile, begin_incarnation, generation_of
+from protos.storage.generation import BUSY_SECONDS, GenerationFile, begin_incarnation, generation_of
 from protos.storage.private_files import replace_file, sync_folder
-from protos.storage.sqlite import BUSY_SECONDS
 
 FILE = "backup.json"
 FORMAT = 1

@@ -13,7 +13,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ TABLE = "incarnation"
 FIRST = "INSERT INTO incarnation VALUES (1, lower(hex(randomblob(16))), 1)"
 READ = "SELECT incarnation, generation FROM incarnation"
 COUNT = "UPDATE incarnation SET generation = generation + 1 RETURNING incarnation, generation"
+BUSY_SECONDS = 30.0
+"""How long a statement waits for another process."""
 _RECORD_BYTES = 256  # within one sector, which a disk writes whole
 
 
@@ -116,20 +118,39 @@ class GenerationFile:
         replace_file(self.path, _record(Noted(*now)), 0o600)
 
     def require_file(self) -> None:
-        """Raise StateError (E-STATE-23) on a file that is missing or older by itself.
+        """Raise StateError (E-STATE-23) on a file that is missing or older by itself, sqlite3.Error on a damaged one.
 
-        Call it before SQLite opens the file: that would join it with a log of another one, or delete the log.
+        Call it before SQLite opens the file to write: that would join it with a log of another one, or delete the log.
+        In the middle of a checkpoint, whether interrupted or under way, a file is half old and half new; its log then
+        holds all that it lacks, so it is damaged only if it is so together with the log. If that log was lost, the file
+        by itself is newer than any checkpoint.
         """
         noted = self.read()
         if noted is None:
             return
         if not self._database.exists() or not self._database.stat().st_size:
             raise self._behind(f"found none, or an empty one, where generation {noted.number} was")
-        with closing(sqlite3.connect(f"{self._database.absolute().as_uri()}?immutable=1", uri=True)) as db:
-            found = generation_of(db)
+        found, half_done = None, False
+        try:
+            found = self._by_itself()
+        except sqlite3.DatabaseError:
+            if not _has_log(self._database):
+                raise
+            half_done = True
+            with suppress(sqlite3.DatabaseError):  # else the very page of the generation is half written
+                found = self._by_itself(shorter=True)
         own = found.number if found is not None else 0
         if found is not None and found.incarnation == noted.incarnation and own < noted.checkpointed:
             raise self._behind(f"found one without the last {noted.number - own} changes")
+        if half_done or (own > noted.checkpointed and not _has_log(self._database)):
+            _require_sound(self._database)
+
+    def _by_itself(self, shorter: bool = False) -> Generation | None:
+        """Read the generation of the file without its log. shorter: also where its first page counts pages to come."""
+        with closing(sqlite3.connect(f"{self._database.absolute().as_uri()}?immutable=1", uri=True)) as db:
+            if shorter:
+                db.execute("PRAGMA writable_schema = ON")  # SQLite then takes the file's length for the count
+            return generation_of(db)
 
     def require(self, db: sqlite3.Connection, contents: Callable[[], int]) -> None:
         """Raise StateError (E-STATE-23) unless the database is as new as what lies beside it.
@@ -180,6 +201,33 @@ class GenerationFile:
             yield file
         finally:
             os.close(file)
+
+
+def read_only(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
+    """Open a database with what its log holds, so that neither is changed.
+
+    The exception is a transaction that a crash interrupted in a file without a log: SQLite undoes it before it reads.
+    """
+    how = "rw" if _size(database, "-journal") else "ro"
+    return sqlite3.connect(f"{database.absolute().as_uri()}?mode={how}", uri=True, timeout=timeout)
+
+
+def _require_sound(database: Path) -> None:
+    with closing(read_only(database)) as db:
+        wrong = str(db.execute("PRAGMA integrity_check(1)").fetchone()[0]).splitlines()[-1]
+    if wrong != "ok":
+        raise sqlite3.DatabaseError(f"{wrong}, also with its log")
+
+
+def _has_log(database: Path) -> bool:
+    return _size(database, "-wal") > 0 or _size(database, "-journal") > 0
+
+
+def _size(database: Path, end: str) -> int:
+    try:
+        return database.with_name(f"{database.name}{end}").stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def generation_of(db: sqlite3.Connection) -> Generation | None:

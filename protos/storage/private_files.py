@@ -1,13 +1,19 @@
-"""Private keys on disk: mode 0600 from the first byte, never half written, and not used when others can read them."""
+"""Homes and private keys on disk: for their owner alone, and a home for one process at a time.
+
+A key has mode 0600 from the first byte, is never half written, and is not used when others can read it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shlex
 import stat
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
 from fl_core.errors import StateError
 from protos.storage.disk import disk_errors
@@ -70,6 +76,81 @@ def own_home(folder: Path) -> Path:
         for path in folder.glob(pattern):
             close_to_others(path)
     return folder
+
+
+class FolderLock:
+    """A folder that this process has for itself until the lock is closed or the process ends.
+
+    The folder itself is locked, so no file must be left where it is for that. A file in it is locked as well, for those
+    who look there: earlier versions, and machines that share the folder over a network. It names the process.
+    """
+
+    def __init__(self, folder: Path, name: str, whose: str) -> None:
+        """Lock a folder; raises StateError (E-STATE-20) where another process has it.
+
+        name: of the file   whose: what that process is, for the message
+        """
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._file = -1
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release()
+            process = ""
+            with suppress(OSError, ValueError):
+                process = f" (process {int((folder / name).read_text())})"
+            raise StateError(
+                "E-STATE-20",
+                f"expected {folder} to be free, found {whose} at work in it{process}: stop that one, or name another "
+                "folder",
+            ) from None
+        except BaseException:
+            self._release()
+            raise
+        self._note(str(os.getpid()))
+
+    @staticmethod
+    def is_held(folder: Path, name: str) -> bool:
+        """Tell whether a process has a folder for itself."""
+        for path in (folder, folder / name):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+        return False
+
+    def close(self) -> None:
+        """Give the folder back; nothing happens the second time."""
+        if self._file >= 0:
+            self._note("")
+        self._release()
+
+    def _release(self) -> None:
+        for descriptor in (self._file, self._folder):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._folder = -1
+
+    def _note(self, process: str) -> None:
+        with suppress(OSError):  # a full disk: it is for people
+            os.truncate(self._file, 0)
+            os.pwrite(self._file, process.encode(), 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def write_private(path: Path, data: bytes) -> None:

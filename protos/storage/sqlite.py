@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -29,13 +30,24 @@ from sqlalchemy.exc import DatabaseError, IntegrityError
 from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from fl_core.errors import FederationError, StateError
+from fl_core.errors import FederationError, StateError, UnavailableError
 from protos.storage.disk import disk_error, disk_errors
-from protos.storage.generation import COUNT, FIRST, READ, Generation, GenerationFile, begin_incarnation, generation_of
+from protos.storage.generation import (
+    BUSY_SECONDS,
+    COUNT,
+    FIRST,
+    READ,
+    Generation,
+    GenerationFile,
+    begin_incarnation,
+    generation_of,
+    read_only,
+)
 from protos.storage.migration import Step, migrate
 
-BUSY_SECONDS = 30.0
-"""How long a statement waits for another process."""
+log = logging.getLogger(__name__)
+LOG_BYTES = 4 << 20
+"""A log that is longer is brought into the file."""
 _CONNECTIONS = 16
 _SHOWN = 120
 
@@ -85,7 +97,7 @@ class Database:
         with self._storage_errors():
             if not accept_loss:
                 self._file.require_file()
-                with closing(sqlite3.connect(path if path.exists() else ":memory:", timeout=BUSY_SECONDS)) as db:
+                with closing(read_only(path) if path.exists() else sqlite3.connect(":memory:")) as db:
                     self._file.require(db, contents)
             with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as db:
                 migrate(db, create, steps, known)
@@ -129,14 +141,29 @@ class Database:
                     now = Generation(*db.exec_driver_sql(COUNT).one())
             if now is not None:
                 self._file.advance(now)
+        self.shorten_log()
 
     def checkpoint(self) -> None:
-        """Bring what the log holds into the file itself, as far as no reader is in the way; waits for nobody."""
-        with self._write_lock, self._storage_errors(), self._engine.connect() as db:
-            now = Generation(*db.exec_driver_sql(READ).one())
-            busy, logged, moved = db.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
-            if not busy and logged == moved:
-                self._file.advance(now, checkpointed=True)
+        """Bring what the log holds into the file itself, as far as no reader is in the way; waits for nobody.
+
+        A disk that takes nothing is no error here: the log keeps what was committed, and the next write says so.
+        """
+        try:
+            with self._write_lock, self._storage_errors(), self._engine.connect() as db:
+                now = Generation(*db.exec_driver_sql(READ).one())
+                busy, logged, moved = db.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
+                if not busy and logged == moved:
+                    self._file.advance(now, checkpointed=True)
+        except UnavailableError as error:
+            log.warning("the log of %s stays as it is: %s", self.path.name, error)
+
+    def shorten_log(self) -> None:
+        """Bring the log into the file where it has grown long. SQLite is not left to do that: nobody would note it."""
+        try:
+            if self.path.with_name(f"{self.path.name}-wal").stat().st_size > LOG_BYTES:
+                self.checkpoint()
+        except FileNotFoundError:
+            return
 
     def close(self) -> None:
         """Close all connections, with the log in the file unless another process reads it."""
@@ -215,5 +242,11 @@ def _configure(connection: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
         raise TypeError(f"expected a connection of sqlite3, found {type(connection).__name__}")
     # The driver would begin lazily and deferred; two threads that read and then write could then never finish.
     connection.isolation_level = None
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+    for pragma in (
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "foreign_keys = ON",
+        "wal_autocheckpoint = 0",
+        f"journal_size_limit = {LOG_BYTES // 2}",
+    ):
         connection.execute(f"PRAGMA {pragma}")

@@ -60,7 +60,12 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store
         "renewal_due": due,
         "coordinator": list(addresses),
         "session": contact and asdict(contact),
-        "left": {"verdict": left.verdict, "updates": left.updates, "bytes": left.bytes},
+        "left": {
+            "verdict": left.verdict,
+            "updates": left.updates,
+            "bytes": left.bytes,
+            "unprotected": left.unprotected._asdict(),
+        },
         "outbox": [
             {
                 "run": e.key.run_id,
@@ -84,6 +89,7 @@ def _run_json(run: RunRecord) -> Json:
         "state": run.state,
         "reason": run.reason,
         "state_round": run.state_round,
+        "privacy": run.privacy,
         "evaluations": [_task_json(task) for task in run.tasks if task.evaluation is not None],
     }
 
@@ -114,6 +120,7 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
             ("session", session),
             ("receipts", str(len(store.receipts()))),
             ("left", f"{left.verdict}: {left.updates} updates, {left.bytes} bytes"),
+            *([("privacy", said)] if (said := left.unprotected.sentence()) else []),
         ]
     )
     entries = [
@@ -123,7 +130,7 @@ def show_status(own: PeerCertificate, addresses: Sequence[str], due: bool, store
     if entries:
         show_rows("Outbox", ("task", "bytes", "state"), entries)
     for run in store.history():
-        title = f"{run.name or '?'} ({run.run_id}): {_fate(run)}"
+        title = f"{run.name or '?'} ({run.run_id}): {_fate(run)}" + (f", {run.privacy}" if run.privacy else "")
         if not OUT.is_terminal:
             OUT.print(title)
         rows = [_evaluation_row(task) for task in run.tasks if task.evaluation is not None]

@@ -18,6 +18,7 @@ from silo.cli import console
 from silo.cli.options import DataRootOption, HomeOption, JsonOption
 from silo.storage.home import Home
 from silo.storage.store import Store
+from silo.storage.tasks import UnprotectedUpdate
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -47,20 +48,35 @@ def show_ledger(
 ) -> None:
     """Show what is spent of each collection's budget, by two accountants.
 
-    epsilon is for adding or removing one unit; for replacing one it is twice that. The JSON object has all entries with
+    epsilon is for adding or removing one unit; for replacing one it is twice that. It holds for private runs: beside it
+    stands how many updates of the same records left this home without privacy. The JSON object has all entries with
     their mechanisms, from which anybody can compute the same numbers.
     """
-    from silo.cli.ledger_tables import collection_json, show_collections, show_entries
+    from silo.cli.ledger_tables import collection_json, show_collections, show_entries, show_unprotected
+    from silo.facts.spending import unprotected
 
-    ledger = _ledger(home)
-    found = [collection_json(ledger, name) for name in ledger.collections()]
+    ledger, silo_home = _ledger(home), Home.at(home)
+    updates = _unprotected_updates(silo_home)
+    counts = {name: unprotected(ledger, name, updates) for name in ledger.collections()}
+    found = [collection_json(ledger, name) | {"unprotected": count._asdict()} for name, count in counts.items()]
     if as_json:
         head = ledger.head()
         print_json({"collections": found, "events": head.seq, "head": head.hash})
         return
     show_collections(found)
+    show_unprotected(counts, silo_home.shares_ledger)
     if entries:
         show_entries(found)
+
+
+def _unprotected_updates(silo_home: Home) -> list[UnprotectedUpdate]:
+    if not silo_home.database.exists():  # nothing has left a home that never joined
+        return []
+    store = Store(silo_home.database)
+    try:
+        return store.unprotected()
+    finally:
+        store.close_database()
 
 
 @app.command()

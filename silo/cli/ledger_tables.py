@@ -9,12 +9,13 @@ from typing import Any
 from privacy.accounting.accountant import replace_one
 from privacy.ledger.ledger import Ledger
 from silo.cli.console import OUT, show_rows
+from silo.facts.leaving import Unprotected
 
 Json = Mapping[str, Any]
 DEFAULT_DELTA = 1e-5
 
 
-def collection_json(ledger: Ledger, name: str) -> Json:
+def collection_json(ledger: Ledger, name: str) -> dict[str, Any]:
     """Collect what the ledger knows of a collection; epsilons are at the delta of its budget, 1e-5 without one."""
     status = ledger.status(name)
     delta = status.delta or DEFAULT_DELTA
@@ -40,9 +41,10 @@ def collection_json(ledger: Ledger, name: str) -> Json:
 
 
 _LEGEND = (
-    "unit: what a budget protects. spent (RDP): the epsilon that counts; spent (PRV): a tighter bound of the same. "
-    "used: the share of the budget as the ledger adds it up, to which epsilon is not in proportion: at 100 % it is the "
-    "budget's. one replaced: epsilon where one record is exchanged for another, instead of added or removed."
+    "unit: what a budget protects. spent (RDP): the epsilon that counts, of private runs; spent (PRV): a tighter bound "
+    "of the same. used: the share of the budget as the ledger adds it up, to which epsilon is not in proportion: at "
+    "100 % it is the budget's. one replaced: epsilon where one record is exchanged for another, instead of added or "
+    "removed."
 )
 
 
@@ -90,6 +92,15 @@ def _sentence(found: Sequence[Json]) -> str:
             else "."
         )
     )
+
+
+def show_unprotected(found: Mapping[str, Unprotected], shared: bool) -> None:
+    """Say of which collections updates left that no spending covers. shared: other homes may use the ledger."""
+    for name, count in found.items():
+        if count.updates:
+            OUT.print(f"{name}: {count.sentence()}")
+    if shared:
+        OUT.print("Updates without privacy of other homes that use this ledger are not among these: ask there.")
 
 
 def show_entries(found: Iterable[Json]) -> None:

@@ -39,7 +39,11 @@ def show_policy(home: HomeOption = None, as_json: JsonOption = False) -> None:
     console.show_facts(facts)
 
 
-_EMPTY = {"runs.methods": "any", "runs.leads": "any"}
+_EMPTY = {
+    "runs.methods": "any",
+    "runs.leads": "any",
+    "privacy.labels": "what the publisher of the data names, or --holds",
+}
 """What an empty list means; any other: none."""
 
 
@@ -81,7 +85,8 @@ def check(
 
 def approve(
     run: Annotated[
-        str | None, typer.Argument(help="A run's id or name, or `latest`: the last that waits. Without one: show all.")
+        str | None,
+        typer.Argument(help="A run's id or name, or `latest`: the only one that waits. Without it: all."),
     ] = None,
     deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
     home: HomeOption = None,

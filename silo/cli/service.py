@@ -187,7 +187,8 @@ def serve(
         str | None,
         typer.Option(
             "--holds",
-            help="Classes to declare as held here, A,B,...: a round waits longer for the only hospital that has one.",
+            help="Classes to declare as held here, A,B,..., to the coordinator: a round waits longer for the only "
+            "hospital that has one, and a private run must be over all of them, unless [privacy] labels says more.",
         ),
     ] = None,
     no_prototypes: Annotated[

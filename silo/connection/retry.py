@@ -108,6 +108,33 @@ class Backoff:
         self._tries = 0
 
 
+class Pace:
+    """How often something may happen: `per_s` times a second, and `burst` times at once."""
+
+    def __init__(self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s, self._burst, self._clock = per_s, burst, clock
+        self._left, self._at = burst, clock()
+
+    def wait(self) -> float:
+        """Count one, and return the seconds until the next may come."""
+        self._refill()
+        self._left -= 1.0
+        return max(0.0, -self._left / self._per_s)
+
+    def allows(self) -> bool:
+        """Count one where it may happen now; what may not is not counted."""
+        self._refill()
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._per_s)
+        self._at = now
+
+
 def retry_until(
     attempt: Callable[[], T], backoff: Backoff, stop: CancelToken, report: Callable[[FederationError], None]
 ) -> T:

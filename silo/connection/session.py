@@ -14,7 +14,7 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError, Unavail
 from fl_core.errors.catalogue import current
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from silo.connection.retry import passing, to_federation_error
+from silo.connection.retry import Pace, passing, to_federation_error
 
 PULSE_FLOOR_S, PULSE_CEILING_S = 1.0, 300.0
 """The least and the most seconds from one pulse to the next, whatever a coordinator asks for."""
@@ -50,21 +50,6 @@ class _Stream(Protocol):
     def __iter__(self) -> Iterator[pb.CoordinatorMessage]: ...
 
     def cancel(self) -> object: ...
-
-
-class _Pace:
-    """How fast messages are taken."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._left, self._at = _BURST, clock()
-
-    def wait(self) -> float:
-        """Count one message, and return the seconds until the next is taken."""
-        now = self._clock()
-        self._left = min(_BURST, self._left + max(0.0, now - self._at) * _PER_S) - 1.0
-        self._at = now
-        return max(0.0, -self._left / _PER_S)
 
 
 class Session:
@@ -149,7 +134,7 @@ class Session:
     def _read(self) -> None:
         assert self._call is not None
         try:
-            pace = _Pace(self._clock)
+            pace = Pace(_PER_S, _BURST, self._clock)
             for message in self._call:
                 self._last_received = self._clock()
                 self._take(message)

@@ -150,9 +150,20 @@ class Transfer:
         return retry_until(attempt, backoff, stop, self._report)
 
     def fetch_receipt(self, entry: OutboxEntry, verifier: ReceiptVerifier) -> bytes | None:
-        """Ask once for the receipt of an update that was taken; None when the coordinator has none."""
+        """Ask once for the receipt of an update that was taken; None when the coordinator has none.
+
+        Raises what the coordinator refuses the question with, and as `ReceiptVerifier.verify`.
+        """
         _, receipt = self._open(entry)
         return None if receipt is None else verifier.verify(receipt, entry)
+
+    def taken(self, entry: OutboxEntry, verifier: ReceiptVerifier, stop: CancelToken) -> bytes | None:
+        """Ask until it is answered whether an update was taken: its receipt, or None when the coordinator has none.
+
+        Raises CancelledError; ProtocolError (E-WIRE-07) when it took another update for this task; as `fetch_receipt`.
+        """
+        backoff = self._retry_policy.backoff()
+        return retry_until(lambda: self.fetch_receipt(entry, verifier), backoff, stop, self._report)
 
     def _open(self, entry: OutboxEntry) -> tuple[int, pb.Receipt | None]:
         request = pb.OpenRequest(
@@ -183,7 +194,7 @@ class Transfer:
                 broken.append(error)
                 raise
 
-        call = self._stub().Put.future(chunks())
+        call = self._begun(lambda: self._stub().Put.future(chunks()))
         with IdleWatch(call, self._retry_policy.idle_s) as idle, stop.on_cancel(call.cancel):
             idle_watch.append(idle)
             armed.set()
@@ -235,7 +246,7 @@ class Transfer:
         self, digest: str, partial: Path, size: int, most: int, stop: CancelToken, progress: ProgressFn
     ) -> str | None:
         _require_room(partial, size - partial_size(partial))
-        call = self._stub().Get(pb.GetRequest(digest=digest, offset=partial_size(partial)))
+        call = self._begun(lambda: self._stub().Get(pb.GetRequest(digest=digest, offset=partial_size(partial))))
         with (
             IdleWatch(call, self._retry_policy.idle_s) as idle,
             stop.on_cancel(call.cancel),
@@ -263,9 +274,17 @@ class Transfer:
 
     def _unary(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request) -> Reply:
         try:
-            return call(request, timeout=self._retry_policy.idle_s)
+            return self._begun(lambda: call(request, timeout=self._retry_policy.idle_s))
         except grpc.RpcError as error:
             raise to_federation_error(error) from error
+
+    @staticmethod
+    def _begun(begin: Callable[[], Reply]) -> Reply:
+        """Begin a call; raises UnavailableError (E-NET-01) where its channel was closed for a newer one meanwhile."""
+        try:
+            return begin()
+        except ValueError as error:  # what gRPC says of a closed channel
+            raise UnavailableError("E-NET-01", f"the connection was replaced: {error}") from error
 
 
 def _require_room(file: Path, size: int) -> None:

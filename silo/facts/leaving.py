@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from protos.console import counted
 from silo.storage.store import RunRecord, Store
 
 WORDS: Mapping[str, str] = {
@@ -28,6 +30,7 @@ WORDS: Mapping[str, str] = {
     "fine": "how the model's answers divide into finer classes",
 }
 """Parts of updates in plain words; others are named as they are."""
+NO_PRIVACY = "no privacy"
 _BYTES_PER_NUMBER, _BYTES_PER_TENSOR, _FRAME_BYTES = 4, 512, 4096
 """The most that an update's file takes: its numbers, and what names and places them."""
 
@@ -66,9 +69,44 @@ class Leaves:
         ]
 
 
+class Unprotected(NamedTuple):
+    """How many updates left without privacy, and of how many runs.
+
+    unregistered: of data that the ledger does not know, which may be any records   unknown: not in `updates`, since an
+    earlier version made them.
+    """
+
+    updates: int = 0
+    runs: int = 0
+    unregistered: int = 0
+    unknown: int = 0
+
+    def sentence(self, whose: str = "") -> str:
+        """Say it to whoever answers for the records; empty where there are none. whose: " of these records"."""
+        text = ""
+        if self.updates:
+            text = (
+                f"{counted(self.updates, 'update')}{whose} left without privacy, in {counted(self.runs, 'run')}: no "
+                f"bound holds for what {'it tells' if self.updates == 1 else 'they tell'}."
+            )
+        if self.unregistered:
+            of = "It is" if self.updates == 1 else f"Of these, {self.unregistered} are"
+            text += f" {of} of data that the ledger does not know, which may be the same records."
+        if self.unknown:
+            text += f" Of {counted(self.unknown, 'earlier update')} no version noted whether they had privacy."
+        return text.strip()
+
+
+NO_UPDATES = Unprotected()
+
+
 @dataclass(frozen=True, slots=True)
 class RunLeaving:
-    """What left for one run. last: when the newest was ready to be sent   larger: updates that their numbers exceed."""
+    """What left for one run.
+
+    privacy: what it promises, empty where not noted   last: when the newest was ready to be sent   larger: updates that
+    their numbers exceed.
+    """
 
     run_id: str
     name: str
@@ -80,6 +118,11 @@ class RunLeaving:
     last: float | None
     waiting: int
     leaves: Leaves | None
+    privacy: str = ""
+
+    @property
+    def protected(self) -> bool:
+        return not self.privacy.startswith(NO_PRIVACY)
 
     @property
     def fits(self) -> bool | None:
@@ -91,9 +134,10 @@ class RunLeaving:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """What left for all runs, the newest run first."""
+    """What left for all runs, the newest run first; unprotected: of any records."""
 
     runs: tuple[RunLeaving, ...]
+    unprotected: Unprotected = NO_UPDATES
 
     @property
     def updates(self) -> int:
@@ -131,7 +175,10 @@ class Leaving:
 
 def leaving(store: Store) -> Leaving:
     """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
-    return Leaving(tuple(_of_run(run) for run in reversed(store.history())))
+    listed = store.unprotected()
+    runs = [update.run_id for update in listed if update.splits is not None]
+    unprotected = Unprotected(len(runs), len(set(runs)), unknown=len(listed) - len(runs))
+    return Leaving(tuple(_of_run(run) for run in reversed(store.history())), unprotected)
 
 
 def _of_run(run: RunRecord) -> RunLeaving:
@@ -148,4 +195,5 @@ def _of_run(run: RunRecord) -> RunLeaving:
         last=max((t.staged for t in sent if t.staged is not None), default=None),
         waiting=len(waiting),
         leaves=Leaves.from_json(run.leaves),
+        privacy=run.privacy,
     )

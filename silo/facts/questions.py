@@ -109,7 +109,10 @@ def _spends(request: RunRequest | None, known: Known) -> tuple[tuple[Preview, ..
     if request is None:
         return None, "What it would spend is not known: an earlier version of this software was asked."
     if not request.private:
-        return (), "It spends nothing of any budget, because it promises no differential privacy."
+        return (), (
+            "It promises no differential privacy: it spends nothing of any budget, and no bound holds for what its "
+            "updates tell."
+        )
     if request.charges is None:
         return None, "It spends nothing here: this hospital is not among its members."
     if known.ledger_error:

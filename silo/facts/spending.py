@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from privacy.accounting.accountant import Filter, Mechanism
+from silo.facts.leaving import NO_UPDATES, Unprotected
 from silo.facts.run_request import RunRequest
+from silo.storage.tasks import UnprotectedUpdate
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
     from privacy.policy import Policy
 
+SPLITS = ("train", "test")
 WHOLE = "hospital"
 """The collection of everything that the hospital has."""
 _SAYABLE = math.log(1e6)
@@ -25,7 +28,7 @@ class Spending:
     """A collection's spending, by RDP. budget, delta: of its ledger's budget, None and 1e-5 without one.
 
     cap: epsilon of the policy's own budget   used: share of whichever of both is used up first, None without any, or
-    where one is too small for anything (`closed`).
+    where one is too small for anything (`closed`)   unprotected: updates of its records that no spending covers.
     """
 
     collection: str
@@ -36,17 +39,19 @@ class Spending:
     cap: float | None
     used: float | None
     closed: bool = False
+    unprotected: Unprotected = NO_UPDATES
 
     @property
     def limit(self) -> float | None:
         return min((e for e in (self.budget, self.cap) if e is not None), default=None)
 
     def sentence(self) -> str:
-        """Say it to whoever answers for the records."""
+        """Say it to whoever answers for the records. What it says holds of private runs; `warning` names the others."""
         whom = {"hospital": "the hospital as a whole", "group": "each patient", "record": "each record"}
         unit = whom.get(self.unit, f"each {self.unit}")
+        charged = "runs that protect the hospital as a whole" if self.unit == WHOLE else "private runs"
         if not self.spent:
-            start = f"Nothing has been spent for {unit}."
+            start = f"Nothing has been spent for {unit} in {charged}."
             if self.limit is None:
                 return f"{start} There is no budget: private runs are refused."
             return f"{start} The budget of epsilon {self.limit:g} is too small for any run." if self.closed else start
@@ -55,10 +60,15 @@ class Spending:
         if self.spent < math.log(100):
             factor = f"a factor of {math.exp(self.spent):.1f}"
         return (
-            f"Epsilon {self.spent:.2f}{of} is spent for {unit}: whatever others learn from all that has left, their "
-            f"odds of guessing right about one of them have grown by at most {factor} (but for a chance of "
-            f"{self.delta:g})."
+            f"Epsilon {self.spent:.2f}{of} is spent for {unit} in {charged}: whatever others learn from these runs "
+            f"alone, their odds of guessing right about one of them have grown by at most {factor} (but for a chance "
+            f"of {self.delta:g})."
         )
+
+    @property
+    def warning(self) -> str:
+        """Say how many updates the sentence does not cover; empty where there are none."""
+        return self.unprotected.sentence(" of this hospital's records" if self.unit == WHOLE else " of these records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +91,17 @@ class Preview:
         return text if self.fits else f"{text}. It does not fit: the run would be refused"
 
 
-def spending(ledger: Ledger, policy: Policy | None, name: str, asked: Sequence[Mechanism] = ()) -> Spending:
-    """Read a collection's spending; asked: as if that were spent as well. policy: None where it cannot be read."""
+def spending(
+    ledger: Ledger,
+    policy: Policy | None,
+    name: str,
+    asked: Sequence[Mechanism] = (),
+    updates: Sequence[UnprotectedUpdate] = (),
+) -> Spending:
+    """Read a collection's spending; asked: as if that were spent as well. policy: None where it cannot be read.
+
+    updates: of the home's list of those that nothing protects.
+    """
     status, cap = ledger.status(name, prv=False, asked=asked), None if policy is None else policy.caps().get(name)
     limits = [limit for limit in (ledger.budget(name), cap) if limit is not None]
     closed, spent = any(limit.bound <= 0 for limit in limits), [*ledger.history(name), *asked]
@@ -95,7 +114,25 @@ def spending(ledger: Ledger, policy: Policy | None, name: str, asked: Sequence[M
         cap=None if cap is None else cap.epsilon,
         used=None if closed else max((limit.used(spent) for limit in limits), default=None),
         closed=closed,
+        unprotected=unprotected(ledger, name, updates),
     )
+
+
+def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate]) -> Unprotected:
+    """Count the updates of a collection's records that nothing protects, by the versions of data that its ledger knows.
+
+    Guarantees: none is left out. Data that the ledger does not know count for every collection, and what an earlier
+    version made counts unless its run was charged for such records.
+    """
+    charged, found = ledger.charged_runs(), list[tuple[str, bool]]()
+    for update in updates:
+        splits = update.splits
+        if splits is None:
+            splits = tuple(s for s in SPLITS if not any(c.endswith(f"/{s}") for c in charged.get(update.run_id, ())))
+        told = {ledger.collection_of(version_of(update.fingerprint, split)) for split in splits}
+        if told and (name == WHOLE or told & {name, None}):
+            found.append((update.run_id, name == WHOLE or name in told))
+    return Unprotected(len(found), len({run for run, _ in found}), sum(not known for _, known in found))
 
 
 def preview(

@@ -77,7 +77,7 @@ class Examination:
             return
         remedy = "a running service renews it by itself (silo serve); once expired: coordinator invite NAME --again"
         yield from checks.certificate("certificate", identity.current_credentials(), remedy)
-        running = checks.is_locked(self.home.path / "serve.lock")
+        running = self.home.is_locked()
         stopped = checks.warning("service", "it does not run", "silo serve --data REF")
         yield checks.ok("service", f"it runs on {self.home.path}") if running else stopped
 
@@ -128,7 +128,7 @@ class Examination:
         if not key.exists():
             yield checks.problem("ledger", f"its key {key} is missing", "put it back from its own backup")
             return
-        with closing(checks.read_only(file)) as db:
+        with closing(checks.untouched(file)) as db:
             version = schema_version(db)
         if version != SCHEMA_VERSION:
             found = f"{file} is of version {version}, and this software's is {SCHEMA_VERSION}"
@@ -145,7 +145,7 @@ class Examination:
         if self.home.database.exists():
             with (
                 suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database tells
-                closing(checks.read_only(self.home.database)) as db,
+                closing(checks.untouched(self.home.database)) as db,
             ):
                 rows = db.execute("SELECT attested FROM tasks WHERE attested <> ''").fetchall()
                 found += [Attestation(*json.loads(row[0])) for row in rows]

@@ -8,7 +8,7 @@ from protos.operations.logs import FIELDS
 from silo.events import Event
 
 log = logging.getLogger("silo")
-_WARNINGS = frozenset({"trouble", "refused", "disconnected", "held", "stopped"})
+_WARNINGS = frozenset({"trouble", "refused", "disconnected", "held", "stopped", "charged"})
 _MEASURED = {"staged": "the update is finished and waits to be sent"}
 """Events whose text tells what was measured on the hospital's images: the log has another."""
 

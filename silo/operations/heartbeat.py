@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fl_core.errors import UnavailableError
-from protos.operations import checks
 from silo.events import Event
 from silo.storage.home import Home
 
@@ -68,7 +67,7 @@ class Health:
     @classmethod
     def of(cls, home: Home, clock: Callable[[], float] = since_boot) -> Health:
         """Look at a home: a service that does not run, or that has said nothing for half a minute, is not alive."""
-        if not checks.is_locked(home.path / "serve.lock"):
+        if not home.is_locked():
             return cls(alive=False, why="it does not run")
         try:
             raw = json.loads((home.path / FILE).read_text())

@@ -108,6 +108,7 @@ class HospitalPage:
             "policy": known.policy,
             "policy_file": self.home.policy,
             "spending": self._spending(known),
+            "shares_ledger": self._shares_ledger(),
             "ledger_error": known.ledger_error,
             "mine": mine.identity,
             "fingerprint": colons(mine.fingerprint),
@@ -154,11 +155,17 @@ class HospitalPage:
         self._ledger = found.ledger
         return found
 
-    @staticmethod
-    def _spending(known: Known) -> list[Spending]:
-        if known.ledger is None:
+    def _spending(self, known: Known) -> list[Spending]:
+        ledger = known.ledger
+        if ledger is None:
             return []
-        return [spending(known.ledger, known.policy, name) for name in known.ledger.collections()]
+        updates = self.store.unprotected()
+        return [spending(ledger, known.policy, name, updates=updates) for name in ledger.collections()]
+
+    def _shares_ledger(self) -> bool:
+        with suppress(FederationError):  # `ledger_error` says what
+            return self.home.shares_ledger
+        return False
 
     def _lines(self) -> list[Mapping[str, object]]:
         folder = LogFolder(self.home.path / FOLDER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import counted
 from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from protos.pki.identity import Address
 from protos.storage.object_store import ObjectStore
@@ -73,7 +75,7 @@ class SiloSettings:
         if self.nominal_size is not None and not 1 <= self.nominal_size < 2**53:
             raise ConfigError("E-CFG-02", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
         loader = ImageLoader(self.home.path, int(self.image_cache_gib * 2**30))
-        return DataSource(self.data, self.data_root, self.nominal_size, loader)
+        return DataSource(self.data, self.data_root, self.nominal_size, loader, self.holds)
 
 
 def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
@@ -97,7 +99,8 @@ def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
 class Service:
     """One silo at work. `start`, then `wait`; `stop` ends it in good order; `error` says what ended it otherwise.
 
-    connect, diagnose: replaced in tests without TLS   run_round: the arithmetic of a round, replaced in benchmarks.
+    connect, diagnose: replaced in tests without TLS   run_round: the arithmetic of a round, replaced in benchmarks
+    clock: of how often preflights come.
     """
 
     metrics_at: LoopbackAddress | None = None
@@ -112,6 +115,7 @@ class Service:
         connect: Connect | None = None,
         diagnose: Callable[[Address], Diagnosis] | None = None,
         run_round: RunRound = run_silo_round,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._retry_policy = retry_policy or RetryPolicy()
         self._identity = SiloIdentity(settings.home.path)
@@ -142,8 +146,8 @@ class Service:
         )
         self._membership = MembershipMaintainer(self._identity, connections, emit, self._client.renewed)
         objects = ObjectStore(private_folder(settings.home.objects))
-        self._queue = TaskQueue(self.store, self._client.send, emit)
-        self._controls = HospitalControls(settings.home, self.store)
+        self._queue = TaskQueue(self.store, self._client.send, emit, clock)
+        self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
         timed = self.metrics.timing(run_round)
         trainer = Trainer(self.name, source, self._controls, self._device, settings.prototypes, timed)
         self._worker = TaskRunner(
@@ -174,6 +178,9 @@ class Service:
         self._serve_metrics()
         for entry in self._controls.recover():
             self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
+        for key, kills in self.store.count_kills():
+            text = f"{key}: the service was killed in the middle of it ({counted(kills, 'time')} so far)"
+            self._emit(event("killed", text, key, {"code": "E-RUN-46", "kills": kills}))
         text = f"{self.name} of {self._consortium} serves {self._data_offer.name} data on {self._device}"
         self._emit(event("serving", text, facts={"silo": self.name, "device": str(self._device)}))
         self._emit(
@@ -246,6 +253,7 @@ class Service:
     def leave(self, reason: str) -> None:
         self._queue.close(reason)
         self._leaving.set()
+        self.store.end_trainings()
 
     def settled(self, seconds: float) -> bool:
         self._threads[0].join(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import printable
 from protos.wire.tasks import TaskKey
-from silo.connection.retry import CancelToken
+from silo.connection.retry import CancelToken, Pace
 from silo.events import EmitEvent, event
 from silo.storage.store import Store
 
@@ -20,6 +21,8 @@ Send = Callable[[pb.SiloMessage], None]
 _Name = tuple[TaskKey, str, str]
 _MOST = 1000
 """Tasks that wait, and refusals and runs that are remembered: a coordinator asks for some, and may name any number."""
+PREFLIGHTS_PER_MIN, PREFLIGHTS_AT_ONCE = 10, 30
+"""Preflights that are looked at; one more is refused unseen (E-WIRE-17)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class TaskQueue:
     it first and is settled afterwards.
     """
 
-    def __init__(self, store: Store, send: Send, emit: EmitEvent) -> None:
+    def __init__(self, store: Store, send: Send, emit: EmitEvent, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._send = send
         self._emit = emit
@@ -73,6 +76,7 @@ class TaskQueue:
         self._closed = False
         self._undecided: set[str] = set()
         self._asked: dict[str, None] = {}
+        self._pace, self._too_often = Pace(PREFLIGHTS_PER_MIN / 60, PREFLIGHTS_AT_ONCE, clock), False
         self._pulse = self._local_pulse = pb.Pulse(activity=pb.IDLE)
         self.cleanup_needed = threading.Event()
 
@@ -110,13 +114,29 @@ class TaskQueue:
             self._lock.notify_all()
 
     def preflight(self, request: pb.Preflight) -> None:
-        """Queue the question whether this silo is ready for a run; whenever it is asked, it is looked at anew."""
+        """Queue the question whether this silo is ready for a run; whenever it is asked, it is looked at anew.
+
+        One that comes too often is refused at once, for this minute; nothing of it is kept, and it is logged once.
+        """
         task = PreflightTask.of(request)
         with self._lock:
-            if not self._closed:
+            if self._closed:
+                return
+            if task.key in self._preflights or self._pace.allows():
+                self._too_often = False
                 self._require_room(task.key, self._preflights)
                 self._preflights[task.key] = task
                 self._lock.notify_all()
+                return
+            news, self._too_often = not self._too_often, True
+        found = RefusedError(
+            "E-WIRE-17",
+            f"expected at most {PREFLIGHTS_PER_MIN} preflights a minute and {PREFLIGHTS_AT_ONCE} at once, found more: "
+            "ask again in a minute",
+        )
+        if news:
+            self._emit(event("refused", f"{task.key}: {found}", task.key, {"code": found.code}))
+        self._send(task.answer(found.code, found.message))
 
     def round_closed(self, closed: pb.RoundClosed) -> None:
         key = TaskKey.of(closed)
@@ -259,7 +279,8 @@ class TaskQueue:
         self._send(preflight_task.answer())
 
     def refuse(self, task: Task | PreflightTask, error: FederationError) -> None:
-        """Tell the hospital why, in full, and then the coordinator what it may know."""
+        """Tell the hospital why, in full, and then the coordinator what it may know; what was fetched is not kept."""
+        self.cleanup_needed.set()
         self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
         with self._lock:
             if isinstance(task, PreflightTask):

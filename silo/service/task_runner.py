@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,9 +15,12 @@ from fl_core.rounds.manifest import MOST_WEIGHTS_BYTES, RESTART, RunManifest, We
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
+from privacy.ledger.admission import ATTEMPTS
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.console import counted
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
+from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelledError
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
@@ -26,10 +30,12 @@ from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary, preflight
 from silo.training.hospital_controls import HospitalControls
-from silo.training.run_request import leaves_of
+from silo.training.run_request import leaves_of, privacy_of
 from silo.training.trainer import PreparedRun, Trainer
 
 IDLE_S = 1.0
+MOST_KILLS = 2
+"""Times that the service may be killed in the middle of one task before the run is given up here."""
 log = logging.getLogger(__name__)
 
 
@@ -94,19 +100,49 @@ class TaskRunner:
         run = self._admitted_run(preflight_task, digest)
         prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task))
         try:
-            preflight.require(prepared, self.outbox.objects.folder, self.trainer.device)
+            preflight.require(prepared, self.outbox.objects.folder)
         except RefusedError as error:
             if run.private:
                 self.controls.record_refusal(key.run_id, error)
             raise
-        self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves_of(run.manifest).to_json())
+        leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
+        if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
+            self.queue.cleanup_needed.set()
         self.queue.ready(preflight_task)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
+
+    def _past_kill(self, task: Task) -> RefusedError | None:
+        """Return what to tell of a service that was killed over this run; raises it where that was too often."""
+        kills = self.outbox.store.kills(task.key.run_id, task.offer.attempt)
+        if kills == 0:
+            return None
+        again = kills < MOST_KILLS
+        error = RefusedError(
+            "E-RUN-46",
+            f"expected a service that lives through its task, found that it was killed {counted(kills, 'time')} in the "
+            "middle of one of this run, most likely for want of memory: "
+            + ("it tries once more" if again else "the run is given up here")
+            + ". Give it more memory, or choose smaller batches or images",
+        )
+        if not again:
+            raise error
+        return error
+
+    @contextmanager
+    def _marked(self, task: Task) -> Iterator[None]:
+        """Mark a task on the disk while it is worked on: a mark that is found at the next start tells of a kill."""
+        store = self.outbox.store
+        store.begin_training(task.key, task.offer.attempt)
+        try:
+            yield
+        finally:
+            store.end_trainings()
 
     def _run_task(self, task: Task) -> None:
         entry = self.outbox.find(task.key, task.offer.base_digest)
         if entry is not None and not self.outbox.holds(entry):
-            self.emit(event("damaged", f"{task.key}: the update in the outbox is damaged: it is made again", task.key))
+            if self._was_taken(task, entry):
+                return
             entry = None
         if entry is None:
             pending = self._train(task)
@@ -123,24 +159,45 @@ class TaskRunner:
         self.queue.accept(task)
         self._send(task, entry, lambda: None)
 
+    def _was_taken(self, task: Task, entry: OutboxEntry) -> bool:
+        """Ask for the receipt of an update whose bytes are gone: with one, nothing is made or charged again."""
+        self.queue.set_activity(task, pb.FETCHING)
+        receipt = self.transfer.taken(entry, self.receipt_verifier(), task.stop)
+        if receipt is not None:
+            self.queue.accept(task)
+            self._keep_receipt(task, entry, receipt)
+            text = f"{task.key}: the coordinator has this update already, receipt kept: nothing is made again"
+            self.emit(event("taken", text, task.key))
+            return True
+        what = "is damaged" if entry.staged else "is no longer here"
+        signed = ", although it signed for it before" if entry.receipt is not None else ""
+        text = f"{task.key}: the update {what}, and the coordinator has no receipt for it{signed}: it is made again"
+        self.emit(event("damaged" if entry.staged else "repeated", text, task.key))
+        return False
+
     def _train(self, task: Task) -> PendingEntry:
         """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
         offer, key = task.offer, task.key
+        killed = self._past_kill(task)
         self.queue.set_activity(task, pb.FETCHING)
         prepared = self._prepare(task)
         name, private = prepared.run.manifest.name, prepared.run.private
         self.queue.accept(task)
+        if killed is not None:
+            self.queue.tell(task, killed)
         progress, most = self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
         doing = "training" if key.kind is TaskKind.TRAIN else "evaluating"
         self.emit(event("training", f"{key} of {name}: {doing}", key, {"name": name}))
+        self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
         state = self._kept_state(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
-            result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress)
+            with self._marked(task):
+                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress)
         except CancelledError:
             raise
         except Exception:
@@ -160,6 +217,15 @@ class TaskRunner:
             pending.finish()
             prepared.ledger.commit(pending.entry.object_digest)
         return pending
+
+    def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
+        train = key.kind is TaskKind.TRAIN
+        if prepared.ledger is not None and (times := prepared.ledger.charged(key.run_id, key.round, train)):
+            text = (
+                f"{key} was charged before ({times} of at most {ATTEMPTS} times), and the coordinator has shown no "
+                "receipt for an update of it: now it is charged again"
+            )
+            self.emit(event("charged", text, key))
 
     def _kept_state(self, task: Task, prepared: PreparedRun) -> State | None:
         """Read what this round starts from at this silo: its state as of the rounds that the coordinator closed.
@@ -188,12 +254,14 @@ class TaskRunner:
                 "E-DATA-10",
                 f"expected the data that run {task.key.run_id} began with, found {prepared.dataset.origin} changed",
             )
+        self.trainer.require_memory(prepared)
         self.outbox.store.record_run(
             task.key.run_id,
             run.manifest.name,
             task.offer.manifest_digest,
             task.offer.base_digest,
             leaves=leaves_of(run.manifest).to_json(),
+            privacy=privacy_of(run),
         )
         return prepared
 
@@ -243,10 +311,13 @@ class TaskRunner:
                 self.recycle()
             raise
         ready()  # also where it was taken before, and no commit was asked for
+        self._keep_receipt(task, entry, receipt)
+        self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
+
+    def _keep_receipt(self, task: Task, entry: OutboxEntry, receipt: bytes) -> None:
         self.outbox.store.deliver(entry.key, receipt)
         self.on_receipt(receipt)
         self.queue.set_activity(task, pb.WAITING)
-        self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
     def _progress(
         self, task: Task | PreflightTask, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False

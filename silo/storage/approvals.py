@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from sqlalchemy import ColumnElement, and_, select, update
+from sqlalchemy import ColumnElement, Delete, Select, and_, delete, func, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, RefusedError
 from protos.storage.sqlite import Database
 from silo.storage.schema import approvals
 
 LATEST = "latest"
+MOST_UNDECIDED = 20
+"""Questions of one coordinator, whose home this is, that wait at once: the first to ask stay, and later ones wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,25 @@ class Approvals:
             return Approval(**row._mapping) if row else None
 
     def ask(self, run_id: str, manifest_digest: str, name: str, about: str, request: str = "") -> bool | None:
-        """Return the decision about a run; one that nobody was asked about waits from now on."""
+        """Return the decision about a run; one that nobody was asked about waits from now on.
+
+        Raises RefusedError (E-WIRE-17) on one more than `MOST_UNDECIDED`.
+        """
         key = {"run_id": run_id, "manifest_digest": manifest_digest}
         asked = upsert(approvals).values(**key, name=name, about=about, asked=self._clock(), request=request)
         with self._database.write() as db:
-            db.execute(asked.on_conflict_do_nothing())
-            return db.scalar(select(approvals.c.decided).where(_is(run_id, manifest_digest)))
+            known = db.execute(select(approvals).where(_is(run_id, manifest_digest))).first()
+            if known is not None:
+                return Approval(**known._mapping).decided
+            waiting = select(func.count()).select_from(approvals).where(approvals.c.decided.is_(None))
+            if db.execute(waiting).scalar_one() >= MOST_UNDECIDED:
+                raise RefusedError(
+                    "E-WIRE-17",
+                    f"expected at most {MOST_UNDECIDED} runs that wait for the hospital's decision, found one more: "
+                    "have it decide about them (silo approve), then ask again",
+                )
+            db.execute(asked)
+            return None
 
     def waits(self, run_id: str) -> bool:
         waiting = and_(approvals.c.run_id == run_id, approvals.c.decided.is_(None))
@@ -58,25 +74,30 @@ class Approvals:
             return db.execute(select(approvals).where(waiting)).first() is not None
 
     def decide(self, run: str, approved: bool) -> Approval:
-        """Decide about a run: by its id, by its name, or the `latest` of those that wait, whatever runs are called.
+        """Decide about a run: by its id, by its name, by its manifest's digest, or `latest` where a single one waits.
 
-        Raises ConfigError (E-RUN-10) when none like it has asked, or several have its name.
+        Raises ConfigError (E-RUN-10) when none like it has asked, or several are meant: coordinators choose names.
         """
         with self._database.write() as db:
-            rows = [Approval(**row._mapping) for row in db.execute(select(approvals).order_by(approvals.c.asked))]
+            rows = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
             waiting = [row for row in rows if row.decided is None]
-            found = waiting[-1:] if run == LATEST else [row for row in rows if run in (row.run_id, row.name)]
+            names = [row for row in rows if run in (row.run_id, row.name, row.manifest_digest)]
+            found = waiting if run == LATEST else names
             if run == LATEST and not found:
                 raise ConfigError(
                     "E-RUN-10", "expected a run that waits for this hospital, found none: see silo approve"
                 )
-            if not found or len({row.run_id for row in found}) > 1:
+            if not found or len({row.run_id for row in found}) > 1 or sum(row.decided is None for row in found) > 1:
                 known = ", ".join(row.run_id for row in waiting) or "none"
-                raise ConfigError("E-RUN-10", f"expected one of the runs that wait ({known}), found {run!r}")
-            newest = replace(found[-1], decided=approved)
-            this = _is(newest.run_id, newest.manifest_digest)
+                raise ConfigError(
+                    "E-RUN-10",
+                    f"expected one of the runs that wait ({known}), found {run!r}, which is none or several: give a "
+                    "run's id, or its manifest's digest (silo approve --json)",
+                )
+            chosen = next((row for row in found if row.decided is None), found[-1])
+            this = _is(chosen.run_id, chosen.manifest_digest)
             db.execute(update(approvals).where(this).values(decided=approved))
-            return newest
+            return replace(chosen, decided=approved)
 
     def decide_waiting(self, run_id: str, manifest_digest: str, approved: bool) -> Approval | None:
         """Decide about a run under this manifest; None, and nothing changes, where it does not wait under it."""
@@ -88,8 +109,18 @@ class Approvals:
             return Approval(**db.execute(select(approvals).where(this)).one()._mapping)
 
     def all(self) -> list[Approval]:
+        """List those that wait, the first to ask on top, and then the others; clocks that jump change no order."""
         with self._database.read() as db:
-            return [Approval(**row._mapping) for row in db.execute(select(approvals).order_by(approvals.c.asked))]
+            found = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
+        return sorted(found, key=lambda row: row.decided is not None)
+
+
+def forget_undecided(run_id: str) -> Delete:
+    """Return the statement by which a run's question goes: nobody has to answer it any more."""
+    return delete(approvals).where(approvals.c.run_id == run_id, approvals.c.decided.is_(None))
+
+
+_IN_ORDER: Select[Any] = select(approvals).order_by(literal_column("rowid"))
 
 
 def _is(run_id: str, manifest_digest: str) -> ColumnElement[bool]:

@@ -1,7 +1,7 @@
 """A silo's home on disk: where everything lies, who uses it now, and where the coordinator is.
 
 `identity/` key, certificate, authority, pinned roster    `silo.db` what is remembered    `objects/` files by digest
-`addresses.json` of the coordinator                       `serve.lock` held by a running service
+`addresses.json` of the coordinator                       `serve.lock` which service runs
 `instance.json` who served here last                     `policy.toml` what the hospital takes part in
 `ledger.db` what its records were used for, and what is left of their budget
 `served.json` which data the last service served
@@ -10,12 +10,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +24,7 @@ from protos.storage import private_files
 VARIABLE = "CONSILIUM_SILO_HOME"
 OBJECTS = "objects"
 SERVED = "served.json"
+LOCK_FILE = "serve.lock"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
 """Name the ledger's file and its key's, and win over the home's own file."""
 
@@ -77,6 +75,11 @@ class Home:
         """
         named = os.environ.get(LEDGER) or self._ledger_location().get("ledger")
         return Path(named).expanduser() if named else self.path / "ledger.db"
+
+    @property
+    def shares_ledger(self) -> bool:
+        """Tell whether the ledger lies outside of this home, so that other homes may use it as well."""
+        return self.ledger.absolute().parent != self.path.absolute()
 
     @property
     def ledger_key(self) -> Path:
@@ -168,24 +171,13 @@ class Home:
         private_files.write_public(path, json.dumps({"id": now.id, "place": place}).encode())
         return now
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> private_files.FolderLock:
         """Keep every other service out of this home; raises StateError (E-STATE-20) when one is running."""
-        with (self.path / "serve.lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise StateError(
-                    "E-STATE-20",
-                    f"expected no other `silo serve` on {self.path}, found one (process {file.read().strip() or '?'}); "
-                    "stop it first, or use another home for another silo",
-                ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-            yield
-            file.truncate(0)
+        return private_files.FolderLock(self.path, LOCK_FILE, "another `silo serve`")
+
+    def is_locked(self) -> bool:
+        """Tell whether a service, or a command that must be alone, has this home."""
+        return private_files.FolderLock.is_held(self.path, LOCK_FILE)
 
 
 def _machine() -> str:

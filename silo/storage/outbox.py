@@ -21,13 +21,16 @@ from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
 class TrainingResult:
     """The bundle that may leave, the state that stays, and what was measured on the way.
 
-    server_tracks_state: the method's server keeps a sum of such states: this one counts only if the bundle is included.
+    server_tracks_state: the method's server keeps a sum of such states: this one counts only if the bundle is included
+    unprotected: the splits of the data whose records nothing protects in this bundle   fingerprint: of the data.
     """
 
     bundle: Bundle
     state: State
     evaluation: Evaluation
     server_tracks_state: bool
+    unprotected: tuple[str, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,16 @@ class Outbox:
         coordinator: str = "",
         on_entered: Callable[[OutboxEntry], None] = lambda _: None,
     ) -> PendingEntry:
-        """Write bundle and next state; a thread brings them to the disk, enters the update and calls on_entered."""
+        """Write bundle and next state; a thread brings them to the disk, enters the update and calls on_entered.
+
+        Guarantees: an update that nothing protects is on the disk's list of those when this returns.
+        """
         staged = None
         if key.kind is TaskKind.TRAIN:
             staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file), sync=False)
         bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file), sync=False)
+        if done.unprotected:
+            self.store.note_unprotected(key, bundle, done.fingerprint, done.unprotected)
         entry = OutboxEntry(
             key,
             manifest_digest,
@@ -98,11 +106,14 @@ class Outbox:
         return PendingEntry(entry, entered)
 
     def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:
+        """Return the update that was made for this task, in the outbox or (`staged`) not any more."""
         entry = self.store.entry(key)
         return entry if entry and entry.base_digest == base_digest else None
 
     def holds(self, entry: OutboxEntry) -> bool:
         """Tell whether what is still to be sent, and the state that waits with it, are as they were written."""
+        if not entry.staged:
+            return False  # a sweep may come at any time
         if entry.receipt is not None or entry.refused is not None:
             return True
         return all(self.objects.holds(digest) for digest in (entry.object_digest, entry.state_digest) if digest)

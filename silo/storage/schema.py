@@ -22,6 +22,7 @@ runs = Table(  # that this silo took part in
     Column("started", Double, nullable=False, default=0.0),
     Column("ended", Double),
     Column("leaves", String, nullable=False, default=""),  # how many numbers of which part an update has, as JSON
+    Column("privacy", String, nullable=False, default=""),  # what it promises, in words
 )
 
 states = Table(  # what the silo keeps between rounds, as of the last committed ones
@@ -69,6 +70,28 @@ tasks = Table(  # the outbox entry while the round is open, and for ever what ca
     Column("included", Boolean),
     Column("attested", String, nullable=False, default=""),
     Column("coordinator", String, nullable=False, default=""),  # incarnation that offered it
+)
+
+unprotected = Table(  # updates with nothing that bounds what they tell of records: noted before a byte leaves, for ever
+    "unprotected",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("object_digest", String, primary_key=True),  # a task that is done again may send another update
+    Column("fingerprint", String, nullable=False, default=""),  # of the data
+    Column("splits", String),  # whose records, with commas; null: by an earlier version, which may have protected them
+)
+
+trainings = Table(  # under way, and those during which the service was killed
+    "trainings",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("attempt", Integer, nullable=False, default=0),  # how often the lead had resumed the run
+    Column("under_way", Boolean, nullable=False, default=True),
+    Column("kills", Integer, nullable=False, default=0),
 )
 
 approvals = Table(  # runs that wait for the hospital's decision, or had it
@@ -137,5 +160,39 @@ def _requests_and_what_leaves(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE runs ADD COLUMN leaves VARCHAR NOT NULL DEFAULT ''")
 
 
-MIGRATIONS = (_mirrored, _attested_and_approvals, _states_and_incarnations, _run_data, _requests_and_what_leaves)
-IN_EVERY_VERSION = frozenset(metadata.tables) - {"approvals", "incarnation", "states", "run_data"}
+def _unprotected_and_trainings(db: sqlite3.Connection) -> None:
+    """Take over every update that an earlier version made: whether anything protected it, the ledger says."""
+    db.execute("ALTER TABLE runs ADD COLUMN privacy VARCHAR NOT NULL DEFAULT ''")
+    db.execute(
+        "CREATE TABLE unprotected (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, "
+        "object_digest VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL DEFAULT '', splits VARCHAR, "
+        "PRIMARY KEY (run_id, round, kind, object_digest))"
+    )
+    db.execute(
+        "INSERT INTO unprotected SELECT t.run_id, t.round, t.kind, t.object_digest, "
+        "coalesce(substr(d.fingerprint, 1, instr(d.fingerprint || ':', ':') - 1), ''), NULL "
+        "FROM tasks t LEFT JOIN run_data d ON d.run_id = t.run_id WHERE t.object_digest <> ''"
+    )
+    db.execute(
+        "CREATE TABLE trainings (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, "
+        "attempt INTEGER NOT NULL DEFAULT 0, under_way BOOLEAN NOT NULL DEFAULT 1, kills INTEGER NOT NULL DEFAULT 0, "
+        "PRIMARY KEY (run_id, round, kind))"
+    )
+
+
+MIGRATIONS = (
+    _mirrored,
+    _attested_and_approvals,
+    _states_and_incarnations,
+    _run_data,
+    _requests_and_what_leaves,
+    _unprotected_and_trainings,
+)
+IN_EVERY_VERSION = frozenset(metadata.tables) - {
+    "approvals",
+    "incarnation",
+    "states",
+    "run_data",
+    "unprotected",
+    "trainings",
+}

@@ -9,12 +9,25 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, and_, delete, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Table,
+    and_,
+    case,
+    delete,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.types.clinical import ClinicalMetrics
@@ -23,15 +36,35 @@ from privacy.reports.uncertainty import EvaluationNoise
 from protos.storage.object_store import count_objects
 from protos.storage.sqlite import Database
 from protos.wire.tasks import TaskKey
-from silo.storage.approvals import Approvals
+from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
-from silo.storage.schema import IN_EVERY_VERSION, MIGRATIONS, bases, contact, metadata, run_data, runs, states, tasks
-from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, ledger_position
+from silo.storage.schema import (
+    IN_EVERY_VERSION,
+    MIGRATIONS,
+    bases,
+    contact,
+    metadata,
+    run_data,
+    runs,
+    states,
+    tasks,
+    trainings,
+    unprotected,
+)
+from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate, ledger_position
 
+ASKED = "asked"
+"""The state of a run that asked whether this silo is ready, and has offered it no task yet."""
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
+MOST_UNTRAINED = 20
+"""Runs that asked and of which nothing was ever trained here: of more, those that asked first lapse."""
+MOST_CLOSED = 50
+"""Rounds of a run, closed without a task of this silo, that are remembered."""
 KEPT_STATES = 2
 """Committed states of a run: so far may a restored coordinator lie back."""
+_PLACE: ColumnElement[int] = literal_column("rowid")
+"""Of a row, in the order in which rows came, whatever a clock said."""
 _IS_OPEN = and_(tasks.c.closed.is_(None), tasks.c.staged.is_not(None))
 
 
@@ -61,7 +94,10 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as this silo saw it. leaves: how many numbers of which part an update has, as JSON; empty: not noted."""
+    """A run as this silo saw it. leaves: how many numbers of which part an update has, as JSON; empty: not noted.
+
+    privacy: what the run promises, in words; empty: not noted.
+    """
 
     run_id: str
     name: str
@@ -70,6 +106,7 @@ class RunRecord:
     state_round: int | None
     tasks: tuple[TaskRecord, ...]
     leaves: str = ""
+    privacy: str = ""
 
 
 class Store:
@@ -93,19 +130,32 @@ class Store:
 
     # ---- runs and what they need -------------------------------------------------------------------------------
 
-    def record_run(self, run_id: str, name: str, manifest_digest: str, base_digest: str = "", leaves: str = "") -> None:
-        """Remember a run, running again if it had ended, and its newest two bases."""
+    def record_run(
+        self,
+        run_id: str,
+        name: str,
+        manifest_digest: str,
+        base_digest: str = "",
+        leaves: str = "",
+        privacy: str = "",
+    ) -> int:
+        """Remember a run, running again if it had ended, and its newest two bases; return how many others lapsed.
+
+        One without a base has only been asked for so far.
+        """
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
-            known = {"name": name, "manifest_digest": manifest_digest} | ({"leaves": leaves} if leaves else {})
-            row = upsert(runs).values(run_id=run_id, started=self._clock(), **known)
-            again = known | {"state": "running", "reason": "", "ended": None}
-            db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
+            noted = {name: text for name, text in (("leaves", leaves), ("privacy", privacy)) if text}
+            known = {"name": name, "manifest_digest": manifest_digest} | noted
             last = db.execute(newest).first()
+            again = known | {"state": "running" if base_digest or last else ASKED, "reason": "", "ended": None}
+            row = upsert(runs).values(run_id=run_id, started=self._clock(), **again)
+            db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
             if base_digest and (last is None or last.digest != base_digest):
                 db.execute(insert(bases).values(run_id=run_id, digest=base_digest))
                 for old in db.execute(newest.offset(BASES_PER_RUN)).all():
                     db.execute(delete(bases).where(bases.c.number == old.number))
+            return _drop_lapsed(db, but=run_id)
 
     def fix_data(self, run_id: str, version: str) -> bool:
         """Note the version of the data that a run begins with; return whether this is the one that was noted.
@@ -147,9 +197,11 @@ class Store:
             ended = {"state": state, "reason": reason, "ended": func.coalesce(runs.c.ended, now)}
             # There is none of a run of others, or of one that ended before this silo had a task in it.
             known = db.execute(update(runs).where(runs.c.run_id == run_id).values(ended)).rowcount > 0
+            db.execute(delete(trainings).where(trainings.c.run_id == run_id))
             if state != "finished":  # a finished run has closed all its rounds, and says so for each
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
+            db.execute(forget_undecided(run_id))
         return known
 
     # ---- tasks -------------------------------------------------------------------------------------------------
@@ -173,9 +225,58 @@ class Store:
         with self.database.write() as db:
             _put(db, tasks, _primary(entry.key), values, where=tasks.c.closed.is_(None))
 
-    def deliver(self, key: TaskKey, receipt: bytes) -> None:
+    def note_unprotected(self, key: TaskKey, object_digest: str, fingerprint: str, splits: Iterable[str]) -> None:
+        """List an update that nothing protects; the same one is listed once."""
+        values = {"fingerprint": fingerprint, "splits": ",".join(splits)}
         with self.database.write() as db:
-            _put(db, tasks, _primary(key), {"receipt": receipt, "refused": None})
+            _put(db, unprotected, {**_primary(key), "object_digest": object_digest}, values)
+
+    def unprotected(self) -> list[UnprotectedUpdate]:
+        with self.database.read() as db:
+            return [
+                UnprotectedUpdate(
+                    row.run_id, row.fingerprint, None if row.splits is None else tuple(row.splits.split(","))
+                )
+                for row in db.execute(select(unprotected))
+            ]
+
+    def begin_training(self, key: TaskKey, attempt: int) -> None:
+        """Note that a task is being worked on; `attempt`: how often the lead had resumed the run."""
+        values = {"attempt": attempt, "under_way": True}
+        begun = upsert(trainings).values(**_primary(key), **values)
+        forgiven = {"kills": case((trainings.c.attempt < attempt, 0), else_=trainings.c.kills)}
+        with self.database.write() as db:
+            db.execute(begun.on_conflict_do_update(index_elements=["run_id", "round", "kind"], set_=values | forgiven))
+
+    def end_trainings(self) -> None:
+        """Note that nothing is being worked on any more: it is done, it failed, or the service was told to stop."""
+        with self.database.read() as db:
+            if db.execute(select(trainings).where(trainings.c.under_way)).first() is None:
+                return
+        with self.database.write() as db:
+            db.execute(delete(trainings).where(trainings.c.under_way, trainings.c.kills == 0))
+            db.execute(update(trainings).where(trainings.c.under_way).values(under_way=False))
+
+    def count_kills(self) -> list[tuple[TaskKey, int]]:
+        """Count what was under way when the service before this one ended; return these tasks and their kills."""
+        found = trainings.c.under_way
+        with self.database.write() as db:
+            killed = db.execute(select(trainings).where(found)).all()
+            if killed:
+                db.execute(update(trainings).where(found).values(under_way=False, kills=trainings.c.kills + 1))
+        return [(_key(row), row.kills + 1) for row in killed]
+
+    def kills(self, run_id: str, attempt: int = 0) -> int:
+        """Return how often the service was killed while it worked on one task of a run, since it was last resumed."""
+        mine = trainings.c.run_id == run_id, trainings.c.attempt >= attempt
+        with self.database.read() as db:
+            return db.scalar(select(func.max(trainings.c.kills)).where(*mine)) or 0
+
+    def deliver(self, key: TaskKey, receipt: bytes) -> None:
+        """Note the receipt of an update, and take one of a round that was opened again back into the outbox."""
+        with self.database.write() as db:
+            staged = func.coalesce(tasks.c.staged, self._clock())
+            db.execute(update(tasks).where(*_this(key)).values(receipt=receipt, refused=None, staged=staged))
 
     def refuse(self, key: TaskKey, why: str) -> None:
         """Note that the coordinator will not take this update: it is not sent again, and waits for the close."""
@@ -185,26 +286,35 @@ class Store:
     def close(self, key: TaskKey, included: bool) -> bool:
         """Commit or discard what was staged; return False when the round was closed before.
 
-        A state that the server sums is discarded unless its bundle was included; any other is kept. Guarantees: a close
-        seen twice changes nothing; a state never replaces that of a later round, unless a coordinator that was restored
-        since closes the earlier one. The newest `KEPT_STATES` stay.
+        A state that the server sums is discarded unless its bundle was included; any other is kept. An update that was
+        refused is not the one that was included, and one that is not in the outbox is none: neither commits a state.
+        Guarantees: a close seen twice changes nothing; a state never replaces that of a later round, unless a
+        coordinator that was restored since closes the earlier one. The newest `KEPT_STATES` stay. Of a run that is not
+        known nothing is written.
         """
         with self.database.write() as db:
             row = _task(db, key)
             if row is not None and row.closed is not None:
                 return False
+            if row is None:
+                if db.execute(select(runs.c.run_id).where(runs.c.run_id == key.run_id)).first() is None:
+                    return True
+                untrained = tasks.c.run_id == key.run_id, tasks.c.contribution_id == "", tasks.c.closed.is_not(None)
+                newest = select(_PLACE).select_from(tasks).where(*untrained).order_by(_PLACE.desc())
+                db.execute(delete(tasks).where(*untrained, _PLACE.not_in(newest.limit(MOST_CLOSED - 1))))
             now = self._clock()
             _put(db, tasks, _primary(key), {"closed": now, "included": included})
-            if row is not None and row.state_digest is not None and (included or not row.mirrored):
+            if row is not None and row.state_digest is not None and _commits(row, included):
                 db.execute(upsert(runs).values(run_id=key.run_id, started=now).on_conflict_do_nothing())
                 _commit_state(db, key, row.state_digest, row.coordinator)
         self.database.checkpoint()
         return True
 
     def entry(self, key: TaskKey) -> OutboxEntry | None:
+        """Return the update that was made for a task whose round is open here, in the outbox or not."""
         with self.database.read() as db:
             row = _task(db, key)
-            return _entry(row) if row and row.closed is None and row.staged is not None else None
+            return _entry(row) if row and row.closed is None and row.contribution_id else None
 
     def outbox(self) -> list[OutboxEntry]:
         with self.database.read() as db:
@@ -218,6 +328,7 @@ class Store:
     def reopen(self, key: TaskKey, coordinator: str) -> bool:
         """Open a round again that another incarnation of the coordinator closed; return whether it was one.
 
+        The update that was made is in the outbox no more, unless `deliver` brings a receipt for it.
         What was committed since stays, so that the coordinator may be restored once more from something newer.
         """
         with self.database.write() as db:
@@ -303,6 +414,7 @@ class Store:
                     newest.get(r.run_id),
                     tuple(t for t in done if t.key.run_id == r.run_id),
                     r.leaves,
+                    r.privacy,
                 )
                 for r in db.execute(select(runs).order_by(runs.c.started))
             ]
@@ -310,6 +422,16 @@ class Store:
     def receipts(self) -> list[bytes]:
         with self.database.read() as db:
             return [row for row in db.scalars(select(tasks.c.receipt).where(tasks.c.receipt.is_not(None))) if row]
+
+
+def _drop_lapsed(db: Connection, but: str) -> int:
+    """Drop the runs of which nothing was ever trained here beyond the newest `MOST_UNTRAINED`; return how many."""
+    trained = select(tasks.c.run_id).where(tasks.c.contribution_id != "")
+    untrained = select(runs.c.run_id).where(runs.c.run_id.not_in(trained), runs.c.run_id != but)
+    lapsed = list(db.scalars(untrained.order_by(_PLACE.desc()).offset(MOST_UNTRAINED - 1)))
+    for table in (runs, run_data, bases, tasks, states) if lapsed else ():
+        db.execute(delete(table).where(table.c.run_id.in_(lapsed)))
+    return len(lapsed)
 
 
 def _put(
@@ -321,6 +443,10 @@ def _put(
 ) -> None:
     row = upsert(table).values(**key, **values)
     db.execute(row.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
+
+
+def _commits(row: Row[Any], included: bool) -> bool:
+    return row.staged is not None and (row.refused is None if included else not row.mirrored)
 
 
 def _commit_state(db: Connection, key: TaskKey, digest: str, coordinator: str) -> None:
@@ -336,9 +462,12 @@ def _primary(key: TaskKey) -> dict[str, object]:
     return {"run_id": key.run_id, "round": key.round, "kind": key.kind.value}
 
 
+def _this(key: TaskKey) -> tuple[ColumnElement[bool], ...]:
+    return tuple(tasks.c[name] == value for name, value in _primary(key).items())
+
+
 def _task(db: Connection, key: TaskKey) -> Row[tuple[object, ...]] | None:
-    here = (tasks.c.run_id == key.run_id, tasks.c.round == key.round, tasks.c.kind == key.kind.value)
-    return db.execute(select(tasks).where(*here)).first()
+    return db.execute(select(tasks).where(*_this(key))).first()
 
 
 def _key(row: Row[tuple[object, ...]]) -> TaskKey:
@@ -359,6 +488,7 @@ def _entry(row: Row[tuple[object, ...]]) -> OutboxEntry:
         row.mirrored,
         Attestation(*json.loads(row.attested)) if row.attested else Attestation(),
         row.coordinator,
+        row.staged is not None,
     )
 
 

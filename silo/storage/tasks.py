@@ -65,13 +65,25 @@ def ledger_position(attested: Attestation) -> tuple[int, int]:
 NO_ATTESTATION = Attestation()
 
 
+class UnprotectedUpdate(NamedTuple):
+    """An update with nothing that bounds what it tells. fingerprint: of the data that it was made of, where known.
+
+    splits: whose records it tells of; None: an earlier version made it, which noted neither that nor whether it is one.
+    """
+
+    run_id: str
+    fingerprint: str
+    splits: tuple[str, ...] | None
+
+
 @dataclass(frozen=True, slots=True)
 class OutboxEntry:
     """A finished task whose round is not known to be closed.
 
     state_digest: None for an evaluation   receipt: signed, once it is here   refused: why the coordinator will never
     take the bundle   mirrored: the state counts only if the bundle is included   coordinator: the incarnation that
-    offered the task.
+    offered the task   staged: it is in the outbox; not so where a round was opened again for another incarnation,
+    which has shown no receipt for it yet.
     """
 
     key: TaskKey
@@ -86,6 +98,7 @@ class OutboxEntry:
     mirrored: bool = True
     attested: Attestation = NO_ATTESTATION
     coordinator: str = ""
+    staged: bool = True
 
     def facts(self) -> dict[str, Any]:
         """Return what an upload and its receipt say of the update, as their messages name it."""

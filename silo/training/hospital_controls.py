@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from fl_core.datasets import SiloDataset
-from fl_core.errors import FederationError, RefusedError, StateError
+from fl_core.errors import DataError, FederationError, RefusedError, StateError
 from fl_core.rounds import extensions
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
@@ -20,7 +21,7 @@ from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.hash_chain import ChainHead
-from privacy.policy import ACCURACY, BY_HAND, NOTHING, Policy
+from privacy.policy import ACCURACY, BY_HAND, NOTHING, Policy, check_labels
 from privacy.release_log import InMemoryReleaseLog
 from protos.storage import private_files
 from silo.identity.identity import SiloIdentity
@@ -37,10 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class HospitalControls:
-    """The hospital's side of every run. Nothing that comes over the network changes it."""
+    """The hospital's side of every run. Nothing that comes over the network changes it.
+
+    coordinator: whose runs these are, by its authority's certificate, beside other consortia on the same ledger.
+    """
 
     home: Home
     store: Store
+    coordinator: str = ""
     _ledger: Ledger | None = field(default=None, init=False)
     _last: CompiledRun | None = field(default=None, init=False)
 
@@ -173,11 +178,11 @@ class HospitalControls:
         return self._last
 
     def access(
-        self, run: CompiledRun, index: int, dataset: SiloDataset, declared: float = 0.0
+        self, run: CompiledRun, index: int, dataset: SiloDataset, size: float = 0.0, typed: bool = True
     ) -> tuple[DataFactory, RunLedger | None, bool]:
         """Return what opens the examples to a run, the ledger of a private one, and whether prototypes may leave.
 
-        declared: the size that this hospital declared. Raises RefusedError: E-POLICY-05 on a part that the policy does
+        size: of this hospital, `typed` or counted. Raises RefusedError: E-POLICY-05 on a part that the policy does
         not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
@@ -189,14 +194,38 @@ class HospitalControls:
         from privacy.ledger.run_ledger import RunLedger
 
         limit = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
-        ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit)
+        ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit, self.coordinator)
         try:
-            profile.check_part(index, policy, unit_of(dataset.train), declared)
+            if hidden_size := policy.runs.hide_size and not typed:
+                policy.check_hidden_size(size)
+            profile.check_part(index, policy, unit_of(dataset.train), 0.0 if hidden_size else size)
             factory = profile.data_factory(index, ledger, hidden, least)
         except RefusedError as error:
             self.record_refusal(run.manifest.name, error)
             raise
         return factory, ledger, policy.prototypes.submit
+
+    def require_labels(self, run: CompiledRun, declared: Iterable[str]) -> None:
+        """Hold a private run's label space against the declared one, and never against records.
+
+        declared: what holds where the policy names none. Raises RefusedError (E-POLICY-16), which the ledger records.
+        """
+        try:
+            check_labels(self.policy().privacy.labels or declared, run.manifest.schema.classes)
+        except RefusedError as error:
+            self.record_refusal(run.manifest.name, error)
+            raise
+
+    def require_declared(self, dataset: SiloDataset, declared: Iterable[str]) -> None:
+        """Raise DataError (E-DATA-05) on a record of a class that is not declared, whatever a run's label space is."""
+        allowed, names = {*(self.policy().privacy.labels or declared)}, dataset.schema.classes
+        found = {names[k] for split in (dataset.train, dataset.test) for k in set(split.labels.tolist())}
+        if undeclared := sorted(found - allowed):
+            raise DataError(
+                "E-DATA-05",
+                f"expected records of the declared classes {sorted(allowed)} in {dataset.origin}, found {undeclared}: "
+                "declare these as well in policy.toml ([privacy] labels), or take them out",
+            )
 
     def withheld_parts(self) -> frozenset[str]:
         """Name the parts of evaluations that the policy keeps here; of a policy that cannot be read all of them."""
@@ -208,7 +237,7 @@ class HospitalControls:
 
     def record_refusal(self, run: str, error: FederationError) -> None:
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
-            self.ledger.note_refusal(run, error.code)
+            self.ledger.note_refusal(run, error.code, self.coordinator)
 
 
 def describe_request(run: CompiledRun) -> str:

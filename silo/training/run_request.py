@@ -7,7 +7,7 @@ import math
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from privacy.compiled_run import CompiledRun
-from silo.facts.leaving import Leaves
+from silo.facts.leaving import NO_PRIVACY, Leaves
 from silo.facts.run_request import RunRequest
 from silo.facts.spending import charges_of
 
@@ -19,6 +19,18 @@ def leaves_of(manifest: RunManifest) -> Leaves:
         for name, spec in manifest.layout.items()
     }
     return Leaves(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()))
+
+
+def privacy_of(run: CompiledRun) -> str:
+    """Say what a run promises about privacy, and what of it does not hold."""
+    profile, terms = run.profile, run.profile.terms
+    if terms is None:
+        return NO_PRIVACY
+    said = f"epsilon {terms.epsilon:g} at delta {terms.delta:g} for {profile.subject}"
+    if not profile.protected:
+        who = "that can be repeated" if terms.rng != "secure" else "of the coordinator alone"
+        return f"{NO_PRIVACY}: {said}, but with noise {who}"
+    return said if terms.test_data == "private" else f"{said}; test images are counted exactly"
 
 
 def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:

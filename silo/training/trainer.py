@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,19 +19,23 @@ from fl_core.errors import ConfigError, DataError, FederationError, ProtocolErro
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
+from fl_core.rounds.memory_need import StepMemory, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
+from fl_core.training import memory
 from fl_core.training.clinical import clinical_metrics
-from fl_core.training.evaluation import CLINICAL_PART, METRICS
+from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL
+from fl_core.training.local_data import has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Coupling, TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import Bundle, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
+from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import PrivacyUnits
-from protos.version import software
+from protos.version import version
 from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelledError
 from silo.storage.outbox import TrainingResult
@@ -56,7 +61,10 @@ class _Wanted(NamedTuple):
 
 
 class DataSource:
-    """The hospital's data, as each run wants it: its label space, image size and window. loader: of its images."""
+    """The hospital's data, as each run wants it: its label space, image size and window.
+
+    loader: of its images   holds: the classes that the operator declares.
+    """
 
     def __init__(
         self,
@@ -64,11 +72,13 @@ class DataSource:
         data_root: Path | None = None,
         nominal_size: float | None = None,
         loader: ImageLoader | None = None,
+        holds: tuple[str, ...] = (),
     ) -> None:
         self.reference = datasets.parse(datasets.resolved(reference))  # the hospital's own words
         self._data_root = data_root
         self._nominal_size = nominal_size
-        self._typed = nominal_size is not None
+        self.typed = nominal_size is not None
+        self._holds, self._published = holds, tuple[str, ...]()
         self._loader = loader
         self._last: tuple[_Wanted, SiloDataset] | None = None
         self._contents, self._version = FileContents(), ""
@@ -86,7 +96,18 @@ class DataSource:
                 str(self.reference), data_root=self._data_root, loader=self._loader, **wanted._asdict()
             )
             self._last, self._version = (wanted, loaded), ""
+            if classes is None:
+                self._published = loaded.schema.classes
         return self._last[1]
+
+    @property
+    def declared_classes(self) -> tuple[str, ...]:
+        """Return the classes that are declared of these data; none of folders and lists, where records decide."""
+        if self._holds or self.reference.source in ("folder", "manifest"):
+            return self._holds
+        if not self._published:
+            self.load()
+        return self._published
 
     def version(self) -> str:
         """Say which data were loaded last: their fingerprint, and where they lie in files a digest of what those hold.
@@ -110,7 +131,7 @@ class DataSource:
         now = datasets.check(str(self.reference), data_root=self._data_root, **wanted._asdict())
         if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
             return False
-        self._last, self._version = None, ""
+        self._last, self._version, self._published = None, "", ()
         if self._loader is not None:
             self._loader.forget()
         return True
@@ -129,7 +150,7 @@ class DataSource:
     @property
     def examples(self) -> tuple[float, float]:
         """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""
-        if self._typed:
+        if self.typed:
             return 0.0, 0.0
         found = self.load()
         return float(round_to_two_digits(len(found.train))), float(round_to_two_digits(len(found.test)))
@@ -142,12 +163,12 @@ class DataSource:
         return self._nominal_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
     ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends
-    data_version: see `DataSource.version`.
+    data_version: see `DataSource.version`   device: where the model is.
     """
 
     run: CompiledRun
@@ -159,6 +180,56 @@ class PreparedRun:
     submits: bool
     broadcast: Mapping[str, object]
     data_version: str
+    device: torch.device
+
+    @cached_property
+    def step_memory(self) -> StepMemory:
+        run, manifest = self.run, self.run.manifest
+        guard_parts = adaptive_guards.groups(self.runtime.guards)
+        msg = adaptive_guards.method_state(run.method.broadcast(run.initial_state()), guard_parts)
+        cohort = manifest.cohort or len(manifest.members)
+        public = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, cohort)
+        context = public.for_silo(self.index, manifest.seed, self.submits)
+        with _cpu_threads(manifest.threads):
+            return measure_step(
+                self.runtime,
+                msg,
+                lambda number: run.profile.made_up_data(self.index, number, context, self.device),
+                context,
+                self.device,
+            )
+
+    def require_memory(self) -> None:
+        """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.
+
+        Of what is free a private run tells nothing else; a plain one the power of two of examples that would fit.
+        """
+        free = memory.free_memory(self.device)
+        if free is None:
+            return
+        step, rows = self.step_memory, self.run.profile.examples_at_once(self.index)
+        if (need := step.need(*rows)) <= free:
+            return
+        fitting = 0 if self.run.private else step.fitting(free, *rows)
+        remedy = "choose a smaller model or smaller images"
+        if self.ledger is not None and rows.training > 1:
+            least = memory.mib(step.need(1, rows.evaluating))
+            remedy = f"set privacy.physical_batch=1, which needs {least}, or a few, or {remedy}"
+        elif fitting > 1 or (fitting and not has_batch_norm(self.runtime.model)):
+            remedy = self._smaller(fitting)
+        raise RefusedError(
+            "E-RUN-38",
+            f"expected about {memory.mib(need)} of free memory on {self.device} for {self.run.manifest.model.name} "
+            f"with {rows.training} examples at once, found less: {remedy}",
+        )
+
+    def _smaller(self, fitting: int) -> str:
+        method, divided = self.run.method, f"train.micro_batch={fitting}"
+        if method.coupling is not Coupling.EXAMPLE:
+            return f"train.batch_size={fitting} fits here"
+        if has_batch_norm(self.runtime.model):
+            return f"train.batch_size={fitting} fits here, or {divided} with a model that has no batch norm"
+        return f"{divided} fits here and adds up to the same steps"
 
 
 class Trainer:
@@ -180,6 +251,7 @@ class Trainer:
         self._prototypes = prototypes
         self._run_round = run_round
         self._prepared: tuple[str, PreparedRun] | None = None
+        self._fitting: PreparedRun | None = None
 
     def prepare(self, run: CompiledRun, fetch_weights: Callable[[Weights], Tensors]) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
@@ -189,21 +261,28 @@ class Trainer:
         Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access`; ConfigError
         (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
         (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model.
+        Guarantees: here the answer to a private run is made, and it costs nothing, so it follows from the manifest and
+        from what the hospital declares, decided and registered. Of the records it tells that they cannot be used as
+        they are (E-RUN-31) or are not those that were registered (E-BUDGET-04), whatever the manifest asks.
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
-        with _hide_details(run.private, ConfigError):
+        with _hide_details(run.private, ConfigError, RefusedError):
+            if run.private:
+                self._controls.require_labels(run, self._data.declared_classes)
             if self._data.refresh():
                 self._prepared = None
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             return self._prepared[1]
-        if not _compatible(manifest.software, software()):
+        if not _compatible(manifest.software, version()):
             raise RefusedError(
-                "E-WIRE-01", f"expected a run of {software()}, found one of {manifest.software}: upgrade the older side"
+                "E-WIRE-01", f"expected a run of {version()}, found one of {manifest.software}: upgrade the older side"
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
             dataset = self._data.load(manifest.schema.classes, manifest.image_size, manifest.schema.window)
-            version = self._data.version()
+            if run.private:
+                self._controls.require_declared(dataset, self._data.declared_classes)
+            data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
         own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal, manifest.metrics)
@@ -218,12 +297,21 @@ class Trainer:
         runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
         runtime.model.to(self.device)
         with _hide_details(run.private, ConfigError, RefusedError):
-            factory, ledger, submits = self._controls.access(run, index, dataset, self._data.nominal_size)
+            size, typed = self._data.nominal_size, self._data.typed
+            factory, ledger, submits = self._controls.access(run, index, dataset, size, typed)
         submits = self._prototypes and submits and manifest.members[index].prototypes
         broadcast = _signature(run.method.broadcast(run.initial_state()))
-        prepared = PreparedRun(run, index, dataset, runtime, factory, ledger, submits, broadcast, version)
+        prepared = PreparedRun(
+            run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device
+        )
         self._prepared = (policy, prepared)
         return prepared
+
+    def require_memory(self, prepared: PreparedRun) -> None:
+        """Raise as `PreparedRun.require_memory`; once for each, since rounds leave this process what they took."""
+        if self._fitting is not prepared:
+            prepared.require_memory()
+            self._fitting = prepared
 
     def train(
         self, prepared: PreparedRun, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
@@ -250,18 +338,29 @@ class Trainer:
         if prepared.ledger is not None:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
-            data = prepared.data_factory(
-                prepared.dataset.train,
-                prepared.dataset.test,
-                manifest.train,
-                context,
-                device=self.device,
-                progress=progress,
-            )
+            try:
+                data = prepared.data_factory(
+                    prepared.dataset.train,
+                    prepared.dataset.test,
+                    manifest.train,
+                    context,
+                    device=self.device,
+                    progress=progress,
+                )
+            except RefusedError as error:
+                self._controls.record_refusal(key.run_id, error)
+                raise
             with _hide_details(prepared.run.private):
                 outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
         evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method
-        return TrainingResult(outcome.bundle, outcome.state, evaluation, method.server_tracks_state)
+        return TrainingResult(
+            bundle=outcome.bundle,
+            state=outcome.state,
+            evaluation=evaluation,
+            server_tracks_state=method.server_tracks_state,
+            unprotected=_unprotected(prepared, outcome.bundle, key.kind),
+            fingerprint=prepared.dataset.fingerprint,
+        )
 
     def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:
         """Tell whether the method of a run keeps anything at a silo between rounds."""
@@ -314,6 +413,13 @@ class Trainer:
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(cohort)
         )
         return context.for_silo(prepared.index, manifest.seed, prepared.submits)
+
+
+def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
+    """Name the splits of whose records a bundle tells more than the run's noise bounds."""
+    measured = METRIC_PARTS & set(bundle) - prepared.runtime.withholds
+    held = ({TRAIN} if kind is TaskKind.TRAIN or PERSONAL in bundle else set()) | ({TEST} if measured else set())
+    return tuple(sorted(held - prepared.run.profile.protected))
 
 
 def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
+from benchmarks import run_store
 from benchmarks.comparison import report, run, settings, study
 from benchmarks.comparison.settings import Comparison
 from benchmarks.run_store import Run
@@ -29,6 +30,7 @@ TINY = Comparison(
     baseline="FedAvg",
     methods={"FedAvg": ("method=fedavg",), "FedProx": ("method=fedprox",)},
 )
+COUNTS = ("updates_refused", "updates_cut", "cut_rows", "clipped")
 FILE = """
 title: Tiny
 question: Which one?
@@ -52,7 +54,8 @@ def accuracy(trial: study.Trial) -> float:
 
 
 def computed(asked: list[study.Trial]) -> dict[str, Run]:
-    return {t.key: {"key": t.key, "ga": [0.1, accuracy(t) - 0.1, accuracy(t)], "cpu_seconds": 1.0} for t in asked}
+    kept = {"aggregator": "mean", **dict.fromkeys(COUNTS, 0), "cpu_seconds": 1.0}
+    return {t.key: {"key": t.key, "ga": [0.1, accuracy(t) - 0.1, accuracy(t)], **kept} for t in asked}
 
 
 @pytest.mark.parametrize("name", settings.names())
@@ -119,10 +122,38 @@ def test_the_table_says_rates_budget_failures_and_rounds_to_the_target() -> None
     assert "| FedProx | 0.1* | 71.7 ± 2.1 | **+15.0 (0.0)** | 76.7 ± 2.1 | **+15.0 (0.0)** | 1 (3 of 3) |" in text
     assert "with 6 runs: every rate of one grid on seeds 100, 101" in text
     broken = {
-        m: study.Tuned(t.lr, t.scores, t.tuning, {**t.runs, 1: {"failed": "x", "cpu_seconds": 1}})
+        m: study.Tuned(t.lr, t.scores, t.tuning, {**t.runs, 1: {"failed": "x", "aggregator": "mean", "cpu_seconds": 1}})
         for m, t in runs.items()
     }
     assert "count as 0 %: FedAvg 1, FedProx 1 of 3" in report.markdown(TINY, broken)
+
+
+def test_a_run_is_kept_with_its_rule_and_with_what_that_did_to_updates() -> None:
+    words = tuple(w for w in TINY.words if not w.startswith("train.max_steps"))
+    long = (*words, "federation=dirichlet-0.1-6", "method=fedmr", "train.epochs=1", "train.batch_size=32")
+    found = {}
+    for rule in ("mean", "norm_clipped"):
+        (trial,) = study.trials("FedMR", long if rule == "mean" else (*long, f"aggregator={rule}"), [0.3], [0], None)
+        found[rule] = study.measure(trial)
+        assert found[rule]["aggregator"] == rule
+    assert {key: found["mean"][key] for key in COUNTS} == dict.fromkeys(COUNTS, 0)
+    assert min(int(str(found["norm_clipped"][key])) for key in ("updates_cut", "cut_rows")) > 0
+    (wild,) = study.trials("FedAvg", (*TINY.words, "method=fedavg"), [1e30], [0], None)
+    assert study.measure(wild)["aggregator"] == "mean"
+
+
+def test_a_table_says_the_rule_and_in_which_rows_it_refused_or_cut() -> None:
+    none = {"aggregator": "mean", **dict.fromkeys(COUNTS, 0)}
+    rows = {
+        "A": [none, {**none, "updates_refused": 2}],
+        "B": [{**none, "cut_rows": 3}, {"failed": "x", "aggregator": "mean"}],
+    }
+    assert run_store.judged_text(rows) == (
+        "Updates became one by aggregator=mean. In all of the table's runs: updates refused 2 (A 2); updates cut 0; "
+        "rows of prototypes cut 3 (B 3); values clipped by the fixed-point grid 0."
+    )
+    older = {"A": [{"aggregator": "norm_clipped"}]}
+    assert "aggregator=norm_clipped. How many it refused and cut was not counted" in run_store.judged_text(older)
 
 
 def test_a_comparison_is_kept_run_by_run_and_a_table_with_a_hole_replaces_none(tmp_path: Path) -> None:

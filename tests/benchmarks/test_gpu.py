@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import checks, runs, throughput
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from fl_core.errors import ConfigError
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
@@ -49,10 +49,10 @@ def test_the_runs_are_the_papers_with_their_forms_of_fedmr() -> None:
     assert len({run.name for run in listed}) == 16
     some = {run.name: run.words for run in listed if run.name in ("FedMR code p5c2", "FedMR paper p10c3")}
     cuda = torch.device("cuda")
-    specs = {name: compose_spec(runs._words(runs.Run(name, words), cuda)) for name, words in some.items()}
+    specs = {name: compose_simulation(runs._words(runs.Run(name, words), cuda)) for name, words in some.items()}
     assert all(s.train.augment_on_device and s.train.cudnn_benchmark for s in specs.values())
     small = runs._words(runs.listed(True, "")[0], cuda)
-    assert not compose_spec(small).train.augment_on_device  # the digits are not augmented there
+    assert not compose_simulation(small).train.augment_on_device  # the digits are not augmented there
     assert {(s.model["name"], s.data["name"], s.train.epochs, s.train.amp) for s in specs.values()} == {
         ("resnet18", "cifar10", 10, "bf16")
     }

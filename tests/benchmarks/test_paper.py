@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.paper import curves, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
 from benchmarks.run_store import complete, read, seeded
-from coordinator.config.hydra_config import choices, compose_spec
+from coordinator.config.hydra_config import choices, compose_simulation
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError
@@ -74,9 +74,9 @@ def test_every_table_of_the_papers_is_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tables.names())
 def test_the_small_scale_of_every_experiment_runs_on_the_digits(name: str) -> None:
-    spec = compose_spec([f"experiment={name}", "scale=small"])
+    spec = compose_simulation([f"experiment={name}", "scale=small"])
     assert (spec.data["name"], spec.model["name"], spec.train.epochs, spec.threads) == ("digits", "digits_cnn", 1, 1)
-    assert compose_spec([f"experiment={name}"]).data["name"] != "digits"
+    assert compose_simulation([f"experiment={name}"]).data["name"] != "digits"
 
 
 def test_printed_numbers_are_those_of_the_papers() -> None:
@@ -151,7 +151,7 @@ def _made(table: tables.Table, accuracies: dict[str, float]) -> report.Results:
     for (method, _), cell in grid.items():
         for seed, (point,) in cell.items():
             a = accuracies[method] + seed / 100
-            runs[point.key] = {"key": point.key, "by_round": [0.1, a, a - 0.05], "manifest": "m"}
+            runs[point.key] = {"key": point.key, "by_round": [0.1, a, a - 0.05], "manifest": "m", "aggregator": "mean"}
     return report.Results(table, grid, runs)
 
 
@@ -164,6 +164,7 @@ def test_the_layout_is_the_papers_with_the_printed_number_beside_ours(tmp_path: 
         "75.50 ± 0.71 (74.19) / 70.50 ± 0.71 (3) |"
     ) in lines
     assert "| digits P5C2, global accuracy | +25.0 (0.0) |" in lines
+    assert any(line.startswith("Updates became one by aggregator=mean.") for line in lines)
     down = report.markdown(_made(_tiny(tmp_path, "settings"), {"FedAvg": 0.5, "FedMR": 0.75}))
     assert "| FedAvg | 50.50 ± 0.71 (67.68) / 45.50 ± 0.71 (1) |" in down.splitlines()
 
@@ -296,7 +297,7 @@ def test_under_partial_participation_every_round_is_measured_on_all_test_sets(tm
     )[0]
     found = study.measure(point)["by_round"]
     assert isinstance(found, list)
-    result = study.runner.run(seeded(compose_spec(point.words), 0))
+    result = study.runner.run(seeded(compose_simulation(point.words), 0))
     assert found == [round(a, 5) for a in result.accuracies]
     assert sum(result.records[2].examples) > sum(result.records[1].examples)
     assert 360 * found[1] == pytest.approx(round(360 * found[1]), abs=2)

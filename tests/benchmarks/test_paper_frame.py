@@ -7,13 +7,13 @@ import torch
 
 from benchmarks.paper import frame, study
 from benchmarks.run_store import seeded
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 
 
 def test_fedgelas_plain_frame_answers_as_its_record_says_and_equal_counts_change_nothing() -> None:
     words = ["experiment=fedgela_3", "scale=small", "federation=p5c2", "cohort=0", "rounds=2", "train.max_steps=3"]
     found = frame.answers(words, 0, None)
-    result = study.runner.run(seeded(compose_spec(words), 0))
+    result = study.runner.run(seeded(compose_simulation(words), 0))
     assert found["plain"]["accuracy"] == round(result.accuracies[-1], 4)
     assert found["plain"]["balanced"] == pytest.approx(result.records[-1].balanced_accuracy, abs=1e-4)
     logits = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.privacy_budget import search
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import runner
 from fl_core import datasets
 from fl_core.models import build_model
@@ -33,6 +33,6 @@ def test_clipped_sums_are_those_of_single_gradients(d: int) -> None:
 def test_a_run_without_noise_is_the_simulations_at_epsilon_600() -> None:
     words = ["model=digits_linear", "method=fedavg", "rounds=4", "train.lr=5", "train.batch_size=300", "seed=2"]
     private = ["privacy=dp_record", "privacy.epsilon=600", "privacy.rng=test", "privacy.test_data=public"]
-    simulated = runner.run(compose_spec([*words, "train.weight_decay=0", *private])).accuracies[1:]
+    simulated = runner.run(compose_simulation([*words, "train.weight_decay=0", *private])).accuracies[1:]
     assert search.run(search.Setting(rounds=4), 2, noisy=False) == pytest.approx(simulated, abs=0.012)
     assert simulated[-1] > 0.5

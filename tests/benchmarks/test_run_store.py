@@ -13,12 +13,12 @@ from benchmarks.comparison import run as comparison
 from benchmarks.paper import images
 from benchmarks.run_store import append, complete, key_of, read, seeded
 from coordinator.config import manifest_builder
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
 from fl_core.errors import DataError
 from fl_core.rounds import manifest
 
-SPEC = compose_spec(["method=fedavg", "data=digits", "federation=p5c2"])
+SPEC = compose_simulation(["method=fedavg", "data=digits", "federation=p5c2"])
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def test_a_key_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key_of(s) for s in same} == {key}
     assert len({key, *map(key_of, other), key_of(SPEC, fine_tune=10)}) == 1 + len(other) + 1
     monkeypatch.setattr(manifest, "FORMAT", 99)
-    monkeypatch.setattr(manifest_builder, "software", lambda: "99.0")
+    monkeypatch.setattr(manifest_builder, "version", lambda: "99.0")
     assert key_of(SPEC) == key
 
 
@@ -57,13 +57,15 @@ def test_a_key_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "data=digits federation=hospitals6 model=digits_cnn model.norm=none rounds=20 threads=1 train.momentum=0 "
-            "train.weight_decay=1e-5 train.batch_size=32 train.epochs=1 method=fedavg train.lr=0.05",
+            "train.weight_decay=1e-5 train.batch_size=32 train.epochs=1 method=fedavg train.lr=0.05 "
+            "aggregator=norm_clipped",
             "",
             "4fa95a6c45d6be454055",
         ),
         (
             "federation=p5c2 model=simple_cnn rounds=12 threads=1 personal=true train.augment=false train.momentum=0.9 "
-            "train.weight_decay=1e-5 train.batch_size=8 train.epochs=1 method=fedavg train.lr=0.01",
+            "train.weight_decay=1e-5 train.batch_size=8 train.epochs=1 method=fedavg train.lr=0.01 "
+            "aggregator=norm_clipped",
             "images=cifar10-50-30",
             "5566e2432a58c0ad212e",
         ),
@@ -76,7 +78,7 @@ def test_a_run_of_a_frozen_setting_keeps_its_key(words: str, cut: str, key: str)
     a model, training or an aggregator gained changes all keys: leave it out of `key_of` where it has its default.
     """
     kept = {key for file in comparison.RESULTS.glob("*.jsonl") for key in read(file)}
-    spec = compose_spec(images.resolved([*words.split(), *([cut] if cut else [])], None, cut=False))
+    spec = compose_simulation(images.resolved([*words.split(), *([cut] if cut else [])], None, cut=False))
     assert key_of(seeded(spec, 100), cut) == key
     assert key in kept
 
@@ -96,7 +98,7 @@ def test_what_is_in_a_store_is_found_by_its_words() -> None:
         newest = {next(w for w in run["words"] if w.startswith("method=")): run for run in kept}
         for run in newest.values():
             cut = next((w for w in run["words"] if w.startswith("images=")), "")
-            spec = compose_spec(images.resolved(run["words"], None, cut=False))
+            spec = compose_simulation(images.resolved(run["words"], None, cut=False))
             assert key_of(seeded(spec, run["seed"]), cut) == run["key"], (file.name, run["words"])
 
 
@@ -104,7 +106,7 @@ def test_a_key_does_not_depend_on_where_images_lie(tmp_path: Path, monkeypatch: 
     word, keys = "images=cifar10-2-1", set()
     for folder in ("here", "there"):
         monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / folder))
-        spec = compose_spec([*images.resolved([word], tmp_path / folder, cut=False), "federation=p5c2"])
+        spec = compose_simulation([*images.resolved([word], tmp_path / folder, cut=False), "federation=p5c2"])
         assert str(tmp_path / folder) in str(spec.data["path"])
         keys.add(key_of(spec, word))
     assert len(keys) == 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.coordinator import World, running
+from coordinator.runs import execution
+from coordinator.runs.round_closer import RoundCloser
+from tests.support.coordinator import Clock, World, running
 from tests.support.federations import NAMES
 
 
@@ -15,3 +18,11 @@ from tests.support.federations import NAMES
 def world(tmp_path: Path) -> Iterator[World]:
     with running(tmp_path / "home", NAMES) as found:
         yield found
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Give the clock by which all rounds wait in this test."""
+    found = Clock()
+    monkeypatch.setattr(execution, "RoundCloser", partial(RoundCloser, clock=found))
+    return found

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from coordinator import console as display
 from coordinator.console import percent
+from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import make_table
 
@@ -59,6 +60,45 @@ def test_rounds_are_counted_from_one_for_people(
 def test_a_round_is_named_by_its_place_and_the_evaluation_after_the_last_by_what_it_is() -> None:
     assert display.round_text(0, pb.TRAIN) == "1"
     assert display.round_text(3, pb.EVALUATE) == "evaluation"
+
+
+JUDGED = pb.RoundInfo(
+    round=1,
+    kind=pb.TRAIN,
+    missing={"west": "E-RUN-44: west: too long", "late": "E-RUN-13: no update"},
+    cut={"north": "2 rows of prototypes cut", "east": "update cut to 4 times the usual length"},
+    cut_rows=2,
+    unbounded=True,
+)
+COUNTS = "1 update refused, 2 cut, 2 rows of prototypes cut; 1 round without a bound on updates"
+
+
+def test_a_closed_round_says_which_updates_were_refused_and_cut_and_that_nothing_bounded_them() -> None:
+    said = display.round_json(JUDGED)
+    assert said["refused"] == {"west": "E-RUN-44: west: too long"}
+    assert (set(said["cut"]), said["cut_rows"], said["unbounded"]) == ({"north", "east"}, 2, True)  # type: ignore[call-overload]
+    assert display.judged_updates(JUDGED)[0] == ("all", NO_BOUND)
+    assert [name for name, _ in display.judged_updates(JUDGED)] == ["all", "late", "west", "east", "north"]
+
+
+def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_in_the_title() -> None:
+    other = pb.RoundInfo(round=0, kind=pb.TRAIN, cut={"north": "cut"})
+    info = pb.RunInfo(rounds=3, accuracy=-1, best_accuracy=-1)
+    for terminal in (False, True):
+        written = io.StringIO()
+        with display.Watcher(Console(file=written, force_terminal=terminal, width=250)) as watcher:
+            for k, closed in enumerate((other, JUDGED)):
+                watcher.show(pb.Event(kind="closed", round=k, closed=closed, info=info))
+        shown = written.getvalue()
+        total = COUNTS.replace("2 cut", "3 cut") if terminal else COUNTS
+        assert f"({total})" in shown
+        assert terminal or "(0 updates refused, 1 cut, 0 rows of prototypes cut)" in shown
+
+
+def test_a_run_says_its_rule_with_its_counts_also_where_they_are_0() -> None:
+    none = dict.fromkeys(("updates_refused", "updates_cut", "cut_rows", "unbounded_rounds"), 0)
+    said = display.aggregator_text("mean", none)
+    assert said == "updates become one by aggregator=mean: 0 updates refused, 0 cut, 0 rows of prototypes cut"
 
 
 SOUTH = pb.AwaitedSilo(name="south", left_s=725, offline_s=2400, classes=["keratosis"])
@@ -137,9 +177,28 @@ def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_befo
 
 
 def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:
-    silo = pb.SiloInfo(name="north", state="online", activity=pb.AWAITING_APPROVAL)
+    silo = pb.SiloInfo(name="north", state="online", activity=pb.AWAITING_APPROVAL, software="consilium-fl 0.1.0+abc")
     silo.data.CopyFrom(pb.DataOffer(name="folder", nominal_size=100, holds=["nevus", "keratosis"]))
     out = io.StringIO()
     Console(file=out, width=220).print(display.silos_table([silo]))
-    for said in ("size, rounded up", "nevus, keratosis", "awaiting approval (round 1)"):
+    for said in ("size, rounded up", "nevus, keratosis", "awaiting approval (round 1)", " 0.1.0+abc "):
         assert said in out.getvalue()
+
+
+def test_a_run_names_its_coordinators_build_and_the_hospitals_that_had_another() -> None:
+    found = {"": "fl 1+a", "north": "fl 1+a", "west": "fl 1+a", "south": "fl 1+b", "east": ""}
+    assert display.software_text(found) == ("fl 1+a (coordinator and 2 silos), east no version given, south fl 1+b")
+    assert display.software_text({"": "fl 1+a"}) == "fl 1+a (coordinator and 0 silos)"
+    assert display.software_text({}) == ""
+    assert display.software_json(found) == {
+        "coordinator": "fl 1+a",
+        "silos": {"east": "", "north": "fl 1+a", "south": "fl 1+b", "west": "fl 1+a"},
+    }
+
+
+def test_the_builds_of_a_run_are_no_lines_of_watch_and_a_warning_of_them_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.Watcher() as watcher:
+        watcher.show(pb.Event(kind="software", silo="north", text="fl 1+b"))
+        watcher.show(pb.Event(kind="warning", text="expected fl 1+a on all sides, found north (fl 1+b)"))
+    shown = capsys.readouterr().out
+    assert shown.count("fl 1+b") == 1

@@ -6,28 +6,80 @@ import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from coordinator.cli.main import COMMANDS
 from fl_core.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {
+    ROOT / "README.md": "index.html",
+    **{ROOT / f"{name}.md": f"{name.lower()}.html" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")},
+    **{page: f"benchmarks/{page.parent.name}.html" for page in (ROOT / "benchmarks").glob("*/README.md")},
+    **{
+        page: page.relative_to(ROOT / "docs").with_suffix(".html").as_posix().replace("README", "index")
+        for page in (ROOT / "docs").rglob("*.md")
+    },
+}
+"""A page's source -> its place in the site."""
 
 
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning_names_every_command_and_loads_nothing_from_elsewhere(
-    tmp_path: Path,
-) -> None:
-    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (0, "")
-    reference = (tmp_path / "reference/coordinator.html").read_text()
+    return folder
+
+
+def test_the_site_names_every_command_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    reference = (site / "reference/coordinator.html").read_text()
     assert all(f"coordinator {name}" in reference for commands in COMMANDS.values() for name in commands)
-    methods = (tmp_path / "reference/methods.html").read_text()
+    methods = (site / "reference/methods.html").read_text()
     assert all(f"method={name}" in methods for name in METHODS)
-    for page in tmp_path.rglob("*.html"):
+    for page in site.rglob("*.html"):
         loaded = re.findall(r"""<(?:script|img|link)[^>]+(?:src|href)=["']?(https?:[^"' >]+)""", page.read_text())
         assert loaded == [], page
+
+
+class Blocks(HTMLParser):
+    """The texts of a page's <pre><code>."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found, self._within = list[str](), list[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag in ("pre", "code"):
+            self._within.append(tag)
+            if self._within == ["pre", "code"]:
+                self.found.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("pre", "code"):
+            self._within.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._within == ["pre", "code"]:
+            self.found[-1] += data
+
+
+def test_every_fenced_block_is_code_on_the_site_and_in_a_plain_viewer(site: Path) -> None:
+    """A plain viewer shows what CommonMark says, and takes the first word after the marks for the language."""
+    for source, page in SOURCES.items():
+        text, shown = source.read_text(), [block.strip() for block in Blocks((site / page).read_text()).found]
+        fences = [token for token in MarkdownIt().parse(text) if token.type == "fence"]
+        assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(fences), source
+        assert [f.content for f in fences if f.content.strip() not in shown] == [], source
+        assert {f.info.split()[0] for f in fences if f.info} <= {"sh", "python", "toml", "csv", "text"}, source
+
+
+def test_no_page_of_the_site_shows_the_marks_of_a_block(site: Path) -> None:
+    assert [str(page.relative_to(site)) for page in site.rglob("*.html") if "```" in page.read_text()] == []

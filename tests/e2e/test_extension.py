@@ -40,7 +40,7 @@ def test_a_hospital_runs_code_that_its_policy_names_and_ends_in_the_model_of_the
             made.silo(f"hospital{k}", f"digits/p2c5/{k}")
         made.online(["hospital0", "hospital1"])
         allow(made.folder / "hospital0")
-        done = made.wait(made.submit(*SHORT, "quorum=1", "patience_s=1"))
+        done = made.wait(made.submit(*SHORT, "quorum=1"))
         assert all("E-POLICY-15" in r["missing"]["hospital1"] for r in done["round"])
         assert all("mine_package" not in str(r["missing"].get("hospital0", "")) for r in done["round"])
         allow(made.folder / "hospital1")

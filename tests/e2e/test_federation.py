@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation, compose_spec
 from coordinator.simulation import runner
+from coordinator.storage.store import Store
+from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
 from tests.support.processes import World, here, world
 
@@ -59,7 +63,7 @@ def test_a_run_over_real_processes_ends_in_the_model_of_the_simulation(earth: Wo
 
 def test_the_simulate_command_prints_one_object_that_names_the_same_model() -> None:
     printed = json.loads(here("simulate", "method=fedavg", *SHORT, "--json").stdout)
-    assert printed == json.loads(json.dumps(_simulated("method=fedavg", *SHORT)))
+    assert printed == json.loads(json.dumps(runner.run(compose_simulation(["method=fedavg", *SHORT])).summary()))
     assert {"global_accuracy", "best_global_accuracy", "model_digest"} <= set(printed)
 
 
@@ -162,6 +166,43 @@ def test_killing_and_restarting_either_side_between_rounds_continues_the_run(mar
     interrupted = mars.wait(run)
     undisturbed = mars.wait(mars.submit(*overrides))
     assert interrupted["model_digest"] == undisturbed["model_digest"]
+
+
+def _training(world: World, name: str) -> bool:
+    with closing(sqlite3.connect(world.folder / name / "silo.db")) as db:
+        return db.execute("SELECT count(*) FROM trainings WHERE under_way").fetchone() == (1,)
+
+
+def _told(world: World, run: str, kind: str) -> list[str]:
+    with closing(Store(world.home)) as store:
+        return [e.text for e in store.runs.events(run, 0) if e.kind == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a hospital", "is ended by the system in the middle of training", "both sides say so; twice is enough"
+)
+def test_a_hospital_that_is_killed_twice_in_the_middle_of_training_gives_the_run_up_and_says_why(mars: World) -> None:
+    (name,) = mars.federation(SITES[:1])
+    run = mars.submit("method=fedavg", "data=digits", "federation=p3c4", "rounds=1", "train.epochs=1000000")
+    for kills in (1, 2):
+        until(lambda: _training(mars, name), "training", 60)
+        until(lambda: any(s.activity == pb.TRAINING for s in mars.client.silos().silos), "a pulse", 60)
+        mars.kill(name)
+        until(lambda: mars.states()[name] == "offline", "the end of the session", 60)
+        (gone,) = mars.client.silos().silos
+        assert "in the middle of training" in gone.alarm
+        assert any("in the middle of training" in text for text in _told(mars, run, "silo"))
+        mars.silo(name, SITES[0])
+        until(lambda kills=kills: f"({kills} time" in mars.log(name), "what the hospital says", 60)
+    until(lambda: mars.info(run)["state"] == "paused", "the run to be given up", 60)
+    assert any(text.startswith("E-RUN-46") for text in _told(mars, run, "restarted"))
+    (reason,) = _told(mars, run, "refused")
+    assert reason.startswith("E-RUN-46")
+    assert "killed 2 times" in reason
+    mars.client.resume(run)
+    until(lambda: _training(mars, name), "training, since the lead resumed the run", 60)
+    mars.client.abort(run)
 
 
 @pytest.mark.slow

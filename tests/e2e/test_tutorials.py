@@ -28,11 +28,6 @@ def machines(folder: Path, *names: str) -> Iterator[dict[str, Machine]]:
             machine.stop()
 
 
-def serves(machine: Machine, script: str) -> None:
-    log = machine.serve(script)
-    until(lambda: b"serving" in log.read_bytes() or b"connected" in log.read_bytes(), f"{script}: {log.read_text()}")
-
-
 def tutorial(name: str, port: int) -> list[tuple[list[str], str]]:
     text = (ROOT / f"docs/tutorials/{name}.md").read_text()
     for address in ("consilium.example.org:8443", "0.0.0.0:8443"):
@@ -53,7 +48,7 @@ def joined(machine: Machine, lead: Machine, name: str, classes: list[str]) -> No
     if not token.exists():
         lead.run(f"coordinator invite {name} --out {name}.token")
     machine.run(f"silo join --token-file {token}")
-    serves(machine, "silo serve --data folder:images")
+    machine.serve(f"silo serve --data folder:images --holds {','.join(classes)}")
 
 
 def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
@@ -62,7 +57,7 @@ def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
         lead, south, other = there["lead"], there["south"], there["other"]
         lead.run(f"coordinator init study --address 127.0.0.1:{port}")
         lead.run(f"coordinator invite south --out {south.folder}/south.token")
-        serves(lead, f"coordinator serve --bind 127.0.0.1:{port}")
+        lead.serve(f"coordinator serve --bind 127.0.0.1:{port}")
         images(south.folder / "images", {c: COLOURS[c] for c in ("nevus", "keratosis")}, 50)
         joined(other, lead, "other", ["melanoma", "nevus"])
         other.run("silo ledger register --data folder:images --name skin")
@@ -70,7 +65,7 @@ def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
         for words, script in tutorial("hospital", port):
             machine = there[words[0]]
             if "service" in words:
-                serves(machine, script)
+                machine.serve(script)
             elif "waits" in words:
                 until(lambda: "fedavg" in south.run("silo approve"), "a run that waits")
                 assert "epsilon" in south.run("silo approve")
@@ -90,7 +85,7 @@ def test_the_tutorial_for_leads(tmp_path: Path) -> None:
         north = there["north"]
         for words, script in tutorial("lead", port):
             if "service" in words:
-                serves(north, script)
+                north.serve(script)
                 continue
             if "joined" in words:
                 joined(there["hospital-a"], north, "hospital-a", ["melanoma", "nevus"])
@@ -107,7 +102,7 @@ def test_the_tutorial_for_administrators(tmp_path: Path) -> None:
             if "service" in words:
                 if words[0] == "south":
                     images(there["south"].folder / "images", COLOURS)
-                serves(there[words[0]], script)
+                there[words[0]].serve(script)
                 continue
             token = there["north"].folder / "clinic.token"
             if words == ["south"] and token.exists():

@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 from setuptools import build_meta
 
+from protos.version import PACKAGES, build, software
+from tests.e2e.test_readme import Machine
+from tests.support import until
+from tests.support.processes import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ("coordinator", "silo", "fl_core", "privacy", "protos", "configs", "web", "consilium")
 KEPT_OUT = ("tests", "benchmarks", "docs", "examples")
@@ -26,8 +31,8 @@ sys.meta_path.insert(0, Missing())
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel in a copy of what git would check out, and unpack it."""
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel in a copy of what git would check out."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -40,8 +45,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code += f"print(build_meta.build_wheel({str(built)!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     unpacked = tmp_path_factory.mktemp("unpacked")
-    with zipfile.ZipFile(found) as archive:
+    with zipfile.ZipFile(wheel_file) as archive:
         archive.extractall(unpacked)
     return unpacked
 
@@ -65,6 +75,12 @@ def test_it_holds_the_packages_their_data_and_their_types_and_nothing_else(wheel
             cwd=ROOT, check=True, capture_output=True, text=True,
         ).stdout.splitlines()  # fmt: skip
         assert {Path(p) for p in tracked if (ROOT / p).is_file()} - unpacked == set()
+
+
+def test_wheel_and_checkout_call_themselves_alike(wheel: Path, tmp_path: Path) -> None:
+    assert build(wheel) == build(ROOT)
+    found = run(wheel, tmp_path, "import protos.version as v; print(v.__file__, v.software())")
+    assert found.stdout.strip() == f"{wheel / 'protos/version.py'} {software()}", found.stderr
 
 
 @pytest.mark.slow
@@ -102,6 +118,68 @@ def test_a_silo_needs_none_of_the_extras(wheel: Path, tmp_path: Path) -> None:
     assert found.returncode == 2
     assert "E-CFG-08" in found.stderr
     assert "pip install 'consilium-fl[plots]'" in found.stderr
+
+
+IMPORT_ALL = """
+import importlib, pkgutil
+for package in PACKAGES:
+    for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+print("all imported")
+"""
+NO_REGISTRY = ("Failed to fetch", "error sending request", "Network connectivity is disabled")
+
+
+@pytest.fixture(scope="module")
+def lowest(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel beside the oldest version of everything that it names, and return where its programs are."""
+    uv = shutil.which("uv") or shutil.which("uv", path=ROOT / ".venv/.uv/bin")
+    if uv is None:
+        pytest.skip("no uv here")
+    place = tmp_path_factory.mktemp("lowest")
+    python = place / "bin/python"
+    extras = [word for extra in ("demo", "tables", "onnx", "trackers") for word in ("--extra", extra)]
+    install = [uv, "pip", "install", "--quiet", "--python", str(python)]
+    for words in (
+        [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(place)],
+        [*install, "--resolution", "lowest-direct", "-r", str(ROOT / "pyproject.toml"), *extras],
+        [*install, "--no-deps", str(wheel_file)],
+    ):
+        done = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
+        if any(said in done.stderr for said in NO_REGISTRY):
+            pytest.skip("no package registry can be reached")
+        assert done.returncode == 0, done.stderr
+    return python.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_everything_is_imported_beside_the_oldest_versions_that_are_declared(lowest: Path, tmp_path: Path) -> None:
+    code = f"PACKAGES = {PACKAGES}\n{IMPORT_ALL}"
+    done = subprocess.run([lowest / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "all imported", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_is_trained_over_the_wire_beside_the_oldest_versions_that_are_declared(
+    lowest: Path, tmp_path: Path
+) -> None:
+    here, address = Machine(tmp_path / "here"), f"127.0.0.1:{free_port()}"
+    here.env["PATH"] = f"{lowest}{os.pathsep}{here.env['PATH']}"
+    try:
+        here.run(f"coordinator init study --address {address} && coordinator invite north --out north.token")
+        service = here.serve(f"coordinator serve --bind {address} --metrics {free_port()}")
+        until(lambda: b"serving" in service.read_bytes(), "the coordinator")
+        here.run("silo join --token-file north.token && silo doctor")
+        hospital = here.serve("silo serve --data digits/hospital0")
+        until(lambda: b"connected" in hospital.read_bytes(), "the hospital")
+        here.run("coordinator run method=fedavg data=digits rounds=1 train.epochs=1")
+        assert "software: consilium-fl" in here.run("coordinator show latest")
+        assert here.run("silo serve || test $? = 2")
+    finally:
+        here.stop()
 
 
 def test_the_build_needs_setuptools_alone() -> None:

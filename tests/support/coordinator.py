@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -164,6 +165,19 @@ def running(home: Path, names: Sequence[str], settings: Settings = FAST) -> Iter
         world.stop()
 
 
+class Clock:
+    """The clock by which open rounds wait: that of the machine, until a test skips some time."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def skip(self, seconds: float) -> None:
+        self._ahead += seconds
+
+
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -173,8 +187,13 @@ def session(name: str = "north") -> SiloSession:
     return SiloSession(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
 
 
+def ready(asked: pb.Preflight) -> pb.SiloMessage:
+    about = {"run_id": asked.run_id, "manifest_digest": asked.manifest_digest}
+    return pb.SiloMessage(preflight=pb.PreflightAnswer(**about, ready=True))
+
+
 class Line:
-    """A session by hand."""
+    """A session by hand, which is ready for every run."""
 
     def __init__(self, world: World, name: str, hello: pb.Hello | None = None, own=None, silent: bool = False) -> None:
         self._out: queue.Queue[pb.SiloMessage | None] = queue.Queue()
@@ -194,6 +213,9 @@ class Line:
     def _read(self) -> None:
         try:
             for message in self._call:
+                if message.HasField("preflight"):
+                    self._out.put(ready(message.preflight))
+                    continue
                 self.got.append(message)
                 if message.HasField("pulse") and not self._silent:
                     self.say(pulse=pb.Pulse(activity=pb.TRAINING, done=len(self.got)))

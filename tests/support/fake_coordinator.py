@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.invitation import InvitationToken
 from protos.tls.diagnosis import Diagnosis
-from protos.version import PROTOCOL, software
+from protos.version import PROTOCOL, version
 from protos.wire.codec import pack_state
 from silo.events import Event
 from silo.identity.identity import SiloIdentity
@@ -130,7 +131,7 @@ def enrolled(folder: Path, name: str = "center1") -> Home:
     return home
 
 
-_software = cache(software)
+_version = cache(version)
 
 
 @cache
@@ -157,7 +158,7 @@ def manifest(**other) -> RunManifest:
         "grid": FixedPointFormat("ring64", len(MEMBERS)),
         "privacy": NamedOptions("none", {}),
         "threads": 1,
-        "software": _software(),
+        "software": _version(),
     }
     return RunManifest(**{**facts, **other})
 
@@ -166,9 +167,14 @@ class Hospital:
     """A service at work, the coordinator that it talks to, and a run."""
 
     def __init__(
-        self, folder: Path, run: RunManifest | None = None, run_round: RunRound = run_silo_round, **settings
+        self,
+        folder: Path,
+        run: RunManifest | None = None,
+        run_round: RunRound = run_silo_round,
+        clock: Callable[[], float] = time.monotonic,
+        **settings,
     ) -> None:
-        self.run_round = run_round
+        self.run_round, self.clock = run_round, clock
         self.folder, self.settings = folder, settings
         self.control, self.transfer = FakeControl(), FakeTransfer()
         self.host = Host(self.transfer, self.control)
@@ -183,7 +189,13 @@ class Hospital:
         place = SiloSettings(enrolled(self.folder), **{"data": "digits/p3c4/1", "device": "cpu", **self.settings})
         well = Diagnosis(None, "works", "all is well")
         self.service = Service(
-            place, self.notices.append, PATIENCE, lambda _: self.host.channel(), lambda _: well, self.run_round
+            place,
+            self.notices.append,
+            PATIENCE,
+            lambda _: self.host.channel(),
+            lambda _: well,
+            self.run_round,
+            self.clock,
         )
         before = len(self.control.sessions)
         self.service.start()

@@ -20,6 +20,7 @@ from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.models import MODELS, SplitModel, build_model
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.memory_need import StepMemory, measure_step
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, local_ports
 from fl_core.training.optimizers import effective_steps
@@ -38,6 +39,7 @@ from fl_core.types.values import (
     State,
     Tensors,
 )
+from privacy.compiled_run import CompiledRun
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
 
@@ -204,3 +206,12 @@ def drawn(seed: int, scale: float = 1.0, weight: float = 3.0) -> dict[str, Part]
 def stored(bundle: Bundle, folder: Path, name: str = "bundle") -> BundleFile:
     codec.write_bundle(bundle, folder / name)
     return BundleFile(folder / name)
+
+
+def measured(run: CompiledRun) -> StepMemory:
+    """Measure a step of the first silo of a run."""
+    manifest, cpu = run.manifest, torch.device("cpu")
+    facts = len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, len(manifest.members)
+    context = RoundContext(*facts).for_silo(0, manifest.seed)
+    msg = run.method.broadcast(run.initial_state())
+    return measure_step(run.silo_runtime(), msg, lambda n: run.profile.made_up_data(0, n, context, cpu), context, cpu)

@@ -26,14 +26,14 @@ from fl_core.types.values import Bundle, Part, RoundContext, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.storage.object_store import ObjectStore
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from protos.wire import codec
 from protos.wire.tasks import FROM_WIRE, TaskKey
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation
 from tests.support import until
-from tests.support.coordinator import World, channel
+from tests.support.coordinator import World, channel, ready
 from tests.support.transfers import fetch, send
 
 TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
@@ -230,7 +230,7 @@ class ScriptedSilo:
         staged = [k.ref for k in self.memory.outbox]
         out.put(
             pb.SiloMessage(
-                hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, software="scripted", staged=staged)
+                hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, software=software(), staged=staged)
             )
         )
         call = stub.Session(iter(out.get, None))
@@ -248,6 +248,8 @@ class ScriptedSilo:
         kind = message.WhichOneof("body")
         if kind == "pulse":
             out.put(pb.SiloMessage(pulse=pb.Pulse(activity=pb.IDLE)))
+        elif kind == "preflight":
+            out.put(ready(message.preflight))
         elif kind == "offer":
             offer = message.offer
             why = self._refuse(offer)

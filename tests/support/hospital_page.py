@@ -7,9 +7,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from privacy.accounting.accountant import Mechanism
+from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from protos.audit_log.lines import Entry
@@ -20,7 +22,7 @@ from silo.storage.home import Home, Served
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation, OutboxEntry
 from silo.training.hospital_controls import HospitalControls
-from silo.training.run_request import leaves_of
+from silo.training.run_request import leaves_of, privacy_of
 from tests.support.fake_coordinator import enrolled, manifest
 from tests.support.pki import certified, member, roster
 from tests.support.privacy import DATA, TRAIN, budgeted, private
@@ -43,10 +45,14 @@ def took_part(home: Home, run: RunManifest, run_id: str = RUN, size: int = 155_2
     """Write what a run leaves in the database whose updates all have receipts."""
     store = Store(home.database)
     digest = run.digest()
-    store.record_run(run_id, run.name, digest, leaves=leaves_of(run).to_json())
+    compiled = CompiledRun.of(run)
+    store.record_run(run_id, run.name, digest, leaves=leaves_of(run).to_json(), privacy=privacy_of(compiled))
     for k in range(rounds):
         key = TaskKey(run_id, k, TaskKind.TRAIN)
         entry = OutboxEntry(key, digest, "b" * 64, "c" * 64, "d" * 64, size)
+        if not compiled.private:
+            fingerprint = datasets.load(DATA).fingerprint
+            store.note_unprotected(key, f"{k:064}", fingerprint, ("test", "train"))
         store.stage(entry, Evaluation(run.schema.classes, (1.0,) * 10, (2.0,) * 10))
         store.deliver(key, b"receipt")
         store.close(key, included=True)
@@ -57,8 +63,6 @@ def took_part(home: Home, run: RunManifest, run_id: str = RUN, size: int = 155_2
 
 def spent(ledger: Ledger, steps: int = 40) -> None:
     """Charge training records for one round."""
-    from fl_core import datasets
-
     data = datasets.load(DATA)
     task = LedgerTask(RUN, "m" * 64, 0, "train", version(data, "train"))
     entry = ledger.reserve(TRAIN, task, [PlannedRelease("training", Mechanism(1.1, 0.1, steps))])
@@ -103,7 +107,7 @@ def furnished(folder: Path) -> Home:
     spent(ledger)
     home.note_served(Served(DATA))
     checked(home)
-    took_part(home, private())
+    took_part(home, private(rng="secure"))
     asks(
         home,
         replace(

@@ -223,6 +223,11 @@ class FakeTransfer(rpc.TransferServicer):
         self.objects[digest] = data
         return digest
 
+    def forget(self) -> None:
+        """Lose all that was taken, as a coordinator does that is restored from a backup."""
+        self.uploads.clear()
+        self.receipts.clear()
+
     def Open(self, request, context):
         self.calls.append("Open")
         if self.refusal:

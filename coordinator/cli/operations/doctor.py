@@ -22,7 +22,7 @@ from protos.operations import checks
 from protos.operations.checks import Check, Finding
 from protos.pki import certificates
 from protos.pki.identity import identity_of
-from protos.storage.private_files import Credentials
+from protos.storage.private_files import Credentials, FolderLock
 
 Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` is to listen on.")]
 
@@ -98,7 +98,7 @@ class _Coordinator:
             yield from checks.certificate(path.stem, own, renewed)
 
     def _service(self) -> Iterator[Finding]:
-        if not checks.is_locked(self.home / LOCK_FILE):
+        if not FolderLock.is_held(self.home, LOCK_FILE):
             yield checks.warning("service", "it does not run", "coordinator serve")
             yield from checks.port(self.bind)
             return

@@ -95,14 +95,15 @@ def rounds_csv(detail: pb.RunDetail) -> bytes:
     classes = max((len(r.examples) for r in detail.rounds), default=0)
     head = ["round", "kind"]
     head += [f"{name}{end}" for name in curves_of_sums([]) for end in ("", " low", " high")]
-    head += ["took part", "missing", "bytes up", "seconds"]
+    head += ["took part", "missing", "cut", "rows cut", "without a bound", "bytes up", "seconds"]
     head += [f"class {k} {word}" for k in range(classes) for word in ("right", "of")]
     rows = []
     for r in detail.rounds:
         row: list[object] = [console.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower()]
         for curve in curves_of_sums([r]).values():
             row += [curve.values[0].point, curve.values[0].low, curve.values[0].high]
-        row += [", ".join(r.included), "; ".join(f"{name}: {why}" for name, why in sorted(r.missing.items()))]
+        row += [", ".join(r.included), *("; ".join(map(": ".join, sorted(m.items()))) for m in (r.missing, r.cut))]
+        row += [r.cut_rows, r.unbounded]
         row += [sum(a.bytes for a in r.arrivals), r.closed_unix - r.opened_unix if r.closed_unix else None]
         row += [number for pair in zip(r.correct, r.examples, strict=False) for number in pair]
         rows.append(row)

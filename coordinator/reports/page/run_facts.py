@@ -15,6 +15,7 @@ from coordinator.reports.page.overview import RunRow, away, run_row
 from coordinator.reports.page.run_record import MOST_ROUNDS, TITLES, RunRecord
 from coordinator.reports.page.service_watch import FollowedRun
 from fl_core.converter import ConversionError, parse_json
+from fl_core.types.records import judgements
 from privacy.reports.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import span
@@ -61,6 +62,7 @@ class RunFacts:
     privacy: str
     open: OpenRound | None
     scores: tuple[tuple[str, str, str, str], ...]
+    aggregator: str
     rounds_left_out: int
     hospitals: tuple[HospitalRow, ...]
     hospitals_left_out: int
@@ -85,6 +87,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
             (TITLES[n], text(n, c.scores.final), text(n, c.scores.best), text(n, c.scores.last))
             for n, c in curves.items()
         ),
+        aggregator=_sentence(console.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
         rounds_left_out=max(0, len(record.detail.rounds) - MOST_ROUNDS),
         hospitals=tuple(hospitals[:_MOST_HOSPITALS]),
         hospitals_left_out=max(0, len(hospitals) - _MOST_HOSPITALS),
@@ -115,6 +118,10 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     if info.state == "running":
         return f"{info.closed} of {info.rounds} rounds are done", reached
     return "It waits for its turn", "It begins when the runs before it are over."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -> list[HospitalRow]:

@@ -25,21 +25,20 @@ TITLES = {
     "pm_v": "personal, even",
 }
 MOST_ROUNDS = 60
-_MOST_NAMES, _MOST_PACES = 50, 200
+_MOST_NAMES, _MOST_PACES = 100, 200
 _MOST_CLASSES = 4 * MOST_SERIES
 _LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A closed round. missing, cut: (hospital, why)."""
+    """A closed round. judged: (hospital, why) of updates that are missing or were cut."""
 
     number: str
     accuracy: str
     balanced: str
     there: str
-    missing: tuple[tuple[str, str], ...]
-    cut: tuple[tuple[str, str], ...]
+    judged: tuple[tuple[str, str], ...]
     bytes_up: int
     seconds: str
 
@@ -98,10 +97,11 @@ class RunRecord:
 
     @property
     def not_measured(self) -> str:
-        """Say what noise keeps from being measured; empty in a run whose numbers are exact."""
-        noisy = self.detail.rounds and self.detail.rounds[-1].HasField("noise")
-        said = clinical_report.NOT_MEASURED
-        return f"{said[:1].upper()}{said[1:]}." if noisy and self.clinical is None else ""
+        """Say why the newest model has accuracies alone; empty where it has more, or the run asks for no more."""
+        if self.clinical is not None or not self.detail.rounds:
+            return ""
+        said = accuracy.no_clinical(self.detail.rounds[-1], self.compared.metrics)
+        return said and f"{said[:1].upper()}{said[1:]}."
 
     @cached_property
     def clinical(self) -> Clinical | None:
@@ -144,8 +144,7 @@ def _round(info: pb.RoundInfo) -> RoundRow:
         accuracy=measured["accuracy"].text(),
         balanced=measured["balanced_accuracy"].text(),
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
-        missing=tuple(sorted(info.missing.items())[:_MOST_NAMES]),
-        cut=tuple(sorted(info.cut.items())[:_MOST_NAMES]),
+        judged=tuple(console.judged_updates(info)[:_MOST_NAMES]),
         bytes_up=sum(a.bytes for a in info.arrivals),
         seconds=span(took) if info.closed_unix and took >= 0 else "",
     )

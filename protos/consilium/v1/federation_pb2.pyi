@@ -1448,20 +1448,48 @@ Global___RunList: _TypeAlias = RunList  # noqa: Y015
 class RunDetail(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SoftwareEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INFO_FIELD_NUMBER: _builtins.int
     MANIFEST_JSON_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
+    AGGREGATOR_FIELD_NUMBER: _builtins.int
     DECLARATIONS_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     manifest_json: _builtins.str
     spec_json: _builtins.str
     """the composed configuration"""
+    aggregator: _builtins.str
+    """how updates become one: the manifest's, or what the privacy profile leaves of it"""
     @_builtins.property
     def info(self) -> Global___RunInfo: ...
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundInfo]: ...
     @_builtins.property
     def declarations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Declaration]: ...
+    @_builtins.property
+    def software(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """silo, or "" for the coordinator -> version and build with which it last took part"""
+
     def __init__(
         self,
         *,
@@ -1469,11 +1497,13 @@ class RunDetail(_message.Message):
         manifest_json: _builtins.str = ...,
         rounds: _abc.Iterable[Global___RoundInfo] | None = ...,
         spec_json: _builtins.str = ...,
+        aggregator: _builtins.str = ...,
         declarations: _abc.Iterable[Global___Declaration] | None = ...,
+        software: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declarations", b"declarations", "info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "spec_json", b"spec_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregator", b"aggregator", "declarations", b"declarations", "info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "software", b"software", "spec_json", b"spec_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1605,6 +1635,8 @@ class RoundInfo(_message.Message):
     CUT_FIELD_NUMBER: _builtins.int
     MEDIANS_FIELD_NUMBER: _builtins.int
     CLINICAL_FIELD_NUMBER: _builtins.int
+    CUT_ROWS_FIELD_NUMBER: _builtins.int
+    UNBOUNDED_FIELD_NUMBER: _builtins.int
     ARRIVALS_FIELD_NUMBER: _builtins.int
     BASE_BYTES_FIELD_NUMBER: _builtins.int
     WITHHELD_FIELD_NUMBER: _builtins.int
@@ -1613,6 +1645,10 @@ class RoundInfo(_message.Message):
     clipped: _builtins.int
     opened_unix: _builtins.float
     closed_unix: _builtins.float
+    cut_rows: _builtins.int
+    """rows of prototypes that were cut, over all silos"""
+    unbounded: _builtins.bool
+    """the run bounds updates, and had nothing to compare these with"""
     base_bytes: _builtins.int
     """what each hospital of the cohort was sent"""
     @_builtins.property
@@ -1670,13 +1706,15 @@ class RoundInfo(_message.Message):
         cut: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         medians: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         clinical: Global___ClinicalMetrics | None = ...,
+        cut_rows: _builtins.int = ...,
+        unbounded: _builtins.bool = ...,
         arrivals: _abc.Iterable[Global___Arrival] | None = ...,
         base_bytes: _builtins.int = ...,
         withheld: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1749,7 +1787,7 @@ class Event(_message.Message):
     run_id: _builtins.str
     kind: _builtins.str
     """"submitted", "preflight", "ready", "opened", "accepted", "refused", "arrived", "waiting", "forgetting", "extended",
-    "excluded", "readmitted", "closed", "ended", "silo", "cut", "warning"
+    "excluded", "readmitted", "closed", "ended", "silo", "cut", "warning", "software"
     """
     round: _builtins.int
     silo: _builtins.str

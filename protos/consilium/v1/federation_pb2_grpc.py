@@ -5,7 +5,7 @@ import warnings
 
 from protos.consilium.v1 import federation_pb2 as protos_dot_consilium_dot_v1_dot_federation__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class EnrolmentStub:
+class EnrolmentStub(object):
     """---- Enrolment: opened by an invitation certificate (Join) or by the silo's own (Renew). -----------------------
 
     """
@@ -48,7 +48,7 @@ class EnrolmentStub:
                 _registered_method=True)
 
 
-class EnrolmentServicer:
+class EnrolmentServicer(object):
     """---- Enrolment: opened by an invitation certificate (Join) or by the silo's own (Renew). -----------------------
 
     """
@@ -88,7 +88,7 @@ def add_EnrolmentServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Enrolment:
+class Enrolment(object):
     """---- Enrolment: opened by an invitation certificate (Join) or by the silo's own (Renew). -----------------------
 
     """
@@ -148,7 +148,7 @@ class Enrolment:
             _registered_method=True)
 
 
-class ControlStub:
+class ControlStub(object):
     """---- Control: one bidirectional stream per silo, opened by the silo and recycled by it every few minutes. --------
 
     """
@@ -166,7 +166,7 @@ class ControlStub:
                 _registered_method=True)
 
 
-class ControlServicer:
+class ControlServicer(object):
     """---- Control: one bidirectional stream per silo, opened by the silo and recycled by it every few minutes. --------
 
     """
@@ -193,7 +193,7 @@ def add_ControlServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Control:
+class Control(object):
     """---- Control: one bidirectional stream per silo, opened by the silo and recycled by it every few minutes. --------
 
     """
@@ -226,7 +226,7 @@ class Control:
             _registered_method=True)
 
 
-class TransferStub:
+class TransferStub(object):
     """---- Transfer: content-addressed, resumable at every byte. -------------------------------------------------------
 
     """
@@ -259,7 +259,7 @@ class TransferStub:
                 _registered_method=True)
 
 
-class TransferServicer:
+class TransferServicer(object):
     """---- Transfer: content-addressed, resumable at every byte. -------------------------------------------------------
 
     """
@@ -323,7 +323,7 @@ def add_TransferServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Transfer:
+class Transfer(object):
     """---- Transfer: content-addressed, resumable at every byte. -------------------------------------------------------
 
     """
@@ -437,7 +437,7 @@ class Transfer:
             _registered_method=True)
 
 
-class LeadStub:
+class LeadStub(object):
     """---- Lead: the consortium's own commands, opened by a lead certificate. ------------------------------------------
 
     """
@@ -505,7 +505,7 @@ class LeadStub:
                 _registered_method=True)
 
 
-class LeadServicer:
+class LeadServicer(object):
     """---- Lead: the consortium's own commands, opened by a lead certificate. ------------------------------------------
 
     """
@@ -648,7 +648,7 @@ def add_LeadServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Lead:
+class Lead(object):
     """---- Lead: the consortium's own commands, opened by a lead certificate. ------------------------------------------
 
     """

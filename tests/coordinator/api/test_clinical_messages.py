@@ -67,6 +67,13 @@ def test_a_person_reads_a_row_per_class_and_over_how_many_classes_means_are() ->
     assert "without 3 test examples whose hospitals send accuracies alone" in text
 
 
+def test_a_run_whose_hospitals_send_correct_answers_alone_says_why_it_has_no_auc() -> None:
+    for metrics, expected in (("clinical", ["policy.toml"]), ("basic", []), ("", [])):
+        found = console.clinical_tables(sent(), CLASSES, metrics)
+        assert [word for text in found for word in expected if word in str(text)] == expected
+        assert len(found) == len(expected)
+
+
 def test_watch_shows_the_newest_metrics() -> None:
     out = Console(width=200, force_terminal=False)
     with out.capture() as captured, console.Watcher(out) as watcher:

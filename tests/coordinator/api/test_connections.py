@@ -41,7 +41,7 @@ def test_idle_connections_keep_nobody_out(tmp_path: Path, few_descriptors: int) 
         assert len(world.lead().Silos(pb.SilosRequest(), timeout=10).silos) == len(NAMES)
         line = Line(world, "north", HELLO)
         stack.callback(line.close)
-        until(online(world, "north"), "north", 10)
+        until(online(world, "north"), "north")
 
 
 @pytest.mark.fault(
@@ -59,7 +59,7 @@ def test_connections_leave_descriptors_for_the_services_own_files(
         poll = select.poll()
         for connection in held:
             poll.register(connection, select.POLLIN)  # also where the service has closed it
-        until(lambda: len(poll.poll(0)) >= 200, "those beyond half of the descriptors to be closed", 5)
+        until(lambda: len(poll.poll(0)) >= 200, "those beyond half of the descriptors to be closed")
         assert len(poll.poll(0)) <= 250
         assert len(lead.Silos(pb.SilosRequest(), timeout=10).silos) == len(NAMES)
 

@@ -19,6 +19,7 @@ from coordinator.api.transfer import TransferService
 from coordinator.lead_client import LeadClient
 from coordinator.pki.membership import Membership
 from coordinator.storage.records import RunState
+from coordinator.storage.store import LOCK_FILE
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
 from fl_core.types import tensor_maps
 from protos.consilium.v1 import federation_pb2 as pb
@@ -173,6 +174,16 @@ def test_two_services_never_share_a_home_or_a_port(tmp_path: Path) -> None:
     assert not (world.home / ADDRESS_FILE).exists()
     with pytest.raises(UnavailableError, match="E-NET-01"):
         LeadClient.open(world.home)
+
+
+@pytest.mark.fault(
+    "an operator", "deletes the lock file under a running coordinator", "a second coordinator is refused: E-STATE-20"
+)
+def test_a_second_coordinator_is_refused_when_the_lock_file_of_the_first_is_gone(tmp_path: Path) -> None:
+    with running(tmp_path / "home", ()) as world:
+        (world.home / LOCK_FILE).unlink()
+        with pytest.raises(StateError, match="E-STATE-20"):
+            CoordinatorServer(world.home, "127.0.0.1:0", world.compose).start()
 
 
 def test_a_lead_that_cannot_connect_is_told_why(tmp_path: Path) -> None:

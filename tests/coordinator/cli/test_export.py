@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from coordinator.api.accuracy import clinical_message
 from coordinator.cli.export import check_detail, export_model, model_card
+from coordinator.console import software_text
 from coordinator.lead_client import LeadClient
 from coordinator.pki.authority import Authority
 from fl_core.errors import ProtocolError, StateError
@@ -199,3 +200,10 @@ def test_a_card_says_of_prototypes_only_where_the_method_has_any_and_of_training
     assert said in rows[0]
     assert "| local training | lr " in card
     assert "TrainConfig" not in card
+
+
+def test_a_card_names_the_software_of_the_runs_sides_or_of_an_older_run_its_manifests() -> None:
+    run, info = manifest("fedavg", rounds=1), pb.RunInfo(run_id="r1", name="test", rounds=1)
+    text = software_text({"": "fl 1+a", "south": "fl 1+b"})
+    assert f"| software | {text} |" in model_card(info, run, [], text)
+    assert f"| software | {run.software} |" in model_card(info, run, [])

@@ -42,11 +42,23 @@ def said(world: World, *words: str, refused: bool = False) -> str:
 
 def test_runs_are_compared_as_tables_and_as_json(told: World) -> None:
     text = said(told, "compare", "run-a", "run-b")
-    for words in ("train.lr", "0.5", "50.00 %", "mean of last 5", "balanced_accuracy", "note: "):
+    for words in (
+        "train.lr",
+        "0.5",
+        "45.00 %",
+        "mean of the last 2 evaluations",
+        "balanced_accuracy",
+        "behind the best",
+        "note: ",
+    ):
         assert words in text
     found = json.loads(said(told, "compare", "run-a", "run-b", "--json"))
     assert found["differences"] == {"train.lr": {"run-a": "0.1", "run-b": "0.5"}}
     assert [run["scores"]["accuracy"]["final"]["value"] for run in found["runs"]] == pytest.approx([0.3, 0.5])
+    standing = found["standing"]
+    assert (standing["best"], standing["evaluations"], standing["not_compared"]) == ("run-b", 2, {})
+    assert standing["ahead"]["run-a"]["low"] < standing["ahead"]["run-a"]["point"]
+    assert standing["values"]["run-b"]["accuracy"]["value"] == pytest.approx(0.45)
     assert [run["scores"]["accuracy"]["mean_last"]["value"] for run in found["runs"]] == pytest.approx([0.25, 0.45])
 
 

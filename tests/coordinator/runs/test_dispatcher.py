@@ -13,10 +13,12 @@ from coordinator.runs import dispatcher as dispatcher_module
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import SiloSession
 from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
+from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.version import software
 from tests.support.coordinator import session
 
 TASK = Task(SiloTaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
@@ -39,12 +41,37 @@ def offered(here: SiloSession) -> list[int]:
 def test_an_open_task_is_offered_now_and_on_every_new_session(dispatcher: Dispatcher) -> None:
     first, second = session(), session()
     dispatcher.attach(first)
-    with dispatcher.pending_task(TASK):
-        dispatcher.offer(TASK)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.offer(pending)
         assert offered(first) == [3]
         dispatcher.attach(second)
         dispatcher.catch_up(second, pb.Hello(), time.time())
         assert offered(second) == [3]
+
+
+def test_a_task_that_was_not_offered_yet_is_offered_on_no_new_session(dispatcher: Dispatcher) -> None:
+    """Its update may be here: a silo that made it again would pay for it again."""
+    here, later = session(), session()
+    dispatcher.attach(here)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.catch_up(here, pb.Hello(), time.time())
+        assert offered(here) == []
+        dispatcher.offer(pending)
+        assert offered(here) == [3]
+        dispatcher.attach(later)
+        dispatcher.catch_up(later, pb.Hello(), time.time())
+        assert offered(later) == [3]
+
+
+def test_a_task_whose_update_came_before_its_offer_is_not_offered(dispatcher: Dispatcher) -> None:
+    here = session()
+    dispatcher.attach(here)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.delivered(TASK.key, "d" * 64)
+        dispatcher.offer(pending)
+        dispatcher.catch_up(here, pb.Hello(), time.time())
+        assert offered(here) == []
+        assert pending.wait() == "d" * 64
 
 
 def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: Dispatcher) -> None:
@@ -53,7 +80,7 @@ def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: D
     dispatcher.attach(here)
     with dispatcher.pending_task(TASK) as pending:
         dispatcher.interrupt("run")
-        dispatcher.offer(TASK)
+        dispatcher.offer(pending)
         dispatcher.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []
         with pytest.raises(RunInterrupted):
@@ -61,8 +88,8 @@ def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: D
     with pytest.raises(RunInterrupted), dispatcher.pending_task(TASK):
         pass
     dispatcher.allow("run")
-    with dispatcher.pending_task(TASK):
-        dispatcher.offer(TASK)
+    with dispatcher.pending_task(TASK) as pending:
+        dispatcher.offer(pending)
     assert offered(here) == [3]
 
 
@@ -109,3 +136,54 @@ def test_who_left_is_stored_once_the_disk_takes_it(dispatcher: Dispatcher, monke
     monkeypatch.setattr(dispatcher.store.members, "seen", lambda names: stored.append(set(names)))
     dispatcher.store_last_seen()
     assert stored == [{"north"}]
+
+
+def with_software(name: str, text: str) -> SiloSession:
+    found = session(name)
+    found.receive_hello(pb.Hello(software=text))
+    return found
+
+
+def noted(dispatcher: Dispatcher, kind: str, after: int = 0) -> list[tuple[str, str]]:
+    return [(e.silo, e.text) for e in dispatcher.store.runs.events("run", after) if e.kind == kind]
+
+
+def test_a_run_keeps_the_software_of_each_side_once_and_warns_of_another_build(dispatcher: Dispatcher) -> None:
+    dispatcher.store.runs.add(Run("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1)
+    for silo in (with_software("north", software()), with_software("south", "older"), with_software("east", "")):
+        dispatcher.attach(silo)
+    for _ in range(3):
+        dispatcher.note_software("run", ["north", "south", "east", "away"])
+    assert dispatcher.store.runs.software("run") == {"": software(), "north": software(), "south": "older", "east": ""}
+    assert len(noted(dispatcher, "software")) == 4
+    ((_, warning),) = noted(dispatcher, "warning")
+    assert f"expected {software()} on all sides, found east (no version given), south (older)" in warning
+    dispatcher.attach(with_software("south", "x" * 10_000))
+    dispatcher.note_software("run", ["south"])
+    assert dispatcher.store.runs.software("run")["south"] == "x" * 80
+    assert len(noted(dispatcher, "warning")) == 2
+
+
+def test_a_coordinator_of_another_build_goes_on_with_a_run_and_holds_each_silo_against_its_own(
+    dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher.store.runs.add(Run("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1)
+    dispatcher.attach(with_software("north", software()))
+    dispatcher.note_software("run", ["north"])
+    assert noted(dispatcher, "warning") == []
+    before = len(dispatcher.store.runs.events("run", 0))
+    restarted = Dispatcher(dispatcher.store, 1.0)
+    restarted.note_software("run", ["north"])
+    assert len(dispatcher.store.runs.events("run", 0)) == before
+    monkeypatch.setattr(dispatcher_module, "software", lambda: "newer")
+    upgraded = Dispatcher(dispatcher.store, 1.0)
+    upgraded.note_software("run", ["north"])
+    assert noted(upgraded, "software", before) == [("", "newer")]
+    upgraded.attach(with_software("north", software()))
+    upgraded.note_software("run", ["north"])
+    ((_, warning),) = noted(upgraded, "warning")
+    assert f"expected newer on all sides, found north ({software()})" in warning
+    upgraded.attach(with_software("north", "newer"))
+    upgraded.note_software("run", ["north"])
+    assert upgraded.store.runs.software("run") == {"": "newer", "north": "newer"}
+    assert len(noted(upgraded, "warning")) == 1

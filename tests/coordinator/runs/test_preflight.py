@@ -64,7 +64,7 @@ class Asking:
 
     def _ask(self) -> None:
         try:
-            preflight.ask(self._run, self._of, self._dispatcher)
+            preflight.ask(self._run, self._of, self._dispatcher, all_answer=CompiledRun.of(self._of).private)
         except BaseException as error:  # kept for the test
             self.error = error
 
@@ -74,17 +74,12 @@ class Asking:
         return self.error
 
 
-def test_a_private_run_is_asked_about_until_its_round_0_was_opened_and_never_after(dispatcher: Dispatcher) -> None:
-    run, private = stored(dispatcher), CompiledRun.of(PRIVATE)
-    infinite = replace(PRIVATE, privacy=NamedOptions("dp_record", {"epsilon": float("inf")}))
-    assert preflight.is_due(run, private, dispatcher.store)
-    quorum = CompiledRun.of(replace(PRIVATE, quorum=1))  # no reason to charge in vain
-    assert preflight.is_due(run, quorum, dispatcher.store)
-    assert not preflight.is_due(run, CompiledRun.of(manifest()), dispatcher.store)
-    assert not preflight.is_due(run, CompiledRun.of(infinite), dispatcher.store)
-    assert not preflight.is_due(replace(run, closed=1), private, dispatcher.store)
+def test_a_run_is_asked_about_until_its_round_0_was_opened_and_never_after(dispatcher: Dispatcher) -> None:
+    run = stored(dispatcher)
+    assert preflight.is_due(run, dispatcher.store)
+    assert not preflight.is_due(replace(run, closed=1), dispatcher.store)
     dispatcher.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
-    assert not preflight.is_due(run, private, dispatcher.store)
+    assert not preflight.is_due(run, dispatcher.store)
 
 
 def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(dispatcher: Dispatcher) -> None:
@@ -145,6 +140,39 @@ def test_a_silence_until_the_deadline_names_the_silent(dispatcher: Dispatcher) -
     assert isinstance(error, UnavailableError)
     assert error.code == "E-RUN-37"
     assert "east, north, south" in error.message
+
+
+PLAIN = replace(manifest(), patience_s=30.0)
+
+
+def test_a_run_without_privacy_is_begun_without_the_word_of_silos_that_are_away(dispatcher: Dispatcher) -> None:
+    asking = Asking(dispatcher, PLAIN)  # north alone is here
+    dispatcher.preflight(session(), said())
+    assert asking.over() is None
+    (event,) = [e for e in dispatcher.store.runs.events("run-1", 0) if e.kind == "preflight"]
+    assert event.text.startswith("1 silos are asked")
+    assert "away: " in event.text
+
+
+def test_a_run_without_privacy_is_stopped_by_a_silo_that_cannot_do_it(dispatcher: Dispatcher) -> None:
+    asking = Asking(dispatcher, PLAIN)
+    dispatcher.preflight(session(), said(ready=False, code="E-RUN-38", reason="expected about 9000 MiB"))
+    error = asking.over()
+    assert isinstance(error, RefusedError)
+    assert error.code == "E-RUN-36"
+    assert "north: E-RUN-38" in error.message
+
+
+def test_a_run_without_privacy_waits_for_no_hospital_that_must_decide_first(dispatcher: Dispatcher) -> None:
+    asking = Asking(dispatcher, replace(PLAIN, patience_s=1000.0))
+    here = session()
+    dispatcher.attach(here)
+    dispatcher.pulse(here, pb.Pulse(activity=pb.AWAITING_APPROVAL, run_id="run-1"))
+    assert asking.over() is None
+
+
+def test_a_run_without_privacy_waits_for_a_silent_silo_no_longer_than_its_patience(dispatcher: Dispatcher) -> None:
+    assert Asking(dispatcher, replace(PLAIN, patience_s=0.2)).over() is None
 
 
 def test_a_question_carries_its_deadline() -> None:

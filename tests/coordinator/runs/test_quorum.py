@@ -23,7 +23,7 @@ from fl_core.types.values import Bundle, Part
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
 from tests.support import until
-from tests.support.coordinator import World, events, heard, running
+from tests.support.coordinator import Clock, World, events, heard, running
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import Memory, ScriptedSilo
 
@@ -31,9 +31,8 @@ SHARES = dict(zip(NAMES, shares(), strict=True))
 """north holds the classes a and b, east b and c, south c and d: nobody needs east."""
 
 
-def quick(rounds: int = 3, quorum: int = 0, **changed: object) -> RunManifest:
-    """A run whose rounds take a moment, as long as nobody is away."""
-    return replace(manifest(rounds=rounds, quorum=quorum), **{"patience_s": 0.5, **changed})  # type: ignore[arg-type]
+def short(rounds: int = 3, quorum: int = 0, **changed: object) -> RunManifest:
+    return replace(manifest(rounds=rounds, quorum=quorum), **changed)  # type: ignore[arg-type]
 
 
 def digest(agreed: RunManifest) -> str:
@@ -109,7 +108,7 @@ def held_back(world: World, people: People, name: str, agreed: RunManifest) -> s
 def test_a_dead_silo_that_nobody_needs_holds_no_round_up(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "south")
-        run = world.finished(world.submit(quick(rounds=2, patience_s=0.2)).id, 60)
+        run = world.finished(world.submit(short(rounds=2, patience_s=0.2)).id, 60)
         assert set(people.included(run.id)) == {("north", "south")}
         assert events(world, run.id, "forgetting") == []
 
@@ -119,7 +118,7 @@ def test_a_dead_silo_that_nobody_needs_holds_no_round_up(tmp_path: Path) -> None
 )
 def test_a_restart_is_no_absence(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
-        agreed = quick(patience_s=60.0)
+        agreed = short(patience_s=60.0)
         run_id = held_back(world, people, "east", agreed)
         waits_for(world, run_id, "east")
         people.come("east")
@@ -131,7 +130,7 @@ def test_a_restart_is_no_absence(tmp_path: Path) -> None:
 )
 def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_longer(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
-        agreed = quick(patience_s=20.0)
+        agreed = short(patience_s=20.0)
         run_id = held_back(world, people, "south", agreed)
         silo = waits_for(world, run_id, "south")
         until(lambda: not waits_for(world, run_id, "south").online, "south to be missed")
@@ -154,7 +153,7 @@ def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_l
 )
 def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
-        run_id = held_back(world, people, "south", quick(rounds=3, patience_s=0.2))
+        run_id = held_back(world, people, "south", short(rounds=3, patience_s=0.5))
         world.finished(run_id, 90)
         assert people.included(run_id)[1:] == [("east", "north")] * 3
         lost = events(world, run_id, "forgetting")
@@ -165,7 +164,7 @@ def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp
 
 def test_whoever_watches_reads_who_is_awaited_until_when_and_for_which_classes(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
-        run_id = held_back(world, people, "south", quick(rounds=2, patience_s=600.0))
+        run_id = held_back(world, people, "south", short(rounds=2, patience_s=600.0))
         call = world.lead().Watch(pb.WatchRequest(run_id=run_id), timeout=60)
         awaited = (e for e in call if e.kind == "silo" and e.round == 1 and e.info.waiting.there == 2)
         away = next(e for e in awaited if [(s.name, s.online) for s in e.info.waiting.silos] == [("south", False)])
@@ -189,7 +188,7 @@ def test_a_silent_silo_does_not_hold_a_round_for_ever(tmp_path: Path) -> None:
         held = threading.Event()
         people.come("north", "south")
         people.come("east", alter=lambda key, bundle: held.wait(60) and bundle)
-        run_id = world.submit(quick(rounds=2, patience_s=0.2)).id
+        run_id = world.submit(short(rounds=2, patience_s=0.2)).id
         closed(world, run_id, 1)
         assert people.included(run_id)[0] == ("north", "south")
         held.set()
@@ -214,7 +213,7 @@ def test_one_bad_update_does_not_fail_a_run(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "south")
         people.come("east", alter=poisoned)
-        run = world.finished(world.submit(quick(rounds=2)).id, 60)
+        run = world.finished(world.submit(short(rounds=2)).id, 60)
         assert world.server is not None
         rows = world.server.store.runs.rounds(run.id)
         assert [row.included for row in rows] == [("north", "south")] * 3
@@ -224,11 +223,13 @@ def test_one_bad_update_does_not_fail_a_run(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "two hospitals of three", "are away at the deadline", "the run pauses and nothing is lost; the lead resumes it"
 )
-def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Path) -> None:
+def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Path, clock: Clock) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north")
-        agreed = quick(rounds=2, deadline_s=2.0)
+        agreed = short(rounds=2)
         run_id = world.submit(agreed).id
+        until(lambda: shown(world, run_id).waiting.there == 1, "north's update")
+        clock.skip(agreed.deadline_s)
         paused = world.ended(run_id, 60)
         assert paused.state is RunState.PAUSED
         assert paused.reason.startswith("E-RUN-03: round 1: expected updates of at least 2 of 3 silos, found 1; ")
@@ -245,7 +246,8 @@ def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Pa
 def test_the_lead_may_go_on_with_fewer(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "east")
-        run_id = world.submit(quick(rounds=2, quorum=3, deadline_s=1.0)).id
+        people.come("south", refuse=lambda offer: "not this run")
+        run_id = world.submit(short(rounds=2, quorum=3)).id
         assert world.ended(run_id, 60).state is RunState.PAUSED
         lead = world.lead()
         for bad in (4, 2**32 - 1):
@@ -264,7 +266,7 @@ def test_the_lead_may_go_on_with_fewer(tmp_path: Path) -> None:
 )
 def test_an_excluded_silo_is_asked_no_more_until_it_is_readmitted(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
-        agreed = quick(rounds=3, patience_s=600.0)
+        agreed = short(rounds=3, patience_s=600.0)
         run_id = held_back(world, people, "south", agreed)
         waits_for(world, run_id, "south")
         lead = world.lead()
@@ -291,7 +293,7 @@ def test_an_excluded_silo_is_asked_no_more_until_it_is_readmitted(tmp_path: Path
 def test_steering_with_nonsense_is_refused(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north")
-        run_id = world.submit(quick()).id
+        run_id = world.submit(short()).id
         until(lambda: shown(world, run_id).waiting.silos, "the round")
         lead = world.lead()
         for hours in (math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 1e38):
@@ -327,7 +329,7 @@ def test_a_round_that_cannot_go_on_waits_for_nobody(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("fl_core.aggregation.round_sum.NormClippedSum.add", broken)
     with consortium(tmp_path) as (world, people):
         people.come("north")
-        run = world.ended(world.submit(quick()).id, 60)
+        run = world.ended(world.submit(short()).id, 60)
         assert run.state is RunState.FAILED
 
 
@@ -335,7 +337,7 @@ def test_a_round_that_cannot_go_on_waits_for_nobody(tmp_path: Path, monkeypatch:
 def test_a_jump_of_the_clock_changes_no_waiting(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "south")
-        run_id = world.submit(quick(rounds=1, patience_s=600.0, quorum=3)).id
+        run_id = world.submit(short(rounds=1, patience_s=600.0, quorum=3)).id
         waits_for(world, run_id, "east")
         world.stop()
         for jump in (120 * 86400.0, -120 * 86400.0):
@@ -351,12 +353,17 @@ def test_a_jump_of_the_clock_changes_no_waiting(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_member_that_was_away_at_the_start_takes_part_from_the_round_in_which_it_comes(tmp_path: Path) -> None:
+def test_a_member_that_was_away_at_the_start_takes_part_from_the_round_in_which_it_comes(
+    tmp_path: Path, clock: Clock
+) -> None:
     with consortium(tmp_path) as (world, people):
         gate = threading.Event()
         people.come("south")
         people.come("north", refuse=lambda offer: gate.wait(60) and "" if offer.round == 1 else "")
-        run_id = world.submit(quick(rounds=3)).id
+        agreed = short(rounds=3)
+        run_id = world.submit(agreed).id
+        until(lambda: shown(world, run_id).waiting.there == 2, "those who are there")
+        clock.skip(agreed.deadline_s)
         closed(world, run_id, 1)
         people.come("east")
         until(lambda: TaskKey(run_id, 1, TaskKind.TRAIN) in people.memories["east"].trained, "east to train")

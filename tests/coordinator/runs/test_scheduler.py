@@ -26,11 +26,12 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part, PartSpec
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.version import PROTOCOL, software
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
 from protos.wire.tasks import TaskKey, contribution_id
 from tests.support import until
-from tests.support.coordinator import FAST, World, running
+from tests.support.coordinator import FAST, Clock, Line, World, events, heard, online, running
 from tests.support.federations import NAMES, manifest, same, shares
 from tests.support.hospital import Memory, ScriptedSilo
 
@@ -124,11 +125,21 @@ def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_ane
         stop(people)
 
 
-def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path) -> None:
+def attendance(world: World, run_id: str) -> tuple[int, int] | None:
+    """Tell which round is open, and how many updates it has."""
+    found = world.server.runs.waiting(run_id)
+    return None if found is None else (found.round, found.there)
+
+
+def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, clock: Clock) -> None:
     with running(tmp_path / "home", NAMES) as world:
-        agreed = replace(manifest(rounds=1, quorum=2), deadline_s=1.5)
+        agreed = manifest(rounds=1, quorum=2)
         people = [ScriptedSilo(world, name, share) for name, share in list(zip(NAMES, shares(), strict=True))[:2]]
-        run = world.finished(world.submit(agreed).id)
+        run = world.submit(agreed)
+        for number in range(2):
+            until(lambda t=number: attendance(world, run.id) == (t, 2), "two updates")
+            clock.skip(agreed.deadline_s)
+        world.finished(run.id)
         assert {r.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}
         stop(people)
 
@@ -285,3 +296,31 @@ def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
     assert same(sums.total()["delta"].total, {"w": torch.full((4 << 20,), 24 << sums.grid.frac_bits("delta"))})
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
         checked(BundleFile(files[0]), frozenset({torch.int64}))
+
+
+def test_a_lead_is_told_at_the_start_of_a_run_whose_hospitals_have_another_build(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = dict(zip(NAMES, (software(), "consilium-fl 0.1.0+0123456789ab", "consilium-fl 0.1.0"), strict=True))
+    protocol = {"protocol_min": PROTOCOL, "protocol_max": PROTOCOL}
+    lines = [Line(world, name, pb.Hello(software=text, **protocol)) for name, text in said.items()]
+    for name in NAMES:
+        until(online(world, name), f"{name} to be here")
+    run = world.submit(manifest("fedavg"))
+    ((_, warning),) = heard(world, run.id, "warning")
+    assert f"expected {software()} on all sides, found" in warning
+    assert [name for name in NAMES if name in warning] == list(NAMES[1:])
+    heard(world, run.id, "opened")
+    order = [e.kind for e in world.server.store.runs.events(run.id, 0)]
+    assert order.index("warning") < order.index("opened")
+    assert events(world, run.id, "refused") == []
+    assert dict(world.lead().Show(pb.RunQuery(run_id=run.id)).software) == {"": software(), **said}
+    lead.show(run.id, home=world.home)
+    shown = capsys.readouterr().out
+    assert f"software: {software()} (coordinator and 1 silo), " in shown
+    assert f"{NAMES[1]} consilium-fl 0.1.0+0123456789ab" in shown
+    lead.show(run.id, home=world.home, as_json=True)
+    assert json.loads(capsys.readouterr().out)["software"] == {"coordinator": software(), "silos": said}
+    world.server.runs.abort(run.id)
+    for line in lines:
+        line.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 
+from coordinator.api.server import Settings
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.session import SiloSession
 from coordinator.storage.store import Store
@@ -16,8 +18,8 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.pki.identity import Identity, Kind, PeerCertificate
 from tests.support import until
-from tests.support.coordinator import DENIED, HELLO, Line, World, channel, credentials, instance
-from tests.support.federations import manifest
+from tests.support.coordinator import DENIED, HELLO, Line, World, channel, credentials, instance, running
+from tests.support.federations import NAMES, manifest
 
 
 def test_a_second_session_supersedes_the_first(world: World) -> None:
@@ -25,7 +27,7 @@ def test_a_second_session_supersedes_the_first(world: World) -> None:
     until(lambda: first.got, "a welcome")
     second = Line(world, "north", HELLO)
     until(lambda: second.got, "a welcome")
-    assert first.over.wait(10)
+    assert first.over.wait(60)
     assert first.error is None
     assert not second.over.is_set()
     assert world.server.dispatcher.activity_of("north") is not None
@@ -64,8 +66,16 @@ def test_two_machines_with_one_name_are_told(tmp_path: Path) -> None:
     dispatcher.store.close()
 
 
-def test_a_second_machine_is_refused_while_the_first_is_alive(world: World) -> None:
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[World]:
+    """A coordinator for which a session of a slow machine is alive."""
+    with running(tmp_path / "home", NAMES, Settings(pulse_s=5.0)) as found:
+        yield found
+
+
+def test_a_second_machine_is_refused_while_the_first_is_alive(patient: World) -> None:
     """The first stays undisturbed, the second is told why, and so is the lead."""
+    world = patient
     run = world.submit(manifest(rounds=1, names=("north",)))
     first = Line(world, "north", instance("a"))
     until(lambda: first.of("offer"), "the task")
@@ -73,7 +83,7 @@ def test_a_second_machine_is_refused_while_the_first_is_alive(world: World) -> N
     assert second.failure() == (DENIED, "E-ID-26")
     assert second.got[-1].refusal.code == "E-ID-26"
     pulses = first.kinds().count("pulse")
-    until(lambda: first.kinds().count("pulse") >= pulses + 3, "more pulses")
+    until(lambda: first.kinds().count("pulse") > pulses, "one more pulse")
     assert not first.over.is_set()
     told = [e.text for e in world.server.store.runs.events(run.id, 0) if e.kind == "refused"]
     assert len(told) == 1
@@ -82,12 +92,13 @@ def test_a_second_machine_is_refused_while_the_first_is_alive(world: World) -> N
 
 
 @pytest.mark.parametrize("following", [{"id": "a"}, {"id": "b", "previous": "a"}])
-def test_the_same_process_and_the_next_on_its_home_take_over_at_once(world: World, following: dict[str, str]) -> None:
+def test_the_same_process_and_the_next_on_its_home_take_over_at_once(patient: World, following: dict[str, str]) -> None:
+    world = patient
     first = Line(world, "north", instance("a"))
     until(lambda: first.got, "a welcome")
     second = Line(world, "north", instance(**following))
     until(lambda: second.got, "a welcome")
-    assert first.over.wait(10)
+    assert first.over.wait(60)
     assert first.error is None
     assert not second.over.is_set()
     back = Line(world, "north", instance("a", previous="z"))  # a copy of the home at most displaces once

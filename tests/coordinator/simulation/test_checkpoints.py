@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import research
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import checkpoints, runner
 from coordinator.simulation.checkpoints import Checkpoints
@@ -70,7 +70,7 @@ class Rounds(Observer):
 
 @cache
 def composed(words: tuple[str, ...]) -> RunSpec:
-    return compose_spec([*BASE, *words])
+    return compose_simulation([*BASE, *words])
 
 
 def go(words: tuple[str, ...], folder: Path, watch: Observer | None = None, spill: Path | None = None) -> object:
@@ -211,6 +211,13 @@ def test_two_simulations_do_not_share_a_folder(tmp_path: Path) -> None:
     assert caught.value.code == "E-STATE-20"
 
 
+def test_two_simulations_do_not_share_a_folder_whose_lock_file_is_gone(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path).locked():
+        (tmp_path / "lock").unlink()
+        with pytest.raises(StateError, match="E-STATE-20"):
+            go((), tmp_path)
+
+
 def test_no_rounds_between_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Checkpoints(tmp_path, 0)
@@ -234,13 +241,13 @@ KILLED = """
 import sys
 from pathlib import Path
 from coordinator.cli import research
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import runner
 from coordinator.simulation.checkpoints import Checkpoints
 from coordinator.simulation.engine import SimulationEngine
 words, engine = sys.argv[2:], SimulationEngine(checkpoints=Checkpoints(Path(sys.argv[1]), 2))
 print("begun", flush=True)
-print(runner.run(compose_spec(words), engine=engine).summary(), flush=True)
+print(runner.run(compose_simulation(words), engine=engine).summary(), flush=True)
 """
 
 
@@ -248,7 +255,7 @@ print(runner.run(compose_spec(words), engine=engine).summary(), flush=True)
 @pytest.mark.timeout(900)
 def test_a_real_process_that_is_killed_at_ten_random_moments_ends_in_the_undisturbed_digest(tmp_path: Path) -> None:
     words = [*BASE[:3], "method=scaffold", "cohort=2", "rounds=60", "train.max_steps=40", "seed=3"]
-    expected = runner.run(compose_spec(words)).summary()
+    expected = runner.run(compose_simulation(words)).summary()
     draw, killed = random.Random(5), 0
     command = [sys.executable, "-c", KILLED, str(tmp_path), *words]
     while killed < 10:

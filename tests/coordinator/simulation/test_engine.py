@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulation import engine, runner
 from coordinator.simulation.checkpoints import Checkpoints
@@ -27,7 +27,7 @@ PRIVATE = ("privacy=dp_silo_small", "privacy.rng=test", "privacy.epsilon=1000", 
 
 
 def digest(*words: str, **options: object) -> str:
-    return runner.run(compose_spec([*WORDS, *words]), engine=SimulationEngine(**options)).model_digest  # type: ignore[arg-type]
+    return runner.run(compose_simulation([*WORDS, *words]), engine=SimulationEngine(**options)).model_digest  # type: ignore[arg-type]
 
 
 def test_a_silos_threads_are_the_runs_or_its_share_of_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path: Path, monke
         def closed(self, record: RoundRecord, server: State) -> None:
             seen.append(torch.get_num_threads())
 
-    spec = replace(compose_spec([*WORDS]), threads=0)
+    spec = replace(compose_simulation([*WORDS]), threads=0)
     for machine in (2, 1):
         for module in (engine, runner):
             monkeypatch.setattr(module, "threads_of", lambda _, n=machine: n)
@@ -123,16 +123,16 @@ def test_kernels_chosen_by_their_speed_do_not_go_with_deterministic_ones(word: s
     "word", ["train.amp=bf16", "train.channels_last=true", "train.cudnn_benchmark=true", "train.compile=true"]
 )
 def test_words_that_record_level_privacy_cannot_follow_are_refused_before_the_run(word: str) -> None:
-    spec = compose_spec([*WORDS, "privacy=dp_record", word])
+    spec = compose_simulation([*WORDS, "privacy=dp_record", word])
     with pytest.raises(ConfigError, match=f"E-CFG-08.*record-level privacy.*{word}"):
         runner.build_simulation(spec)
 
 
 def test_words_at_their_defaults_are_in_no_manifest_and_no_configuration() -> None:
-    spec = compose_spec(WORDS)
+    spec = compose_simulation(WORDS)
     run, _ = runner.build_simulation(spec)
     for text in (spec.to_json(), run.to_json()):
         assert not {"compile", "cudnn_benchmark", "augment_on_device"} & set(json.loads(text)["train"])
-    chosen = compose_spec([*WORDS, "train.compile=true"])
+    chosen = compose_simulation([*WORDS, "train.compile=true"])
     assert json.loads(runner.build_simulation(chosen)[0].to_json())["train"]["compile"] is True
     assert RunSpec.from_json(chosen.to_json()).train.compile

@@ -10,14 +10,14 @@ import pytest
 from PIL import Image
 
 from coordinator.cli.data import split
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import partition_plot
 from fl_core.datasets.partition import federations
 from fl_core.errors import ConfigError
 
 
 def test_digits_are_counted_from_the_data() -> None:
-    table = partition_plot.on_disk(compose_spec(["data=digits", "federation=p5c2"]), None)
+    table = partition_plot.on_disk(compose_simulation(["data=digits", "federation=p5c2"]), None)
     assert table.silos == tuple(f"hospital{k}" for k in range(5))
     assert np.array(table.train).sum() + np.array(table.test).sum() == 1797
     assert [tuple(np.flatnonzero(row)) for row in table.train] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
@@ -39,19 +39,19 @@ def test_the_order_of_the_data_does_not_change_sizes(text: str) -> None:
 
 
 def test_published_counts_of_the_papers() -> None:
-    table = partition_plot.published(compose_spec(["data=cifar10", "federation=p5c2"]))
+    table = partition_plot.published(compose_simulation(["data=cifar10", "federation=p5c2"]))
     assert [sum(row) for row in table.train] == [10_000] * 5
     assert table.classes[:2] == ("airplane", "automobile")
-    isic = partition_plot.published(compose_spec(["data=isic2019", "federation=centers-3-4"]))
+    isic = partition_plot.published(compose_simulation(["data=isic2019", "federation=centers-3-4"]))
     assert [sum(row) for row in isic.train] == [1807, 655]
-    big = partition_plot.published(compose_spec(["data=cifar100", "federation=p100c10"]))
+    big = partition_plot.published(compose_simulation(["data=cifar100", "federation=p100c10"]))
     assert {sum(n > 0 for n in row) for row in big.train} == {10}
 
 
 @pytest.mark.parametrize("data", ["digits", "femnist", "spiral"])
 def test_data_without_published_counts_is_refused(data: str) -> None:
     with pytest.raises(ConfigError, match="leave it out") as caught:
-        partition_plot.published(compose_spec([f"data={data}"]))
+        partition_plot.published(compose_simulation([f"data={data}"]))
     assert caught.value.code == "E-CFG-23"
 
 

@@ -17,7 +17,7 @@ import consilium
 from consilium import ConfigError, DataError, Progress, simulate
 from consilium.extending import ArrayData, FedAvg, HeadOptions, Schema, SplitModel
 from coordinator.cli.research import simulate as command
-from coordinator.config.hydra_config import choices, compose_spec
+from coordinator.config.hydra_config import choices, compose_simulation
 from coordinator.simulation import python_api, runner
 from coordinator.simulation.engine import SimulationEngine
 from fl_core.methods.disjoint.fedmr import FedMR
@@ -119,7 +119,7 @@ class Alternate:
 def test_an_instance_of_ours_is_its_name_and_all_its_options() -> None:
     a = simulate(FedMR(mu1=0.03, mu2=0.1, eps=0.1), "digits", "p5c2", model=DigitsLinear(), **FEW)
     words = ["method=fedmr", "method.mu1=0.03", "method.mu2=0.1", "method.eps=0.1", "model=digits_linear"]
-    b = runner.run(compose_spec([*words, "data=digits", "federation=p5c2", "rounds=1", "train.max_steps=1"]))
+    b = runner.run(compose_simulation([*words, "data=digits", "federation=p5c2", "rounds=1", "train.max_steps=1"]))
     assert a.digest == b.model_digest
     assert a.manifest.digest() == b.manifest.digest()
 
@@ -242,7 +242,7 @@ def test_values_come_through_hydra_s_grammar_as_they_are(value: object) -> None:
 
 def test_text_with_quotes_and_backslashes_reaches_the_configuration() -> None:
     for text in ("it's\\", "\\'", "a: [b], {c}=d # e", ""):
-        assert compose_spec([f"name={python_api._hydra('name', text)}"]).name == text
+        assert compose_simulation([f"name={python_api._hydra('name', text)}"]).name == text
 
 
 def test_a_method_that_no_other_process_can_import_is_refused_workers_and_gets_none_by_itself() -> None:

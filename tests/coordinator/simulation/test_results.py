@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from coordinator.cli.research import _say_where, simulate
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.reports.curves import MEASURES
 from coordinator.simulation import results, runner
@@ -35,14 +35,14 @@ SHORT = ["data=digits", "federation=p5c2", "rounds=2", "train.max_steps=2", "thr
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, runner.Result]:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    return folder, runner.run(compose_spec(SHORT), out=folder, words=SHORT)
+    return folder, runner.run(compose_simulation(SHORT), out=folder, words=SHORT)
 
 
 def test_the_folder_holds_configuration_manifest_tables_summary_model_and_picture(
     made: tuple[Path, runner.Result],
 ) -> None:
     folder, result = made
-    assert RunSpec.from_mapping(yaml.safe_load((folder / "config.yaml").read_text())) == compose_spec(SHORT)
+    assert RunSpec.from_mapping(yaml.safe_load((folder / "config.yaml").read_text())) == compose_simulation(SHORT)
     assert (folder / "config.yaml").read_text().startswith("# coordinator simulate data=digits ")
     assert RunManifest.from_json((folder / "manifest.json").read_text()).digest() == result.manifest.digest()
     assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(result.summary()))
@@ -103,10 +103,10 @@ def test_results_of_another_configuration_are_refused_before_training_and_left_a
     folder, _ = made
     before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     with pytest.raises(ConfigError, match=r"seed: 0 there, 7 here.*another folder") as caught:
-        runner.run(compose_spec([*SHORT, "seed=7"]), observer=pytest.fail, out=folder)
+        runner.run(compose_simulation([*SHORT, "seed=7"]), observer=pytest.fail, out=folder)
     assert caught.value.code == "E-CFG-08"
     with pytest.raises(ConfigError, match=r"federation\.name"):  # which the manifest does not know
-        ResultFolder(folder).claim(compose_spec([*SHORT, "federation=p10c3"]), made[1].manifest)
+        ResultFolder(folder).claim(compose_simulation([*SHORT, "federation=p10c3"]), made[1].manifest)
     assert {file: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
@@ -118,7 +118,7 @@ def test_a_damaged_configuration_is_refused_with_words(
 ) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(StateError, match=r"config\.yaml: move it away") as caught:
-        ResultFolder(tmp_path).claim(compose_spec(SHORT), made[1].manifest)
+        ResultFolder(tmp_path).claim(compose_simulation(SHORT), made[1].manifest)
     assert caught.value.code == "E-STATE-22"
 
 
@@ -128,16 +128,16 @@ def test_a_file_in_place_of_the_folder_and_a_planted_link_are_not_written_throug
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(ConfigError, match="found the file"):
-        ResultFolder(file).claim(compose_spec(SHORT), made[1].manifest)
+        ResultFolder(file).claim(compose_simulation(SHORT), made[1].manifest)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/manifest.json").symlink_to(file)
-    ResultFolder(tmp_path / "out").claim(compose_spec(SHORT), made[1].manifest)
+    ResultFolder(tmp_path / "out").claim(compose_simulation(SHORT), made[1].manifest)
     assert file.read_text() == "mine"
 
 
 def test_words_cannot_begin_a_line_of_the_configuration(tmp_path: Path, made: tuple[Path, runner.Result]) -> None:
-    ResultFolder(tmp_path).claim(compose_spec(SHORT), made[1].manifest, ["name=a\nrounds: 9\u2028x"])
-    assert ResultFolder(tmp_path).differences(compose_spec(SHORT)) == []
+    ResultFolder(tmp_path).claim(compose_simulation(SHORT), made[1].manifest, ["name=a\nrounds: 9\u2028x"])
+    assert ResultFolder(tmp_path).differences(compose_simulation(SHORT)) == []
 
 
 def test_a_sweep_gives_one_table_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_sweep_gives_one_table_and_goes_on_where_it_was(tmp_path: Path, monkey
 
     monkeypatch.setattr(runner, "run", never)
     assert ran(0)["model_digest"] == frame.model_digest[0]
-    monkeypatch.setattr("coordinator.simulation.job.software", lambda: "another version")
+    monkeypatch.setattr("coordinator.simulation.job.version", lambda: "another version")
     with pytest.raises(AssertionError):
         ran(0)
 
@@ -180,35 +180,35 @@ def test_the_folder_of_a_run_is_one_short_element_and_different_runs_get_differe
 def test_own_configurations_are_composed_from_a_folder_under_names_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\nrounds: 3\ntrain:\n  lr: 0.5\n")
-    spec = compose_spec(["experiment=mine", "federation=p5c2", "train.lr=0.25"], tmp_path)
+    spec = compose_simulation(["experiment=mine", "federation=p5c2", "train.lr=0.25"], tmp_path)
     assert (spec.rounds, spec.train.lr) == (3, 0.25)
     with pytest.raises(ConfigError, match="there is no experiment=mine"):
-        compose_spec(["experiment=mine"])
+        compose_simulation(["experiment=mine"])
     with pytest.raises(ConfigError, match="did you mean experiment=mine"):
-        compose_spec(["experiment=mien"], tmp_path)
+        compose_simulation(["experiment=mien"], tmp_path)
     with pytest.raises(ConfigError, match="--config-dir"):
-        compose_spec([], tmp_path / "none")
+        compose_simulation([], tmp_path / "none")
     odd = tmp_path / "it's [a] folder, ${odd}"
     (tmp_path / "experiment").rename(tmp_path / "kept")
     (odd / "experiment").mkdir(parents=True)
     (tmp_path / "kept/mine.yaml").rename(odd / "experiment/mine.yaml")
-    assert compose_spec(["experiment=mine"], odd).rounds == 3
+    assert compose_simulation(["experiment=mine"], odd).rounds == 3
     (odd / "experiment/fedmr.yaml").write_text("rounds: 3\n")
     with pytest.raises(ConfigError, match="one of ours: rename"):
-        compose_spec(["experiment=mine"], odd)
+        compose_simulation(["experiment=mine"], odd)
 
 
 def test_a_plus_adds_what_own_files_lack_and_nothing_that_no_run_has(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method/bare.yaml").write_text("# @package method\nname: fedprox\n")
-    assert compose_spec(["method=bare", "+method.mu=0.5"], tmp_path).method == {"name": "fedprox", "mu": 0.5}
-    assert compose_spec(["+rounds=3", "++seed=4"]) == compose_spec(["rounds=3", "seed=4"])
+    assert compose_simulation(["method=bare", "+method.mu=0.5"], tmp_path).method == {"name": "fedprox", "mu": 0.5}
+    assert compose_simulation(["+rounds=3", "++seed=4"]) == compose_simulation(["rounds=3", "seed=4"])
     with pytest.raises(ConfigError, match="nonsense"):
-        compose_spec(["+nonsense=1"])
+        compose_simulation(["+nonsense=1"])
     with pytest.raises(ConfigError, match="nonsense"):
-        compose_spec(["+train.nonsense=1"])
+        compose_simulation(["+train.nonsense=1"])
     with pytest.raises(ConfigError, match="not removed"):
-        compose_spec(["~rounds=3"])
+        compose_simulation(["~rounds=3"])
 
 
 def test_the_command_says_where_the_results_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_
 ) -> None:
     monkeypatch.setattr(results, "find_spec", lambda name: None)
     place = ResultFolder(tmp_path)
-    place.claim(compose_spec(SHORT), made[1].manifest)
+    place.claim(compose_simulation(SHORT), made[1].manifest)
     assert set(place.write(made[1])) == {file.name for file in tmp_path.iterdir()}
     assert not [file for file in tmp_path.iterdir() if file.suffix in (".parquet", ".png")]
     _say_where(tmp_path)

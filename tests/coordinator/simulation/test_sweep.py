@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.cli import research
 from coordinator.cli.research import simulate
-from coordinator.config.hydra_config import compose_spec
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulation import runner
 from coordinator.simulation.engine import SimulationEngine
 from coordinator.simulation.job import SimulationJob
@@ -81,13 +81,13 @@ def test_a_sweep_shows_a_table_of_its_runs_and_with_json_an_object_for_each(
 )
 def test_a_value_that_the_grammar_does_not_take_is_answered_with_how_it_is_written(word: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        compose_spec(["data=folder", word])
+        compose_simulation(["data=folder", word])
     assert caught.value.code == "E-CFG-01"
     assert "Exception" not in caught.value.message
 
 
 def test_names_with_accents_and_signs_are_classes_in_quotes() -> None:
-    spec = compose_spec(["data=folder", 'data.classes=["Melanom (bösartig)",nevus]'])
+    spec = compose_simulation(["data=folder", 'data.classes=["Melanom (bösartig)",nevus]'])
     assert spec.data["classes"] == ["Melanom (bösartig)", "nevus"]
 
 
@@ -105,11 +105,11 @@ def test_a_sweep_prints_one_object_per_run_that_equals_the_run_alone() -> None:
     assert "2 of 2 done" in done.stderr
     one = next(r for r in found if r["seed"] == 1)
     assert one.pop("overrides") == [*SHORT, "seed=1"]
-    assert one == json.loads(json.dumps(runner.run(compose_spec([*SHORT, "seed=1"])).summary()))
+    assert one == json.loads(json.dumps(runner.run(compose_simulation([*SHORT, "seed=1"])).summary()))
 
 
 def test_ways_to_run_give_one_digest_and_fine_tuning_changes_none(tmp_path: Path) -> None:
-    spec = compose_spec([*SHORT, "method=scaffold", "cohort=3"])
+    spec = compose_simulation([*SHORT, "method=scaffold", "cohort=3"])
     plain = runner.run(spec)
     other = runner.run(spec, engine=SimulationEngine(device="cpu", spill=tmp_path, exact=True), fine_tune=1)
     assert other.model_digest == plain.model_digest
@@ -119,7 +119,7 @@ def test_ways_to_run_give_one_digest_and_fine_tuning_changes_none(tmp_path: Path
 
 
 def test_under_a_cohort_accuracies_are_over_all_silos_and_the_cohorts_are_given_beside() -> None:
-    partial, whole = (runner.run(compose_spec([*SHORT, words])) for words in ("cohort=2", "cohort=0"))
+    partial, whole = (runner.run(compose_simulation([*SHORT, words])) for words in ("cohort=2", "cohort=0"))
     said = partial.summary()
     assert "cohort_accuracy_by_round" not in whole.summary()
     assert said["cohort_accuracy_by_round"] == [r.accuracy for r in partial.records]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.research import simulate
-from coordinator.config.hydra_config import compose_from, compose_spec
+from coordinator.config.hydra_config import compose_from, compose_simulation
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
@@ -46,7 +46,7 @@ def test_tables_are_trained_on_with_record_level_privacy(patients: Path, capsys:
 
 
 def test_columns_travel_in_the_manifest_and_no_path_does(patients: Path) -> None:
-    spec = compose_spec(["data=table", f"data.schema={patients.with_suffix('.toml')}"])
+    spec = compose_simulation(["data=table", f"data.schema={patients.with_suffix('.toml')}"])
     manifest = manifest_from(spec, ["north", "south"])
     assert [column.name for column in manifest.schema.columns] == ["age", "marker", "sex", "smoker"]
     assert manifest.schema.shape == (6,)
@@ -59,18 +59,18 @@ def test_columns_travel_in_the_manifest_and_no_path_does(patients: Path) -> None
 
 def test_a_run_on_tables_needs_a_schema_that_holds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.schema=FILE"):
-        manifest_from(compose_spec(["data=table", "data.classes=[a,b]"]), ["north"])
+        manifest_from(compose_simulation(["data=table", "data.classes=[a,b]"]), ["north"])
     with pytest.raises(DataError, match="expected the schema of a table"):
-        compose_spec(["data=table", f"data.schema={tmp_path / 'gone.toml'}"])
+        compose_simulation(["data=table", f"data.schema={tmp_path / 'gone.toml'}"])
     (tmp_path / "bad.toml").write_text(SCHEMA.replace("{roles}", "").replace("max = 120", "max = -1"))
     with pytest.raises(DataError, match="min below max"):
-        compose_spec(["data=table", f"data.schema={tmp_path / 'bad.toml'}"])
+        compose_simulation(["data=table", f"data.schema={tmp_path / 'bad.toml'}"])
 
 
 def test_a_window_is_part_of_the_manifest_and_absent_where_there_is_none() -> None:
     words = ["data=folder", "data.classes=[a,b]", "model=simple_cnn", "data.image_size=32"]
-    plain = manifest_from(compose_spec(words), ["north"])
-    window = manifest_from(compose_spec([*words, "data.window=[40,400]"]), ["north"])
+    plain = manifest_from(compose_simulation(words), ["north"])
+    window = manifest_from(compose_simulation([*words, "data.window=[40,400]"]), ["north"])
     assert window.schema.window == (40.0, 400.0)
     assert '"window"' not in plain.to_json()
     assert '"columns"' not in plain.to_json()
@@ -78,6 +78,6 @@ def test_a_window_is_part_of_the_manifest_and_absent_where_there_is_none() -> No
     assert replace(window, schema=replace(window.schema, window=None)).digest() == plain.digest()
     for wrong in ("[40]", "[40,0]", "[nan,400]", "[40,1e30]", "wide", "[a,b]"):
         with pytest.raises(ConfigError):
-            manifest_from(compose_spec([*words, f"data.window={wrong}"]), ["north"])
+            manifest_from(compose_simulation([*words, f"data.window={wrong}"]), ["north"])
     with pytest.raises(ConfigError, match="for DICOM"):
         datasets.schema_of("digits", window=(40, 400))

@@ -2,7 +2,7 @@
 
 tests/data/coordinator_v1.sql is what version 1 held after real runs of two hospitals, one finished, one aborted and one
 in its first round with one update there; receipts and sealed figures are cut short. coordinator_v2.sql and _v4.sql are
-the same file as versions 2 and 4 left it, _v5.sql and _v6.sql as versions 5 and 6 did.
+the same file as versions 2 and 4 left it, _v5.sql to _v7.sql as versions 5 to 7 did.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def opened(home: Path) -> Iterator[Store]:
         ("", DUMP),
         (BEFORE_SEALED, DUMP),
         (BEFORE_ATTESTATIONS, DUMP),
-        *(("", DATA / f"coordinator_v{n}.sql") for n in (2, 4, 5, 6)),
+        *(("", DATA / f"coordinator_v{n}.sql") for n in (2, 4, 5, 6, 7)),
     ],
 )
 def test_members_runs_and_rounds_of_a_file_of_any_version_are_there(tmp_path: Path, change: str, dump: Path) -> None:
@@ -166,3 +166,12 @@ def test_a_run_of_an_older_file_can_be_steered(tmp_path: Path) -> None:
         store.steering.extend(RUNNING, 0, 60.0)
     with opened(tmp_path) as store:
         assert store.steering.of(RUNNING) == Steering(RUNNING, 1, 1, ("hospital1",), 0, 120.0)
+
+
+def test_a_round_that_an_older_version_judged_has_its_cuts_and_counts_no_rows(tmp_path: Path) -> None:
+    cut = '{"hospital1": "update cut to 2x the median"}'
+    judged = f"INSERT INTO judgements VALUES ('{FINISHED}', 1, '{cut}', '{{}}');"
+    with opened(older(tmp_path, judged, DATA / "coordinator_v7.sql")) as store:
+        row = store.runs.rounds(FINISHED)[1]
+        assert row.cut == {"hospital1": "update cut to 2x the median"}
+        assert (row.cut_rows, row.unbounded) == (0, False)

@@ -16,7 +16,7 @@ from coordinator.storage.records import Certificate, Contribution, EventRow, Inv
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
 from fl_core.types.enums import TaskKind
-from fl_core.types.records import RoundRecord
+from fl_core.types.records import NO_BOUND, RoundRecord, judgements
 from protos.consilium.v1 import federation_pb2 as pb
 
 
@@ -173,6 +173,26 @@ def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Sto
     assert store.runs.get("run-0001").state_object == "1" * 64
     assert [e.number for e in store.runs.events("run-0001", 0)] == [1, 2, 3, 4]
     assert [e.kind for e in store.runs.events("run-0001", 2)] == ["closed", "ended"]
+
+
+def test_what_became_of_the_updates_of_a_round_is_kept_and_a_round_without_a_bound_is_an_event(store: Store) -> None:
+    opened(store)
+    judged = replace(
+        record(), cut={"north": "2 rows cut"}, cut_rows=2, unbounded=True, missing={"south": "E-RUN-44: long"}
+    )
+    store.runs.close_round("run-0001", judged, ("1" * 64, 5), "model")
+    (row,) = store.runs.rounds("run-0001")
+    assert (row.cut, row.cut_rows, row.unbounded) == ({"north": "2 rows cut"}, 2, True)
+    counts = {"updates_refused": 1, "updates_cut": 1, "cut_rows": 2, "unbounded_rounds": 1}
+    assert judgements([row]) == judgements([judged]) == counts
+    said = {e.kind: e.text for e in store.runs.events("run-0001", 0)}
+    assert said["warning"] == f"round 1: {NO_BOUND}"
+
+
+def test_a_round_in_which_nothing_was_judged_counts_nothing(store: Store) -> None:
+    opened(store)
+    store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
+    assert set(judgements(store.runs.rounds("run-0001")).values()) == {0}  # "late" is no refusal
 
 
 def test_scores_of_personal_models_are_kept_with_their_round(store: Store) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.training.evaluation import METRICS
 from fl_core.types.enums import TaskKind, Weighing
 from fl_core.types.interfaces import SiloPort
-from fl_core.types.records import TrainConfig
+from fl_core.types.records import RoundRecord, TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, RoundContext, State
 from tests.oracles import slow_lower_median
 from tests.support.federations import NAMES, Failing, Given, go, manifest, same, same_bundle, shares
@@ -52,11 +52,14 @@ def along(length: float, axis: int = 0) -> list[float]:
 
 
 def aggregated(
-    sent: dict[str, dict[str, Part]], history: NormHistory | None = None, options: NormClipped | Mean = LIMITS
+    sent: dict[str, dict[str, Part]],
+    history: NormHistory | None = None,
+    options: NormClipped | Mean = LIMITS,
+    layout: Layout = LAYOUT,
 ) -> tuple[Bundle, Decided]:
     """Aggregate a round; return its sums as floats, and what was decided."""
-    check = UpdateCheck(LAYOUT, GRID, {"delta": PartRule(Weighing.EXAMPLES)})
-    sums = Aggregator(LAYOUT, GRID)
+    check = UpdateCheck(layout, GRID, {"delta": PartRule(Weighing.EXAMPLES)})
+    sums = Aggregator(layout, GRID)
     way = (
         RoundSum(sums, check)
         if isinstance(options, Mean)
@@ -96,9 +99,9 @@ def test_the_order_of_arrival_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("history", [None, BEFORE])
-@pytest.mark.parametrize("factor", [7.0, 1000.0, -1000.0, 1e30, 1e-40])
+@pytest.mark.parametrize("factor", [130.0, 1000.0, -1000.0, 1e30, 1e-40])
 @pytest.mark.fault("a hospital", "multiplies its update by 1000, flips its sign or both", "refused by name (E-RUN-44)")
-def test_an_update_above_five_medians_is_refused_and_leaves_no_trace(
+def test_an_update_above_a_hundred_medians_is_refused_and_leaves_no_trace(
     factor: float, history: NormHistory | None
 ) -> None:
     lie = update(along(1.0), 1e-38, buffers=0.0) if factor == 1e-40 else update(along(factor))
@@ -107,72 +110,135 @@ def test_an_update_above_five_medians_is_refused_and_leaves_no_trace(
     total, decided = aggregated({**HONEST, "north": lie}, history)
     assert list(decided.refused) == ["north"]
     assert decided.refused["north"].startswith("E-RUN-44: north: update is ")
-    assert "the larger of the last and the first round's median (limit 5x): refused" in decided.refused["north"]
+    assert "times the usual length (limit 100): refused" in decided.refused["north"]
     honest = aggregated(HONEST, history)[0]
     assert same_bundle(total, honest)
 
 
 @pytest.mark.fault("a hospital", "moves batch norm's statistics far", "refused by name (E-RUN-44)")
 def test_statistics_of_batch_norm_are_bounded_apart() -> None:
-    _, decided = aggregated({**HONEST, "north": update(along(1.0), buffers=50.0)}, BEFORE)
+    _, decided = aggregated({**HONEST, "north": update(along(1.0), buffers=101.0)}, BEFORE)
     assert list(decided.refused) == ["north"]
-    total, decided = aggregated({"north": update(along(1.0), buffers=4.0), **HONEST}, BEFORE)
-    assert decided.cut == {"north": "update cut to 2x the median"}
-    cut = aggregated({"north": update(along(1.0), buffers=2.0), **HONEST}, BEFORE)[0]
+    total, decided = aggregated({"north": update(along(1.0), buffers=8.0), **HONEST}, BEFORE)
+    assert decided.cut == {"north": "update cut to 4 times the usual length"}
+    cut = aggregated({"north": update(along(1.0), buffers=4.0), **HONEST}, BEFORE)[0]
     assert same_bundle(total, cut)  # the values beside it are as they were
 
 
-@pytest.mark.fault("a hospital", "sends an update of four medians", "cut to two medians, and told by name")
-def test_an_update_between_two_and_five_medians_is_cut_to_two() -> None:
-    total, decided = aggregated({**HONEST, "north": update(along(4.0, 5))}, BEFORE)
-    assert decided.cut == {"north": "update cut to 2x the median"}
-    weight = float(total["delta"].weight)
-    assert mean(total)[5] * weight == pytest.approx(2.0 * 10.0, rel=1e-6)
-
-
-@pytest.mark.fault("a hospital", "is honest, and its training jumps once the others' has settled", "cut, not refused")
-def test_an_honest_update_that_is_long_beside_a_model_that_has_converged_is_cut_and_not_refused() -> None:
-    """FedMR on digits, seed 225: norms of 3.0, 2.8 and 2.7 in the first round, in the fifth 0.6, 2.0 and 7.1."""
-    converged = BEFORE.after({"delta": 0.1, "delta.buffers": 0.1})
-    settled = {name: update(along(0.1, k), 10.0 + k, buffers=0.1) for k, name in enumerate("abcd")}
-    total, decided = aggregated({**settled, "north": update(along(3.0, 5), buffers=0.1)}, converged)
+@pytest.mark.fault("a hospital", "sends an update of fifty medians", "cut to four medians, and told by name")
+def test_an_update_between_four_and_a_hundred_medians_is_cut_to_four() -> None:
+    total, decided = aggregated({**HONEST, "north": update(along(50.0, 5))}, BEFORE)
     assert not decided.refused
-    assert decided.cut == {"north": "update cut to 2x the median"}
-    assert mean(total)[5] * float(total["delta"].weight) == pytest.approx(2.0 * 0.1 * 10.0, rel=1e-6)
-    _, decided = aggregated({**settled, "north": update(along(5.1, 5), buffers=0.1)}, converged)
-    assert list(decided.refused) == ["north"]
+    assert decided.cut == {"north": "update cut to 4 times the usual length"}
+    weight = float(total["delta"].weight)
+    assert mean(total)[5] * weight == pytest.approx(4.0 * 10.0, rel=1e-6)
 
 
-@pytest.mark.fault("a hospital", "lets the norms of all rise round by round", "the bound stays at twice the first")
+@pytest.mark.fault("a hospital", "is honest, and its training jumps once the others' has settled", "taken as it is")
+def test_an_honest_update_that_is_long_beside_a_model_that_has_converged_is_taken_as_it_is() -> None:
+    """FedMR on digits, seed 225: norms of 3.0, 2.8 and 2.7 in the first round, in the fifth 0.6, 2.0 and 7.1."""
+    converged = NormHistory.of([{"delta": 2.8}, {"delta": 0.6}])
+    sent = {name: update(along(length, k)) for k, (name, length) in enumerate({"a": 0.6, "b": 2.0, "c": 7.1}.items())}
+    total, decided = aggregated(sent, converged)
+    assert not decided.refused
+    assert not decided.cut
+    assert same_bundle(total, aggregated(sent, options=Mean())[0])
+
+
+@pytest.mark.fault("a hospital", "is honest and large, in a cohort of small ones", "cut, and never refused")
+def test_an_honest_update_of_many_medians_is_cut_and_not_refused() -> None:
+    """Uneven sizes (FedROD, 300 examples among hospitals of three to 65) and FedRep's first rounds gave 20 and 33."""
+    for history in (None, BEFORE):
+        _, decided = aggregated({**HONEST, "north": update(along(33.0))}, history)
+        assert not decided.refused
+        assert decided.cut == {"north": "update cut to 4 times the usual length"}
+
+
+@pytest.mark.fault("a hospital", "lets the norms of all rise round by round", "the bound stays what it was")
 def test_the_bound_does_not_follow_the_damage() -> None:
     history = NormHistory.of([{"delta": 1.0}])
     for _ in range(10):
-        history = history.after({"delta": 10.0 * history.last["delta"]})
-    assert history.reference("delta", LIMITS.ceiling) == 2.0
+        history = history.after({"delta": 10.0 * history.largest["delta"]})
+    assert history.reference("delta", LIMITS.ceiling) == 1.0
+    assert history.reference("delta", 2.0) == 2.0
     assert history.first == {"delta": 1.0}
 
 
-def test_a_round_in_which_half_is_long_is_cut_and_nobody_is_refused() -> None:
+@pytest.mark.fault("a hospital", "sends nothing, so that others count as long", "the bound never falls")
+def test_the_bound_does_not_fall_once_it_is_known() -> None:
+    history = NormHistory.of([{"delta": 1.0}, {"delta": 1e-9}, {"delta": 0.0}])
+    for ceiling in (1.0, 2.0):
+        assert history.reference("delta", ceiling) == 1.0
+
+
+def test_a_round_in_which_half_is_absurdly_long_is_cut_and_nobody_is_refused() -> None:
     """A minority cannot do that, so it is the round that changed; the bound holds, and the run goes on."""
-    sent = {name: update(along(50.0, k)) for k, name in enumerate("abc")} | {"d": update(along(1.0)), "e": HONEST["e"]}
+    sent = {name: update(along(150.0, k)) for k, name in enumerate("abc")} | {"d": update(along(1.0)), "e": HONEST["e"]}
     total, decided = aggregated(sent, BEFORE)
     assert not decided.refused
     assert set(decided.cut) == {"a", "b", "c"}
-    assert float(mean(total).norm()) <= 2.0
+    assert float(mean(total).norm()) <= 4.0
 
 
-def test_a_median_of_zero_lets_nothing_move() -> None:
-    still = {name: update(along(0.0), buffers=0.0) for name in "abcd"}
-    _, decided = aggregated({**still, "north": update(along(1e-20), buffers=0.0)})
-    assert list(decided.refused) == ["north"]
+# ---- before a round had three updates -------------------------------------------------------------------------------
+
+BEGUN = NormHistory(initial={"delta": 1.0, "delta.buffers": 1.0})
+"""Nothing is known but the weights that the manifest's seed draws."""
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_fewer_than_three_updates_are_added_as_they_are(count: int) -> None:
-    sent = {name: update(along(10.0**k)) for k, name in enumerate("ab"[:count])}
-    total, decided = aggregated(sent)
+@pytest.mark.parametrize("factor", [10.0, -1000.0, 1e30])
+@pytest.mark.fault("a hospital", "is one of two and sends what it likes", "cut to four norms of the initial weights")
+def test_fewer_than_three_updates_are_bounded_by_the_initial_weights(count: int, factor: float) -> None:
+    sent = {"a": update(along(factor))} | {name: HONEST[name] for name in "b"[: count - 1]}
+    total, decided = aggregated(sent, BEGUN)
+    assert decided.unbounded
+    assert not decided.refused
+    assert decided.cut == {"a": "update cut to 4 times the usual length"}
+    assert float(mean(total).norm()) <= 4.0 * (1 + 1e-6)
+
+
+def test_fewer_than_three_ordinary_updates_are_added_as_they_are_and_the_round_says_so() -> None:
+    sent = {name: HONEST[name] for name in "ab"}
+    total, decided = aggregated(sent, BEGUN)
     assert same_bundle(total, aggregated(sent, options=Mean())[0])
-    assert decided == Decided()
+    assert decided == Decided(unbounded=True)
+
+
+def test_two_updates_of_a_later_round_are_bounded_by_the_earlier_ones() -> None:
+    layout = {name: LAYOUT[name] for name in ("delta", "metrics")}
+    sent = {
+        name: {part: one[part] for part in layout} for name, one in (("a", update(along(50.0))), ("b", HONEST["b"]))
+    }
+    total, decided = aggregated(sent, BEFORE, layout=layout)
+    assert decided.cut == {"a": "update cut to 4 times the usual length"}
+    assert not decided.unbounded
+    assert float(mean(total).norm()) <= 4.0
+
+
+def test_prototypes_of_two_hospitals_count_as_unbounded_however_late() -> None:
+    assert aggregated({name: HONEST[name] for name in "ab"}, BEFORE)[1].unbounded
+    assert not aggregated(HONEST, BEFORE)[1].unbounded
+
+
+@pytest.mark.fault("a hospital", "sends nothing in the first round, as most do", "the others are not cut to nothing")
+def test_a_first_median_of_zero_cuts_nobody_to_nothing() -> None:
+    still = {name: update(along(0.0), buffers=0.0) for name in "abcd"}
+    total, decided = aggregated({**still, "north": update(along(1.0), buffers=0.0)}, BEGUN)
+    assert not decided.refused
+    assert not decided.cut
+    assert float(mean(total).norm()) > 0
+
+
+def test_what_the_initial_weights_explain_is_cut_and_not_refused_however_short_the_others_are() -> None:
+    """A run that goes on from a trained model may begin with updates next to nothing."""
+    tiny = NormHistory.of([{"delta": 1e-4}], BEGUN.initial)
+    settled = {name: update(along(1e-4, k)) for k, name in enumerate("abcd")}
+    _, decided = aggregated({**settled, "north": update(along(3.9, 5))}, tiny)
+    assert not decided.refused
+    assert list(decided.cut) == ["north"]
+    _, decided = aggregated({**settled, "north": update(along(4.1, 5))}, tiny)
+    assert list(decided.refused) == ["north"]
 
 
 def test_two_updates_do_not_move_the_median_of_later_rounds() -> None:
@@ -180,18 +246,19 @@ def test_two_updates_do_not_move_the_median_of_later_rounds() -> None:
     assert decided.medians == {}
 
 
-@pytest.mark.fault("a hospital", "sends false prototypes", "each row cut to three medians of its contributors")
-def test_rows_are_cut_to_three_medians_of_their_contributors() -> None:
+@pytest.mark.fault("a hospital", "sends false prototypes", "each row cut to four medians of its contributors")
+def test_rows_are_cut_to_four_medians_of_their_contributors() -> None:
     total, decided = aggregated({**HONEST, "north": update(along(1.0), row=1e6)}, BEFORE)
-    assert decided.cut == {"north": "1 rows of prototypes cut to 3x the median"}
-    assert float(total["prototypes"].total["offset"][0, 0]) == pytest.approx(4.0 * (5 + 3.0), rel=1e-6)
+    assert decided.cut == {"north": "1 rows of prototypes cut to 4 times the median"}
+    assert decided.cut_rows == 1
+    assert float(total["prototypes"].total["offset"][0, 0]) == pytest.approx(4.0 * (5 + 4.0), rel=1e-6)
 
 
 def test_a_row_of_a_single_holder_is_bounded_by_the_rows_of_all() -> None:
     lie = update(along(1.0))
     lie["prototypes"] = Part.of({"offset": torch.tensor([[0, 0, 0], [0, 1e9, 0.0]])}, torch.tensor([0.0, 2.0]))
     total, _ = aggregated({**HONEST, "north": lie}, BEFORE)
-    assert float(total["prototypes"].mean()["offset"][1].norm()) <= 3.0 + 1e-6
+    assert float(total["prototypes"].mean()["offset"][1].norm()) <= 4.0 + 1e-6
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
@@ -217,9 +284,9 @@ def test_one_silo_moves_the_model_by_at_most_8_p_m0_per_round(
     _, first = aggregated(sent)
     m0 = first.medians.get("delta", 0.0)
     assume(m0 > 1e-3)
-    history = NormHistory.of([first.medians, {"delta": 10 * m0}])  # the worst last median there can be
+    history = NormHistory.of([first.medians, {"delta": 10 * m0}])  # the worst that earlier rounds can have left
     norm = math.sqrt(sum(v * v for v in lie)) or 1.0
-    bound = 2 * 2 * m0
+    bound = 4 * m0
     for scaled in (length, bound / norm * 0.999, -bound / norm * 0.999):
         attack = {**sent, "x": update([v * scaled for v in lie], weights[7], buffers=0.0)}
         try:
@@ -267,24 +334,50 @@ def test_a_run_with_a_liar_ends_as_if_it_had_been_absent(factor: float) -> None:
     assert kept.records[4].included == tuple(sorted(NAMES))
 
 
+def claims(correct: float, more: int = 10) -> Callable[[Bundle], Bundle]:
+    """Have so many times as many test examples (of fewer than 20 no sign is looked at), this share of them right."""
+
+    def change(sent: Bundle) -> Bundle:
+        weight = more * sent[METRICS].weight
+        return {**sent, METRICS: Part({"correct": correct * weight}, weight)}
+
+    return change
+
+
+def turned(sent: Bundle) -> Bundle:
+    """Train as if the labels were in reversed order."""
+    delta = sent["delta"]
+    total = {k: v.flip(0) if k.startswith("head.") else v for k, v in delta.total.items()}
+    return {**sent, "delta": Part(total, delta.weight)}
+
+
+def first_round(correct: float) -> RoundRecord:
+    """Run a round in which the labels of one of three are in another order and the model knows this share of tests."""
+    north, east, south = ports_of(run := manifest("fedavg", quorum=2, rounds=1))
+    known = claims(correct)
+    _, kept = go(run, [Altered(north, lambda sent: turned(known(sent))), Altered(east, known), Altered(south, known)])
+    return kept.records[0]
+
+
 @pytest.mark.fault("a hospital", "trains on labels in another order than its test images", "refused (E-RUN-44)")
 def test_an_update_that_lowers_its_own_classes_is_refused() -> None:
-    def turned(sent: Bundle) -> Bundle:
-        delta = sent["delta"]
-        total = {k: v.flip(0) if k.startswith("head.") else v for k, v in delta.total.items()}
-        return {**tested(sent), "delta": Part(total, delta.weight)}
+    for correct in (0.0, 0.4):
+        found = first_round(correct)
+        assert set(found.missing) == {"north"}
+        assert found.missing["north"] == (
+            "E-RUN-44: north: update lowers the score of its own classes: refused; check the label order"
+        )
 
-    def tested(sent: Bundle) -> Bundle:
-        """Have ten times as many test examples: of fewer than 20 the sign is not looked at."""
-        found = sent[METRICS]
-        return {**sent, METRICS: Part({k: 10 * v for k, v in found.total.items()}, 10 * found.weight)}
 
-    run = manifest("fedavg", quorum=2, rounds=2)
-    north, east, south = ports_of(run)
-    _, kept = go(run, [Altered(north, turned), Altered(east, tested), Altered(south, tested)])
-    assert set(kept.records[0].missing) == {"north"}
-    said = kept.records[0].missing["north"]
-    assert said == ("E-RUN-44: north: update lowers the score of its own classes: refused; check the label order")
+@pytest.mark.fault(
+    "a hospital",
+    "is honest, and has only a class without a test image left to learn",
+    "no direction is held against it",
+)
+def test_no_direction_is_held_against_a_hospital_whose_classes_the_model_knows() -> None:
+    """Of 172 training images two were of a class without a test image; the model had all the others right."""
+    for correct in (0.5, 1.0):
+        assert not first_round(correct).missing
 
 
 @pytest.mark.fault(
@@ -306,10 +399,13 @@ def test_weight_decay_of_a_converged_model_is_held_against_nobody() -> None:
         bias = total["head.bias"] - weight * torch.tensor([0.1, 0.1, 0.0, 0.0])
         return {**sent, "delta": Part({**total, "head.bias": bias}, weight)}
 
-    honest = local_ports(RunSetup.of(run), easy)
-    _, kept = go(run, honest)
+    def unknown() -> list[SiloPort]:
+        """Have the model know nobody's test images, so that directions are looked at."""
+        return [Altered(port, claims(0.0, more=1)) for port in local_ports(RunSetup.of(run), easy)]
+
+    _, kept = go(run, unknown())
     assert all(not record.missing for record in kept.records)
-    north, east, south = local_ports(RunSetup.of(run), easy)
+    north, east, south = unknown()
     _, kept = go(run, [Altered(north, lowers, rounds - 1), east, south])
     assert set(kept.records[rounds - 1].missing) == {"north"}  # far more than the decay explains
 
@@ -319,7 +415,7 @@ def test_a_resumed_run_goes_on_with_the_bound_of_its_earlier_rounds() -> None:
 
     def with_liar() -> list[SiloPort]:
         north, east, south = ports_of(run)
-        return [north, Altered(east, scaled_delta(3.0), 1), south]
+        return [north, Altered(east, scaled_delta(20.0), 1), south]
 
     straight, kept = go(run, with_liar())
     assert any(record.cut for record in kept.records)

@@ -17,11 +17,14 @@ from fl_core.converter import Option
 from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError
 from fl_core.methods import METHODS, build_method
 from fl_core.models import MODELS, build_model, describe
+from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.rounds.memory_need import require_memory
+from fl_core.rounds.memory_need import StepMemory, require_memory
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.training import memory
 from fl_core.types.records import Schema, TrainConfig
-from tests.support.federations import METHOD_OPTIONS, MODEL_SHAPES, SCHEMA, manifest, schema
+from privacy.compiled_run import CompiledRun
+from tests.support.federations import METHOD_OPTIONS, MODEL_SHAPES, SCHEMA, manifest, measured, schema
 
 LARGE = 10**9
 PLAIN = TrainConfig()
@@ -147,3 +150,42 @@ def test_a_label_space_that_makes_the_head_too_large_is_refused(resident) -> Non
     with pytest.raises(RefusedError, match="E-RUN-38"):
         require_memory(NamedOptions("fednh"), NamedOptions("digits_cnn", {"projection": [64]}), many, PLAIN)
     assert resident() - before < 64 << 20
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_step_of_every_method_is_the_same_operations_whatever_the_number_of_examples(method: str) -> None:
+    of = replace(manifest(), method=NamedOptions(method, METHOD_OPTIONS.get(method, {})))
+    run = RunSetup.of(of)
+    layout = derive_layout(run.method, run.new_model(), of.schema, of.personal, of.metrics)
+    found = measured(CompiledRun.of(replace(of, layout=layout)))
+    assert len(found.few) == len(found.more) > 100
+    assert found.need(64, 64) <= found.need(512, 64) <= found.need(4096, 64)
+
+
+def test_the_measure_counts_what_a_forward_pass_keeps_for_the_backward_one() -> None:
+    wide = manifest_from(
+        compose_spec(["data=digits", "model=digits_linear", "model.projection=[65536]", "train.momentum=0"]), ["a", "b"]
+    )
+    step, (weights, classes) = measured(CompiledRun.of(wide)), (65536 * 65 * 4, 10)
+    fixed, each = step.need(0, 0), (step.need(2048, 1) - step.need(1024, 1)) / 1024
+    assert 2 * weights < fixed < 24 * weights
+    assert 2 * 65536 * 4 <= each < 2 * 4 * 65536 * 4
+    assert classes == len(wide.schema.classes)
+
+
+def test_the_measure_ends_before_it_takes_the_memory_itself(resident, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = manifest_from(compose_spec(["data=folder", "data.classes=[a,b]", "model.stem=cifar"]), ["a", "b"])
+    run, before = CompiledRun.of(large), resident()
+    monkeypatch.setattr(memory, "free_memory", lambda _: 400 << 20)
+    with pytest.raises(RefusedError, match=r"E-RUN-38.* step of 4 examples"):
+        measured(run)
+    assert resident() - before < 800 << 20
+
+
+def test_what_fits_is_the_largest_power_of_two_below_the_batch() -> None:
+    step = StepMemory(memory.CPU, (20, 0), (40, 0), (True, False))  # ten bytes each, twice for what torch adds
+    assert step.need(8, 1) == 160
+    assert [step.fitting(free, 8, 1) for free in (0, 19, 20, 79, 80, 159, 160)] == [0, 0, 1, 2, 4, 4, 4]
+    assert step.fitting(1000, 7, 1) == 4
+    uneven = StepMemory(memory.CPU, (20,), (40, 0), (True,))
+    assert uneven.need(8, 1) == 160

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation import tensor_messages, workers
 from fl_core.simulation.in_process import ResumePoint, RoundHistory, SiloShare, simulate
 from fl_core.simulation.silo_states import MemoryStateStore
+from fl_core.simulation.worker import Failed, Ready, Setup
 from fl_core.simulation.workers import WorkerError, WorkerPool, worthwhile
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import TrainConfig
@@ -166,6 +168,53 @@ def test_examples_that_cannot_be_sent_are_refused_before_anything_starts() -> No
     assert processes() == before
 
 
+class Evil:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_worker_refuses_a_file_of_examples_with_a_pickled_object_and_runs_no_code_of_it(
+    tmp_path: Path, pickled: bool
+) -> None:
+    """Whoever can write the file, or puts another one in its place."""
+    examples, tensors = tensor_messages.taken_apart((shares(), None, None))
+    torch.save([*tensors[1:], Evil(tmp_path / "ran") if pickled else tensors[0]], tmp_path / "tensors")
+    ours, theirs = Pipe()
+    with ours, theirs:
+        program = f"from fl_core.simulation.worker import main; main({theirs.fileno()})"
+        process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()])
+        try:
+            ours.send(Setup(manifest().to_json(), examples, tmp_path / "tensors", 1))
+            found, _ = tensor_messages.receive(ours)
+        finally:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "ran").exists() is False
+    if pickled:
+        assert isinstance(found, Failed)
+        assert "Weights only load failed" in found.text
+    else:
+        assert found == Ready()
+
+
+def test_values_that_are_taken_apart_come_back_whole_and_share_what_they_shared() -> None:
+    whole = torch.arange(12.0)
+    given = {"a": whole, "again": whole, "view": whole[3:5], "words": ("x", 7)}
+    pickled, tensors = tensor_messages.taken_apart(given)
+    found = tensor_messages.put_together(pickled, tensors)
+    assert isinstance(found, dict)
+    assert len(tensors) == 2
+    assert found["a"] is found["again"] is whole
+    assert torch.equal(found["view"], whole[3:5])
+    assert found["words"] == given["words"]
+
+
 SCRIPT = """
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory
@@ -216,13 +265,12 @@ def test_messages_come_back_with_the_same_bits_of_any_type_and_shape() -> None:
                 there.contiguous().view(-1).view(torch.uint8).tolist()
                 == value.contiguous().view(-1).view(torch.uint8).tolist()
             )
+    assert tensor_messages.to_state(_sent(tensor_messages.of_state({"empty": {}}))) == {"empty": {}}
     bundle = {"delta": Part.of({"a": torch.ones(2, 2)}, 3.0), "bare": Part({}, torch.zeros(4))}
     assert same_bundle(tensor_messages.to_bundle(_sent(tensor_messages.of_bundle(bundle))), bundle)
 
 
 def _sent(tensors: tensor_messages.Named) -> tensor_messages.Named:
-    from multiprocessing import Pipe
-
     a, b = Pipe()
     with a, b:
         tensor_messages.send(a, None, tensors)

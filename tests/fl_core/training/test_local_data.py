@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.errors import DataError
+from fl_core.errors import ConfigError, DataError
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainLocalData
+from fl_core.training.local_data import PlainLocalData, eval_batch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Split
 from fl_core.types.records import TrainConfig
@@ -240,3 +240,42 @@ def test_a_silo_without_training_examples_is_refused_and_one_without_test_exampl
     share = shares()[0]
     untested = PlainLocalData(share.train, examples(0), TrainConfig(), FED.for_silo(0, 0))
     assert untested.sum(ClassSums(lambda x, y: x.flatten(1)[:, :1], 4), split=Split.TEST)["count"].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(amp: str) -> None:
+    found = []
+    for micro_batch in (0, 3, 10):  # 10: as large as the batch, whose parts are then none
+        model, local = Linear(), data(24, batch_size=10, epochs=2, momentum=0.9, micro_batch=micro_batch, amp=amp)
+        half = SgdOptions(penalty=lambda m: 0.5 * (m.b**2).sum())
+        assert local.sgd(model, ce, half) == 6
+        found.append(tensor_maps.copy_state(model))
+    tolerance = 1e-6 if amp == "off" else 1e-3
+    assert all(torch.allclose(v, found[1][name], atol=tolerance) for name, v in found[0].items())
+    assert same(found[0], found[2])
+    assert not same(found[0], tensor_maps.copy_state(Linear()))
+
+
+def test_a_loss_that_mixes_examples_cannot_be_divided_into_micro_batches() -> None:
+    def mixed(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+        return Losses(ce(model, x, y).per_example, model(x).std())
+
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*micro_batch=0"):
+        data(micro_batch=2).sgd(Linear(), mixed)
+
+
+def test_larger_images_are_summed_in_smaller_groups_and_small_ones_as_ever() -> None:
+    assert [eval_batch(shape) for shape in ((1, 8, 8), (80,), (3, 64, 64))] == [512, 512, 512]
+    assert [eval_batch(shape) for shape in ((3, 224, 224), (3, 1024, 1024), (3, 5000, 5000))] == [41, 2, 1]
+    seen = []
+
+    class Large(Given):
+        def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+            seen.append(len(index))
+            return torch.zeros(len(index), 3, 224, 224), self.labels[index]
+
+    large = Large(torch.zeros(90, 1), torch.arange(90) % 4)
+    local = PlainLocalData(large, large, TrainConfig(), FED.for_silo(0, 0))
+    ones = local.sum(ExampleSums(lambda x, y: {"n": torch.ones(len(x))}))
+    assert ones["n"] == 90
+    assert max(seen) == 41

@@ -165,7 +165,7 @@ def test_float16_scales_what_would_become_zero_and_takes_no_step_where_it_overfl
 
     def step(factor: float) -> None:
         descent.clear()
-        descent.backward((w.half().float() * factor).sum())  # the gradient passes through float16
+        descent.backward([(w.half().float() * factor).sum()])  # the gradient passes through float16
         descent.step()
 
     step(1e-8)  # 0 in float16, where the smallest number is 6e-8
@@ -181,6 +181,6 @@ def test_gradients_are_cleared_before_they_are_added_to() -> None:
     w.grad = torch.full((1,), 7.0)
     descent = GradientDescent({"w": w}, 1.0, TrainConfig(momentum=0.0, weight_decay=0.0))
     descent.clear()
-    descent.backward(w.sum())
+    descent.backward([w.sum()])
     descent.step()
     assert float(w.detach()) == -1.0

@@ -47,7 +47,9 @@ def test_a_round_offered_again_and_again_is_charged_three_times_at_most(tmp_path
     run_ledger = run_ledger_of(ledger, run)
     assert [asked(run_ledger, 0, round0) for _ in range(ATTEMPTS + 3)] == [""] * ATTEMPTS + ["E-BUDGET-12"] * 3
     assert sum(state == "SPENT" for _, state, _ in ledger.entries(TRAIN)) == ATTEMPTS
-    assert [event[2] for event in ledger.events()][-3:] == ["REFUSED"] * 3
+    assert "REFUSED" not in [
+        event[2] for event in ledger.events()
+    ]  # a hospital counts them, and keeps no entry of each
     other = run_ledger_of(ledger, run, id="the same manifest under another id")
     assert asked(other, 0, round0) == "E-BUDGET-12"
     assert asked(other, 1, release_plan(RunSetup.of(run), 1).releases(1, True)) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import RefusedError, StateError
-from privacy.accounting.accountant import Mechanism
+from privacy.accounting.accountant import Filter, Mechanism
 from privacy.ledger import owners
+from privacy.ledger.account import Refusal
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import LastSeen, charge_unknown_spending
 
@@ -66,12 +68,42 @@ def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path
         finally:
             other.kill()
     with service(tmp_path / "ledger.db") as other:
-        assert len(owners.others(tmp_path / "ledger.db")) == 1
+        assert owners.others(tmp_path / "ledger.db")
+        assert not owners.others(tmp_path / "another.db")
         other.kill()
     assert len(ledger.recover()) == 1
     assert [state for _, state, _ in ledger.entries(SKIN)] == ["SPENT", "SPENT_ON_RECOVERY"]
-    assert owners.others(tmp_path / "ledger.db") == []
+    assert not owners.others(tmp_path / "ledger.db")
     ledger.verify()
+
+
+@pytest.mark.fault(
+    "an operator",
+    "deletes all that lies beside a ledger which a service is at work on",
+    "what the service is at stays open, and is charged once",
+)
+def test_what_a_service_is_at_stays_open_when_all_files_beside_the_ledger_are_deleted(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    with service(tmp_path / "ledger.db") as other:
+        try:
+            for path in tmp_path.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name not in ("ledger.db", "ledger.key"):
+                    path.unlink()
+            assert ledger.recover() == []
+            with pytest.raises(StateError, match="E-BUDGET-11"):
+                charge_unknown_spending(ledger, [LastSeen(ledger.head())], "dpo")
+            assert other.stdin is not None
+            assert other.stdout is not None
+            other.stdin.write("go on\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "done\n"
+        finally:
+            other.kill()
+    assert ledger.recover() == []
+    assert [state for _, state, _ in ledger.entries(SKIN)] == ["SPENT"]
 
 
 def test_a_service_sees_what_another_one_spends(tmp_path: Path, ledger: Ledger) -> None:
@@ -95,3 +127,52 @@ def test_an_owner_that_nobody_could_be_is_no_owner(tmp_path: Path, ledger: Ledge
     assert own == owners.own(tmp_path / "ledger.db")
     assert not owners.alive(tmp_path / "ledger.db", own)  # what this process left open is for it to count
     assert ledger.recover() == []
+
+
+def asked_by(ledger: Ledger, coordinator: str, run: str = "run", bounds: tuple[Filter, ...] = ()) -> str:
+    """Ask for round 1 of a run, and do it; return the code of the refusal, or nothing."""
+    task = LedgerTask(run, "the manifest", 0, "train", "v1", coordinator)
+    try:
+        entry = ledger.reserve(SKIN, task, ROUND, run=bounds)
+    except RefusedError as error:
+        return error.code
+    ledger.start(entry)
+    ledger.commit(entry, "sha")
+    return ""
+
+
+def test_a_consortium_uses_up_no_attempt_and_no_bound_of_another_on_the_same_ledger(ledger: Ledger) -> None:
+    """A coordinator chooses ids and manifests, also those of another consortium's run."""
+    bounds = (Filter.of(0.7, 1e-5),)
+    assert [asked_by(ledger, "theirs", run) for run in ("run", "run", "another", "run")] == ["", "", "", "E-BUDGET-12"]
+    assert [asked_by(ledger, "mine", bounds=bounds) for _ in range(4)] == ["", "", "", "E-BUDGET-12"]
+    again = Ledger(ledger.file)  # what is known of who asked is in the chain
+    assert [asked_by(again, who) for who in ("mine", "theirs", "third")] == ["E-BUDGET-12", "E-BUDGET-12", ""]
+    assert ledger.history(SKIN) == [Mechanism(2.85, 0.032, 31 * 7)]  # all of it is spent of the one budget
+    again.verify()
+
+
+def test_an_entry_of_an_earlier_version_counts_for_every_consortium(ledger: Ledger) -> None:
+    assert [asked_by(ledger, "") for _ in range(3)] == [""] * 3
+    assert asked_by(ledger, "mine") == "E-BUDGET-12"
+    assert asked_by(ledger, "mine", "another run of this manifest") == "E-BUDGET-12"
+
+
+def test_a_refusal_that_repeats_without_end_is_an_event_only_each_time_that_its_number_doubles(ledger: Ledger) -> None:
+    def noted() -> list[Refusal]:
+        return [Refusal.of(detail) for _, _, state, detail, _ in ledger.events() if state == "REFUSED"]
+
+    for n in range(1000):
+        ledger.note_refusal(f"run-{n}", "E-POLICY-05", "theirs")
+    assert [found.times for found in noted()] == [*range(1, 11), 16, 32, 64, 128, 256, 512]
+    ledger.note_refusal("run", "E-POLICY-05", "mine")  # each coordinator's, and each kind, is its own
+    ledger.note_refusal("run", "E-BUDGET-01", "theirs")
+    assert [(f.coordinator, f.code, f.times) for f in noted()[-2:]] == [
+        ("mine", "E-POLICY-05", 1),
+        ("theirs", "E-BUDGET-01", 1),
+    ]
+    ledger = Ledger(ledger.file)
+    for n in range(513):
+        ledger.note_refusal(f"run-{n}", "E-POLICY-05", "theirs")  # a restart goes on from what is in the file
+    assert noted()[-1].times == 1024
+    ledger.verify()

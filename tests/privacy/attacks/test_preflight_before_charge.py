@@ -148,7 +148,7 @@ def test_an_absent_hospital_is_waited_for_and_named_and_nobody_is_charged_meanwh
 def test_a_hospital_that_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
     with federation(tmp_path, DATA) as (world, sites):
         started(sites, "center1")
-        ended = refused(world, world.submit(replace(RUN, deadline_s=5.0)))
+        ended = refused(world, world.submit(replace(RUN, deadline_s=20.0)))
         assert ended.reason.startswith("E-RUN-37")
         assert "no answer yet from center1:" in ended.reason
         assert uncharged(sites)

@@ -18,7 +18,7 @@ from protos.operations.checks import Level
 from protos.operations.health import Answer, about
 from protos.pki import certificates
 from protos.pki.identity import Address
-from protos.version import PROTOCOL
+from protos.version import PROTOCOL, software
 from tests.support.pki import authority, join, today
 
 
@@ -101,6 +101,24 @@ def test_a_database_is_looked_through_without_a_trace(tmp_path):
     assert levels(checks.database(file)) == [Level.PROBLEM]
 
 
+def test_a_transaction_that_a_crash_interrupted_is_no_damage(tmp_path):
+    """A file without a log, as the ledger: what the crash left beside it says what was there before."""
+    file, copy = tmp_path / "db", tmp_path / "copy"
+    copy.mkdir()
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("PRAGMA cache_size = 1")  # so that pages are written before the end
+        db.execute("CREATE TABLE t (x)")
+        db.executemany("INSERT INTO t VALUES (?)", [("x" * 900,)] * 50)
+        db.execute("BEGIN")
+        db.execute("UPDATE t SET x = x || x")
+        content = file.read_bytes()
+        (copy / "db").write_bytes(content[:8192] + b"\xff" * 2048 + content[10240:])  # one is half written
+        shutil.copy(tmp_path / "db-journal", copy)
+    assert levels(checks.database(copy / "db")) == [Level.OK]
+    (copy / "db").write_bytes(b"\xff" * 4096 + (copy / "db").read_bytes()[4096:])
+    assert levels(checks.database(copy / "db")) == [Level.PROBLEM]
+
+
 def test_a_certificate_is_called_old_before_it_is_over(tmp_path):
     own = join(authority(tmp_path / "ca", today()), tmp_path / "silo", "north").current_credentials()
     now = certificates.utc_now()
@@ -162,6 +180,14 @@ def test_another_protocol_names_the_side_to_upgrade():
         "upgrade this side",
         "upgrade that side",
     ]
+
+
+def test_another_build_of_the_same_protocol_is_a_warning_that_names_both():
+    (same,) = [f for f in checks.other_side(answered(software=software()), "there") if f.check == "versions"]
+    (other,) = [f for f in checks.other_side(answered(software="x 1+b"), "there") if f.check == "versions"]
+    assert (same.level, other.level) == (Level.OK, Level.WARNING)
+    assert software() in other.found
+    assert "x 1+b" in other.found
 
 
 def test_what_is_said_is_what_is_read():

@@ -234,7 +234,7 @@ def test_metrics_that_take_long_hold_up_no_other_page(port: Port) -> None:
     found: list[tuple[int, str]] = []
     asking = threading.Thread(target=lambda: found.append(get(port.at, "/metrics")))
     asking.start()
-    until(lambda: port.counted.times >= 1, seconds=10)
+    until(lambda: port.counted.times >= 1)
     assert get(port.at, "/readyz")[0] == 200
     port.counted.free.set()
     asking.join()
@@ -244,7 +244,7 @@ def test_metrics_that_take_long_hold_up_no_other_page(port: Port) -> None:
 def test_an_answer_that_nobody_reads_ends(port: Port) -> None:
     with socket.create_connection((port.at.host, port.at.port), 5) as line:
         line.sendall(f"GET /metrics HTTP/1.1\r\nHost: {port.at}\r\n\r\n".encode())
-        until(lambda: port.counted.times >= 1, seconds=10)
+        until(lambda: port.counted.times >= 1)
     assert get(port.at, "/metrics")[0] == 200
 
 

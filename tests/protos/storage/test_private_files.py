@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
@@ -9,7 +10,7 @@ import pytest
 from fl_core.errors import FederationError, StateError, UnavailableError
 from protos.pki import certificates
 from protos.storage import private_files
-from protos.storage.private_files import Credentials
+from protos.storage.private_files import Credentials, FolderLock
 
 
 def mode(path):
@@ -120,3 +121,34 @@ def test_a_damaged_key_is_named_by_its_place_not_its_content():
         certificates.load_key(broken, "the file /x/ca.key")
     assert "/x/ca.key" in str(caught.value)
     assert broken[40:55].decode() not in str(caught.value)
+
+
+def test_a_folder_stays_locked_when_its_lock_file_is_deleted_or_replaced(tmp_path):
+    with FolderLock(tmp_path, "lock", "another service"):
+        for replaced in (False, True):
+            (tmp_path / "lock").unlink(missing_ok=True)
+            if replaced:
+                (tmp_path / "lock").write_text("12")
+            assert FolderLock.is_held(tmp_path, "lock")
+            with pytest.raises(StateError, match=r"E-STATE-20.*another service at work in it"):
+                FolderLock(tmp_path, "lock", "another service")
+    assert not FolderLock.is_held(tmp_path, "lock")
+    with FolderLock(tmp_path, "lock", "another service"):
+        pass
+
+
+def test_a_folder_is_locked_for_those_too_who_look_at_the_file_alone(tmp_path):
+    """As earlier versions do, and other machines."""
+    file = tmp_path / "lock"
+    with FolderLock(tmp_path, "lock", "another"), file.open() as theirs, pytest.raises(BlockingIOError):
+        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with file.open("w") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        theirs.write("4711")
+        theirs.flush()
+        assert FolderLock.is_held(tmp_path, "lock")
+        with pytest.raises(StateError, match=r"E-STATE-20.*process 4711"):
+            FolderLock(tmp_path, "lock", "another")
+        assert file.read_text() == "4711"
+    with FolderLock(tmp_path, "lock", "another"):
+        assert file.read_text() == str(os.getpid())

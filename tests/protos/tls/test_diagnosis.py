@@ -162,7 +162,7 @@ def test_tls_that_is_no_coordinator(ca, own):
         assert look(port, ca, own).code == "E-TLS-15"
     silent = tls_server(ca.folder / "server.pem")
     with serving(lambda peer: silent.wrap_socket(peer, server_side=True).recv(1)) as port:
-        assert look(port, ca, own, timeout=1.0).code == "E-TLS-15"
+        assert look(port, ca, own, timeout=4.0).code == "E-TLS-15"
 
 
 @pytest.mark.parametrize(

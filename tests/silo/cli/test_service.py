@@ -87,6 +87,15 @@ def test_two_services_on_one_home_are_refused(capsys, tmp_path):
         pass
 
 
+@pytest.mark.fault("an operator", "deletes the lock file under a running silo", "a second silo is refused: E-STATE-20")
+def test_a_second_service_is_refused_when_the_lock_file_of_the_first_is_gone(capsys, tmp_path):
+    home = enrolled(tmp_path)
+    with home.locked():
+        (tmp_path / "serve.lock").unlink()
+        fails(capsys, "E-STATE-20", 1, "serve", "--data", "digits/hospital0", "--home", str(tmp_path))
+        assert home.is_locked()
+
+
 def test_data_describe_counts_classes_per_split(capsys):
     found = answer(capsys, "data", "describe", "digits/hospital2")
     assert found["shape"] == [1, 8, 8]

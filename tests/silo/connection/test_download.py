@@ -6,9 +6,10 @@ import pytest
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.storage import digests, disk
 from protos.wire.chunks import CHUNK_BYTES
-from silo.connection.transfer import RetryPolicy
+from silo.connection.transfer import RetryPolicy, Transfer
 from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, still
 
 
@@ -20,6 +21,22 @@ def test_after_a_cut_only_the_missing_bytes_are_fetched(rig, at, size):
     path = rig.transfer.fetch(digest, size, rig.stop, still)
     assert path.read_bytes() == BYTES
     assert rig.fake.sent == len(BYTES)
+
+
+@pytest.mark.parametrize("call", ["Get", "Open", "Put"])
+def test_a_channel_that_is_closed_for_a_newer_one_before_a_call_begins_is_no_failure_of_the_task(rig, call):
+    closed = rig.host.channel()
+    old, new = rpc.TransferStub(closed), rpc.TransferStub(rig.channel)
+    closed.close()
+    stubs = iter([new, old] if call == "Put" else [old])
+    transfer = Transfer(lambda: next(stubs, new), rig.objects, PATIENCE, rig.told.append)
+    if call == "Get":
+        digest = rig.fake.offer(BYTES)
+        assert transfer.fetch(digest, 0, rig.stop, still).read_bytes() == BYTES
+    else:
+        entry = rig.entry()
+        assert transfer.upload(entry, rig.objects.path(entry.object_digest), rig.verifier, rig.stop, still)
+    assert [error.code for error in rig.told] == ["E-NET-01"]
 
 
 def test_a_partial_file_of_an_earlier_process_is_continued(rig):

@@ -22,12 +22,13 @@ from protos.wire.codec import pack_bundle
 from silo.facts.leaving import Leaves
 from silo.facts.questions import Known, Question
 from silo.facts.run_request import RunRequest
-from silo.facts.spending import preview, spending, version_of
+from silo.facts.spending import preview, spending, unprotected, version_of
 from silo.storage.approvals import Approval
 from silo.storage.home import Home
-from silo.training.run_request import leaves_of, request_of
+from silo.storage.tasks import UnprotectedUpdate
+from silo.training.run_request import leaves_of, privacy_of, request_of
 from tests.support.fake_coordinator import manifest
-from tests.support.hospital_page import spent
+from tests.support.hospital_page import RUN, spent
 from tests.support.privacy import DATA, TEST, TRAIN, budgeted, hospital_level, private
 
 SECURE = "[privacy]\nepsilon = 8\n"
@@ -241,3 +242,81 @@ def test_a_request_stands_beside_what_the_policy_says_of_it() -> None:
     }
     assert plain["Privacy"] == ("no differential privacy", "only dp_record")
     assert "Code of others" not in plain
+
+
+BOTH = ("test", "train")
+
+
+def test_a_guarantee_speaks_of_private_runs_and_counts_the_updates_that_left_without_privacy_beside_it(
+    tmp_path,
+) -> None:
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    spent(ledger)
+    mine = datasets.load(DATA).fingerprint
+    found = spending(ledger, None, TRAIN)
+    assert "in private runs: whatever others learn from these runs alone" in found.sentence()
+    assert found.warning == ""
+    updates = [UnprotectedUpdate(run, mine, splits) for run, splits in (("a", BOTH), ("a", BOTH), ("b", ("test",)))]
+    of = {name: spending(ledger, None, name, updates=updates) for name in (TRAIN, TEST, "hospital")}
+    assert (
+        of[TRAIN].warning
+        == "2 updates of these records left without privacy, in 1 run: no bound holds for what they tell."
+    )
+    assert (of[TEST].unprotected.updates, of[TEST].unprotected.runs) == (3, 2)
+    assert of["hospital"].warning.startswith("3 updates of this hospital's records left without privacy, in 2 runs")
+    assert of[TRAIN].sentence() == found.sentence()
+
+
+def test_updates_of_the_same_records_under_another_version_count_and_those_of_other_records_do_not(tmp_path) -> None:
+    from privacy.ledger.registration import register
+
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    other = datasets.load("digits/p3c4/2")
+    register(ledger, other, "center2")
+    again = "f" * 64  # as it is where a record was added
+    ledger.register(TRAIN, "record", version_of(again, "train"), 508, ["content new"])
+    ledger.register(TEST, "record", version_of(again, "test"), 90, ["content of a test"])
+    updates = [UnprotectedUpdate("a", again, BOTH), UnprotectedUpdate("b", other.fingerprint, BOTH)]
+    assert (unprotected(ledger, TRAIN, updates).updates, unprotected(ledger, "center2/train", updates).updates) == (
+        1,
+        1,
+    )
+    assert unprotected(ledger, "hospital", updates).updates == 2
+
+
+def test_updates_of_data_that_the_ledger_does_not_know_count_for_every_collection_and_are_said_to(tmp_path) -> None:
+    """Copied files, another label, a part of a collection: they may be the same records, so none is left out."""
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    updates = [UnprotectedUpdate("a", "e" * 64, BOTH), UnprotectedUpdate("b", "", ("train",))]
+    for name in (TRAIN, TEST):
+        found = unprotected(ledger, name, updates)
+        assert (found.updates, found.unregistered) == (2, 2)
+        assert "2 are of data that the ledger does not know, which may be the same records" in found.sentence()
+    ledger.register(TRAIN, "record", version_of("e" * 64, "train"), 9, ["content new"])
+    half = [UnprotectedUpdate("a", "e" * 64, ("test",))]  # whose registration was refused after its training records
+    assert unprotected(ledger, TEST, half).updates == 1
+
+
+def test_what_an_earlier_version_sent_counts_unless_its_run_was_charged_for_such_records(tmp_path) -> None:
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    spent(ledger)
+    mine = datasets.load(DATA).fingerprint
+    updates = [UnprotectedUpdate(RUN, mine, None), UnprotectedUpdate("plain", mine, None)]
+    assert unprotected(ledger, TRAIN, updates).updates == 1  # of the run that the ledger knows training was charged
+    assert unprotected(ledger, TEST, updates).updates == 2  # and its evaluations were not
+    assert unprotected(ledger, "hospital", updates).updates == 2
+
+
+def test_noise_that_can_be_repeated_and_results_that_are_counted_exactly_are_no_privacy() -> None:
+    def of(run):
+        compiled = CompiledRun.of(run)
+        return sorted(compiled.profile.protected), privacy_of(compiled)
+
+    assert of(manifest()) == ([], "no privacy")
+    assert of(private(rng="secure")) == (["test", "train"], "epsilon 8 at delta 1e-05 for each record")
+    assert of(private(rng="secure", test_data="public"))[0] == ["train"]
+    for run in (private(), hospital_level(), hospital_level(rng="secure", placement="central")):
+        protected, said = of(run)
+        assert protected == []
+        assert said.startswith("no privacy: epsilon 8")
+    assert of(hospital_level(rng="secure"))[0] == ["test", "train"]

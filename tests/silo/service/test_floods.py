@@ -10,7 +10,8 @@ import pytest
 from fl_core.errors import ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.connection import session
-from silo.connection.session import Session, _Pace
+from silo.connection.retry import Pace
+from silo.connection.session import Session
 from silo.events import Event
 from silo.service import task_queue
 from silo.service.task_queue import TaskQueue
@@ -83,11 +84,11 @@ def test_what_never_began_leaves_nothing_when_it_ends(asked: Asked) -> None:
 
 def test_messages_are_read_at_a_pace_once_a_burst_is_over() -> None:
     now = [0.0]
-    pace = _Pace(lambda: now[0])
-    assert {pace.wait() for _ in range(int(session._BURST))} == {0.0}
+    pace = Pace(50.0, 5000.0, lambda: now[0])
+    assert {pace.wait() for _ in range(5000)} == {0.0}
     for _ in range(1000):
         wait = pace.wait()
-        assert wait == pytest.approx(1 / session._PER_S)
+        assert wait == pytest.approx(1 / 50.0)
         now[0] += wait
     now[0] += 3600
     assert pace.wait() == 0.0

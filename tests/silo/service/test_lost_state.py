@@ -105,6 +105,7 @@ def test_a_method_that_keeps_nothing_goes_on(make):
 def test_a_closed_round_is_asked_for_again_by_a_restored_coordinator_alone(make, incarnation, again):
     hospital = trained(make, SCAFFOLD)
     hospital.start()
+    hospital.transfer.forget()
     asked(hospital, 0, incarnation=incarnation)
     if again:
         hospital.sent(2)

@@ -118,7 +118,10 @@ def test_a_manifest_in_another_form_is_refused(make):
     assert hospital.refused().code == "E-WIRE-04"
 
 
-def test_an_update_that_the_coordinator_refuses_waits_for_the_close(make):
+@pytest.mark.parametrize("included", [True, False])
+def test_an_update_that_the_coordinator_refuses_waits_for_the_close_and_is_never_the_one_that_was_included(
+    make, included
+):
     hospital = make()
     service = hospital.start()
     hospital.transfer.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "E-RUN-06: the round is closed")
@@ -127,9 +130,10 @@ def test_an_update_that_the_coordinator_refuses_waits_for_the_close(make):
     until(lambda: len(hospital.control.sessions) >= 2, what="for a session in which closes are named")
     assert [s.round for s in hospital.control.last.hello.staged] == [0]
     assert service.store.committed("run-1") is None
-    hospital.close(included=True)
+    hospital.close(included=included)
     hospital.settled()
-    assert service.store.committed("run-1")[1] == 0
+    assert service.store.outbox() == []
+    assert (service.store.committed("run-1") is None) is included  # its own state stays where no other was included
 
 
 def test_a_task_that_fails_is_reported_and_the_next_one_works(make, slow, caplog):

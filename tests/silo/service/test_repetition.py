@@ -7,7 +7,9 @@ import pytest
 
 from fl_core.methods.fedavg import FedAvg
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.storage.store import Store
 from tests.support import until
+from tests.support.hospital import TRAINED
 
 
 def test_an_offer_repeated_is_not_trained_twice(make, slow):
@@ -148,3 +150,60 @@ def test_a_receipt_that_was_lost_is_fetched_after_the_close(make):
     service = hospital.start()
     until(lambda: service.store.receipts())
     assert service.store.missing_receipts() == []
+
+
+def killed(hospital, attempt=0) -> None:
+    """Leave on the disk what a service leaves that is killed in the middle of the first task."""
+    store = Store(hospital.folder / "silo.db")
+    store.begin_training(TRAINED, attempt)
+    store.close_database()
+
+
+@pytest.mark.fault("a hospital", "is killed twice in the middle of one task", "refuses the run until it is resumed")
+def test_a_task_that_killed_the_service_twice_is_refused_until_the_run_is_resumed(make, slow):
+    slow.held = False
+    hospital = make(run_round=slow)
+    hospital.start()
+    hospital.stop()
+    killed(hospital)
+    hospital.start()
+    assert [n.text for n in hospital.notices if n.event == "killed"] == [
+        "run-1 round 1: the service was killed in the middle of it (1 time so far)"
+    ]
+    hospital.transfer.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
+    hospital.offer()
+    until(lambda: [a for a in hospital.answers() if a.accepted and a.code == "E-RUN-46"], "what the lead is told")
+    until(lambda: "staged" in hospital.events())
+    hospital.stop()
+    hospital.transfer.refusal = None
+
+    other = make(run_round=slow)  # a hospital that does not get as far
+    other.start()
+    for _ in range(2):
+        other.stop()
+        killed(other)
+        other.start()
+    before = len(slow.begun)
+    for round in (0, 1):  # of the same run, whichever the round
+        other.offer(round)
+        until(lambda round=round: [a for a in other.answers() if a.round == round and a.code == "E-RUN-46"])
+    assert not any(a.accepted for a in other.answers())
+    assert len(slow.begun) == before
+    other.offer(attempt=1)
+    until(lambda: "staged" in other.events())
+    assert len(slow.begun) == before + 1
+
+
+def test_a_service_that_is_told_to_stop_in_the_middle_of_a_task_was_not_killed(make, slow):
+    hospital = make(run_round=slow)
+    for _ in range(3):
+        hospital.start()
+        hospital.offer()
+        assert slow.started.wait(20)
+        slow.started.clear()
+        hospital.stop()
+    hospital.start()
+    assert "killed" not in hospital.events()
+    slow.free.set()
+    hospital.offer()
+    hospital.sent()

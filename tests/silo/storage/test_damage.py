@@ -11,6 +11,7 @@ from fl_core.errors import StateError
 from protos.storage.object_store import count_objects
 from silo.cli import backup
 from silo.storage.store import Store
+from tests.support import until
 from tests.support.hospital import TRAINED, opened, stage
 
 
@@ -77,14 +78,40 @@ def test_a_damaged_update_is_made_again(make):
     hospital.sent()
     made = service.store.entry(TRAINED).object_digest
     hospital.stop()
-    hospital.transfer.uploads.clear()
-    hospital.transfer.receipts.clear()
-    with closing(sqlite3.connect(hospital.folder / "silo.db")) as db, db:
-        db.execute("UPDATE tasks SET receipt = NULL")
-    flip(hospital.folder / "objects" / made)
+    hospital.transfer.forget()
+    lose_receipt_and_update(hospital, made)
     hospital.start()
     hospital.offer()
     hospital.sent(2)
     assert "damaged" in hospital.events()
     assert hospital.events().count("training") == 2
     assert hospital.transfer.opened.popitem()[1].object_digest == made  # the same round gives the same update
+
+
+@pytest.mark.fault(
+    "a disk",
+    "changes a byte of an update whose receipt was lost on the way",
+    "the receipt is asked for; nothing is done again",
+)
+def test_a_damaged_update_that_the_coordinator_has_is_not_made_again(make):
+    hospital = make()
+    service = hospital.start()
+    hospital.offer()
+    hospital.sent()
+    made = service.store.entry(TRAINED).object_digest
+    hospital.stop()
+    lose_receipt_and_update(hospital, made)
+    service = hospital.start()
+    hospital.offer()
+    until(lambda: "taken" in hospital.events())
+    assert hospital.events().count("training") == 1
+    assert [entry.receipt is not None for entry in service.store.outbox()] == [True]
+    hospital.close()
+    hospital.settled()
+    assert service.store.committed("run-1") is not None
+
+
+def lose_receipt_and_update(hospital, made):
+    with closing(sqlite3.connect(hospital.folder / "silo.db")) as db, db:
+        db.execute("UPDATE tasks SET receipt = NULL")
+    flip(hospital.folder / "objects" / made)

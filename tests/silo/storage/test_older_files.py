@@ -1,8 +1,8 @@
 """Databases of earlier versions open and say what they said; what cannot be opened is left as it is.
 
 tests/data/silo_v3.sql is what version 3 held at a hospital after a real private run, and with an update in the outbox
-of a second run that it had approved by hand; receipts and sealed figures are cut short. silo_v4.sql and
-silo_v5.sql are the same file as these versions left it.
+of a second run that it had approved by hand; receipts and sealed figures are cut short. silo_v4.sql, silo_v5.sql and
+silo_v6.sql are the same file as these versions left it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.wire.tasks import TaskKey
+from silo.facts.leaving import leaving
 from silo.storage import store as stores
 from silo.storage.schema import MIGRATIONS
 from silo.storage.store import Store
@@ -25,6 +26,7 @@ from silo.storage.tasks import Attestation
 DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v3.sql"
 VERSION_4 = DUMP.with_name("silo_v4.sql")
 VERSION_5 = DUMP.with_name("silo_v5.sql")
+VERSION_6 = DUMP.with_name("silo_v6.sql")
 FINISHED, OPEN = "fedavg-digits-efab", TaskKey("waits-d1ea", 0, TaskKind.TRAIN)
 VERSION_2 = "PRAGMA user_version = 2; ALTER TABLE tasks DROP COLUMN attested; DROP TABLE approvals;"
 VERSION_1 = VERSION_2 + "PRAGMA user_version = 1; ALTER TABLE tasks DROP COLUMN mirrored;"
@@ -46,7 +48,8 @@ def opened(file: Path) -> Iterator[Store]:
 
 
 @pytest.mark.parametrize(
-    ("change", "dump"), [("", DUMP), (VERSION_2, DUMP), (VERSION_1, DUMP), ("", VERSION_4), ("", VERSION_5)]
+    ("change", "dump"),
+    [("", DUMP), (VERSION_2, DUMP), (VERSION_1, DUMP), ("", VERSION_4), ("", VERSION_5), ("", VERSION_6)],
 )
 def test_runs_and_outbox_of_a_file_of_any_version_are_there(tmp_path: Path, change: str, dump: Path) -> None:
     older(tmp_path / "silo.db", change, dump)
@@ -103,6 +106,18 @@ def test_what_an_earlier_version_did_not_note_is_empty(tmp_path: Path) -> None:
     with opened(older(tmp_path / "silo.db", dump=VERSION_5)) as store:
         assert {a.request for a in store.approvals.all()} == {run.leaves for run in store.history()} == {""}
         assert [t.size for t in store.history()[0].tasks] == [155244, 155244, 344]
+
+
+def test_every_update_of_an_earlier_version_is_listed_with_its_data_as_one_that_may_have_had_no_privacy(
+    tmp_path: Path,
+) -> None:
+    with opened(older(tmp_path / "silo.db", dump=VERSION_6)) as store:
+        listed = store.unprotected()
+        assert {update.splits for update in listed} == {None}
+        assert sorted((u.run_id, u.fingerprint) for u in listed) == [*[(FINISHED, "f" * 64)] * 3, (OPEN.run_id, "")]
+        left = leaving(store)
+        assert left.unprotected.sentence() == "Of 4 earlier updates no version noted whether they had privacy."
+        assert {run.privacy for run in left.runs} == {""}
 
 
 def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

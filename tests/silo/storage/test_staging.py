@@ -55,6 +55,19 @@ def test_an_update_is_sent_while_it_goes_to_the_disk_and_committed_once_it_is_th
     assert [event for event in hospital.events() if event in ("staged", "sent")] == ["staged", "sent"]
 
 
+def test_an_update_without_privacy_is_listed_before_a_byte_of_it_leaves(hospital, monkeypatch):
+    """And so also where its sender crashes meanwhile, or its coordinator never gives a receipt."""
+    disk = Disk(monkeypatch)
+    service = hospital.start()
+    hospital.offer()
+    until(lambda: hospital.transfer.received > 0)
+    assert [(u.run_id, u.splits) for u in service.store.unprotected()] == [("run-1", ("test", "train"))]
+    assert service.store.outbox() == []
+    disk.free.set()
+    hospital.sent()
+    assert len(service.store.unprotected()) == 1
+
+
 def test_an_update_that_cannot_be_brought_to_the_disk_is_never_committed(hospital, monkeypatch):
     Disk(monkeypatch, OSError(28, "No space left on device")).free.set()
     service = hospital.start()

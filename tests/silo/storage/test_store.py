@@ -7,15 +7,18 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fl_core.errors import StateError
 from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
 from fl_core.types.enums import TaskKind
+from fl_core.types.values import Part
 from protos.storage import digests
 from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
+from silo.storage.tasks import UnprotectedUpdate
 from tests.support import hospital
 from tests.support.hospital import FACTS, B, M, finished, key, opened, stage, value
 
@@ -72,6 +75,7 @@ def test_a_state_never_replaces_that_of_a_later_round(tmp_path):
 
 def test_a_close_of_a_round_that_was_never_trained_is_remembered(tmp_path):
     outbox = opened(tmp_path)
+    outbox.store.record_run("run-1", "first", M)
     assert outbox.store.close(key(), included=False)
     stage(outbox)
     assert outbox.find(key(), B) is None
@@ -154,6 +158,37 @@ def test_included_updates_without_a_receipt_are_listed_until_it_is_there(tmp_pat
     assert outbox.store.receipts() == [b"receipt"]
 
 
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_the_state_of_an_update_that_was_refused_is_not_committed_by_a_close_that_includes_another(tmp_path, mirrored):
+    outbox = opened(tmp_path)
+    outbox.begin(key(), M, B, finished(1.0, mirrored)).finish()
+    outbox.store.close(key(), included=True)
+    assert outbox.store.reopen(key(), "another")
+    outbox.begin(key(), M, B, finished(2.0, mirrored), coordinator="another").finish()
+    outbox.store.refuse(key(), "E-WIRE-07: another object was taken")
+    outbox.store.close(key(), included=True)
+    assert value(outbox) == 1.0
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("receipt", [True, False])
+def test_what_was_made_before_a_round_was_opened_again_counts_only_with_a_receipt(tmp_path, receipt, mirrored):
+    outbox = opened(tmp_path)
+    outbox.begin(key(0), M, B, finished(1.0, mirrored)).finish()
+    outbox.store.close(key(0), included=True)
+    stage(outbox, 1, 2.0)
+    outbox.store.close(key(1), included=True)
+    assert outbox.store.reopen(key(0), "another")
+    assert outbox.store.outbox() == []
+    assert not outbox.holds(outbox.find(key(0), B))
+    if receipt:
+        outbox.store.deliver(key(0), b"receipt")
+        assert outbox.holds(outbox.find(key(0), B))
+    assert len(outbox.store.outbox()) == receipt
+    outbox.store.close(key(0), included=True)
+    assert value(outbox) == (1.0 if receipt else 2.0)  # a state of the incarnation that is no more stays until replaced
+
+
 @pytest.mark.parametrize("clinical", [None, CLINICAL])
 def test_history_tells_what_was_measured(tmp_path, monkeypatch, clinical):
     measured = replace(FACTS, clinical=clinical)
@@ -171,6 +206,8 @@ def test_history_tells_what_was_measured(tmp_path, monkeypatch, clinical):
 
 def test_threads_that_read_and_write_do_not_lose_each_other(tmp_path):
     outbox = opened(tmp_path)
+    for n in range(4):
+        outbox.store.record_run(f"run-{n}", "one of four", M)
     failures = []
 
     def work(n: int) -> None:
@@ -194,3 +231,48 @@ def test_files_are_for_their_owner_alone(tmp_path):
     entry = stage(outbox)
     assert stat.S_IMODE(outbox.objects.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(outbox.objects.path(entry.object_digest).stat().st_mode) == 0o600
+
+
+def test_updates_without_privacy_are_remembered_when_their_runs_are_long_over(tmp_path):
+    outbox = opened(tmp_path)
+    for k in range(6):
+        run = f"run-{k}"
+        outbox.store.record_run(run, run, M, B)
+        for data in (b"first", b"again", b"again"):  # a task that is done again may send something else
+            done = replace(finished(float(len(data) + k)), unprotected=("test", "train"), fingerprint="f" * 64)
+            done = replace(done, bundle={**done.bundle, "more": Part.of({"w": torch.tensor(list(data))})})
+            outbox.begin(key(0, run), M, B, done).finish()
+        outbox.store.close(key(0, run), included=True)
+        outbox.store.end_run(run, "finished", "")
+        outbox.sweep()
+    outbox.store.close_database()
+    again = opened(tmp_path).store
+    assert len(again.unprotected()) == 12
+    assert set(again.unprotected()) == {UnprotectedUpdate(f"run-{k}", "f" * 64, ("test", "train")) for k in range(6)}
+    again.close_database()
+
+
+def test_kills_are_counted_by_task_and_void_once_the_lead_resumes_or_the_run_ends(tmp_path):
+    def restarted():
+        opened(tmp_path).store.close_database()
+        return opened(tmp_path).store
+
+    store = opened(tmp_path).store
+    assert store.count_kills() == []
+    for times in (1, 2):
+        store.begin_training(key(), 0)
+        store = restarted()
+        assert store.count_kills() == [(key(), times)]
+        assert store.count_kills() == []  # a start without a task in between is no kill
+    assert store.kills("run-1") == 2
+    store.begin_training(key(1), 0)
+    store.end_trainings()
+    assert restarted().count_kills() == []
+    assert store.kills("run-1", attempt=1) == 0
+    store.begin_training(key(), 1)
+    assert restarted().count_kills() == [(key(), 1)]
+    assert store.kills("run-1", attempt=1) == 1
+    assert store.kills("run-2") == 0
+    store.record_run("run-1", "r", M, B)
+    store.end_run("run-1", "aborted", "")
+    assert store.kills("run-1") == 0

@@ -7,6 +7,7 @@ import torch
 
 from fl_core import datasets
 from fl_core.rounds.run_setup import RunSetup
+from privacy.ledger.account import Refusal
 from privacy.profiles.record import release_plan
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
@@ -36,7 +37,9 @@ def reads(monkeypatch):
 
 
 def refusals(ledger) -> list[tuple[str, str]]:
-    return [(subject, detail) for _, subject, state, detail, _ in ledger.events() if state == "REFUSED"]
+    return [
+        (subject, Refusal.of(detail).code) for _, subject, state, detail, _ in ledger.events() if state == "REFUSED"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_a_round_asked_for_again_and_again_is_charged_each_time_and_three_times_
     assert hospital.events().count("sent") == 3
     assert ledger.history(TRAIN)[0].steps == 3 * once.steps
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT"] * 3
-    assert refusals(ledger)[-1][0].startswith(f"{hospital.run_id}/0/train")
+    assert refusals(ledger) == [(hospital.run_id, "E-BUDGET-12")]
     assert ledger.status(TRAIN).used <= 1
 
 

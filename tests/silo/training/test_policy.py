@@ -8,20 +8,26 @@ import pytest
 import torch
 
 from fl_core import datasets
+from fl_core.errors import RefusedError
 from fl_core.methods import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
+from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.bundle_file import BundleFile
+from silo.facts.leaving import leaving
+from silo.facts.spending import unprotected
 from silo.service.task_queue import public_reason
 from silo.storage.home import Home
 from silo.training import evaluation_summary
+from silo.training.policy_in_force import in_force
+from silo.training.run_request import privacy_of
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first, upload
-from tests.support.privacy import DATA, SEEDED_POLICY, TRAIN, budgeted, private
+from tests.support.privacy import DATA, SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
 
 @pytest.mark.parametrize(
@@ -190,10 +196,23 @@ def test_the_policy_says_what_of_an_evaluation_leaves_and_the_hospital_sees_all(
     assert sum(shown["examples"]) == shown["clinical"]["examples"] > 0
 
 
-def test_a_policy_from_before_sends_no_more_than_it_did_and_a_hospital_without_one_all_that_is_measured() -> None:
+def test_a_policy_sends_no_more_than_correct_answers_of_an_evaluation_where_it_does_not_say_so() -> None:
     assert Policy.parse(b"[runs]\nleads = ['anna']\n").evaluation.send == "accuracy"
     assert Policy.parse(b"[evaluation]\nsend = 'clinical'\n").evaluation.send == "clinical"
-    assert Policy().evaluation.send == "clinical"
+
+
+def test_an_empty_policy_file_means_what_no_file_means(tmp_path) -> None:
+    """What to do after E-POLICY-13, whose advice is an empty file "where the defaults are meant"."""
+    home = Home(tmp_path / "home").make()
+    absent = in_force(home)
+    home.policy.touch(mode=0o600)
+    empty = in_force(home)
+    assert empty.digest
+    assert replace(empty, digest="") == absent
+    home.policy.unlink()
+    with pytest.raises(RefusedError, match=r"touch .*policy\.toml") as caught:
+        in_force(home)
+    assert caught.value.code == "E-POLICY-13"
 
 
 def test_a_policy_with_another_word_for_evaluations_closes_the_hospital(make, tmp_path):
@@ -202,3 +221,27 @@ def test_a_policy_with_another_word_for_evaluations_closes_the_hospital(make, tm
     hospital.start()
     hospital.offer()
     assert hospital.refused().code == "E-POLICY-01"
+
+
+@pytest.mark.parametrize(
+    ("run", "policy", "told"),
+    [
+        (manifest(), "", [("test", "train")]),
+        (manifest(), "[evaluation]\nsend = 'nothing'\n", [("train",)]),
+        (private(rng="secure"), "[privacy]\nepsilon = 8\n", []),
+        (private(rng="secure", test_data="public"), "[privacy]\npublic_test = true\n", [("test",)]),
+        (private(), SEEDED_POLICY, [("test", "train")]),
+    ],
+)
+def test_a_hospital_lists_whose_records_an_update_tells_of_without_privacy(make, tmp_path, run, policy, told):
+    ledger = budgeted(tmp_path / "home0", policy=policy)
+    hospital = make(run)
+    service = hospital.start()
+    first(hospital)
+    assert [update.splits for update in service.store.unprotected()] == told
+    splits = {split for update in told for split in update}
+    assert unprotected(ledger, TRAIN, service.store.unprotected()).updates == ("train" in splits)
+    assert unprotected(ledger, TEST, service.store.unprotected()).updates == ("test" in splits)
+    (record,) = leaving(service.store).runs
+    assert record.privacy == privacy_of(CompiledRun.of(run))
+    assert record.protected is ("train" not in splits)

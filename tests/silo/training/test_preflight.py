@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -12,6 +13,8 @@ import torch
 from fl_core.models import build_model
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
+from fl_core.training import memory
+from fl_core.types.records import TrainConfig
 from privacy.accounting.accountant import aggregated
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.record import release_plan
@@ -20,6 +23,7 @@ from privacy.silo_dp.guard import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.training import preflight
 from tests.support import until
+from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first
 from tests.support.privacy import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
 
@@ -169,16 +173,16 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
     hospital = make(private())
     hospital.start()
     built = build_model("digits_cnn", {}, hospital.manifest.schema, 3)
-    rows = release_plan(RunSetup.of(hospital.manifest), 1).rows
-    for free in (0, preflight.training_bytes(built, rows) - 1):
-        monkeypatch.setattr(preflight, "free_memory", lambda _, free=free: free)
+    for free in (5 << 20, 6 << 20):  # the model alone fits
+        monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
         ask(hospital)
         found = answered(hospital, len(answers(hospital)) + 1)
         assert found.code == "E-RUN-38"
         assert "privacy.physical_batch=1" in found.reason
+        assert f"with {release_plan(RunSetup.of(hospital.manifest), 1).rows} examples at once" in found.reason
     reasons = {a.reason for a in answers(hospital)}
     assert len(reasons) == 1  # what is free at the hospital is not told
-    monkeypatch.setattr(preflight, "free_memory", lambda _: preflight.training_bytes(built, rows))
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1 << 30)
     need = preflight.OBJECTS * preflight.state_bytes(built)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need - 1))
     ask(hospital)
@@ -188,11 +192,39 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
     assert answered(hospital, 4).ready
 
 
-def test_per_example_gradients_are_what_the_estimate_grows_with():
-    model = build_model("digits_cnn", {}, private().schema, 3)
-    numbers = sum(p.numel() for p in model.parameters())
-    assert preflight.training_bytes(model, 10) - preflight.training_bytes(model, 0) == 10 * 4 * numbers
-    assert preflight.state_bytes(model) >= 4 * numbers
+@pytest.mark.fault(
+    "a hospital", "has too little memory for a run without privacy", "says so before round 1, and what fits"
+)
+def test_a_run_without_privacy_is_refused_with_its_need_and_the_part_of_a_batch_that_fits(make, tmp_path, monkeypatch):
+    hospital = make(manifest(train=TrainConfig(epochs=1, batch_size=8192)))
+    hospital.start()
+    monkeypatch.setattr(memory, "free_memory", lambda _: 32 << 20)
+    ask(hospital)
+    found = answered(hospital)
+    assert (found.ready, found.code) == (False, "E-RUN-38")
+    need, part = re.fullmatch(
+        r"expected about (\d+) MiB of free memory on cpu for digits_cnn with 8192 examples at once, found less: "
+        r"train\.micro_batch=(\d+) fits here and adds up to the same steps",
+        found.reason,
+    ).groups()
+    assert int(need) > 100
+    smaller = replace(hospital.manifest, train=replace(hospital.manifest.train, micro_batch=int(part)))
+    hospital.run_id, hospital.digest = "run-2", hospital.transfer.offer(smaller.to_json().encode())
+    ask(hospital)
+    assert answered(hospital, 2).ready
+    larger = replace(smaller, train=replace(smaller.train, micro_batch=2 * int(part)))
+    hospital.run_id, hospital.digest = "run-3", hospital.transfer.offer(larger.to_json().encode())
+    ask(hospital)
+    assert answered(hospital, 3).code == "E-RUN-38"
+
+
+def test_a_task_that_no_preflight_came_before_is_refused_before_it_trains(make, tmp_path, monkeypatch):
+    hospital = make(manifest(train=TrainConfig(epochs=1, batch_size=8192)))
+    hospital.start()
+    monkeypatch.setattr(memory, "free_memory", lambda _: 32 << 20)
+    hospital.offer()
+    assert hospital.refused().code == "E-RUN-38"
+    assert "training" not in hospital.events()
 
 
 def test_a_question_that_names_no_run_is_left_out_and_the_service_goes_on(make, tmp_path):
@@ -216,7 +248,7 @@ def test_the_end_of_a_run_ends_the_wait_for_its_approval(make, tmp_path):
     assert service.pulse().activity == pb.AWAITING_APPROVAL
     hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="aborted"))
     until(lambda: "ended" in hospital.events(), seconds=20)
-    service.store.approvals.decide(hospital.run_id, True)
+    assert service.store.approvals.all() == []  # nobody has to decide about it any more
     hospital.run_id = "run-2"
     ask(hospital)
     until(lambda: hospital.events().count("approval") >= 2, 60)

@@ -8,6 +8,7 @@ import pytest
 
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.training import memory
+from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.privacy import TRAIN, budgeted, private
 
@@ -21,12 +22,10 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_fetched_or_charged(ma
     hospital = make(private() if kind == "private" else manifest())
     hospital.digest = hospital.transfer.offer(replace(hospital.manifest, model=HUGE).to_json().encode())
     hospital.start()
-    base = hospital.offer().base_digest
+    hospital.offer(base_digest="b" * 64)  # which the coordinator does not have: to fetch it would end otherwise
     refused = hospital.refused()
     assert refused.code == "E-RUN-38"
-    objects = {path.name for path in (tmp_path / "home0" / "objects").rglob("*")}
-    assert hospital.digest in objects
-    assert base not in objects
+    until(lambda: not [*(tmp_path / "home0" / "objects").rglob("*")])  # nor is the manifest kept
     assert ledger.history(TRAIN) == []
 
 

@@ -12,6 +12,7 @@ from coordinator.reports.page.overview import DAY_S, OwnCertificates, State
 from coordinator.reports.page.run_facts import headline, run_facts
 from coordinator.reports.page.run_record import RunRecord
 from coordinator.reports.page.service_watch import Away, FollowedRun, Snapshot
+from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import detail, measured
 
@@ -111,9 +112,26 @@ def test_what_hospitals_did_and_stated_is_counted_over_training_rounds() -> None
     assert (rows["south"].rounds, rows["south"].newest_reason) == ("1 of 2", "E-RUN-13: away")
     assert (rows["south"].policy, rows["south"].ledger) == ("p" * 12, "entry 7")
     assert rows["south"].restored == "put back 2 times"
-    assert facts.record.rounds[1].missing == (("south", "E-RUN-13: away"),)
+    assert facts.record.rounds[1].judged == (("south", "E-RUN-13: away"),)
     assert facts.record.pace is not None
     assert facts.record.pace.x == [1, 2]
+
+
+def test_the_page_says_the_rule_and_counts_what_it_did_to_updates() -> None:
+    rounds = measured([0.1, 0.2, 0.3])
+    rounds[1].missing["south"], rounds[1].cut["north"] = "E-RUN-44: south: too long", "3 rows of prototypes cut"
+    rounds[1].cut_rows, rounds[0].unbounded = 3, True
+    made = detail("run-1", rounds)
+    made.aggregator = "norm_clipped"
+    facts = run_facts(made.info, FollowedRun(RunRecord(made)), 200.0)
+    assert facts.aggregator == (
+        "Updates become one by aggregator=norm_clipped: 1 update refused, 1 cut, 3 rows of prototypes cut; "
+        "1 round without a bound on updates."
+    )
+    assert [row.judged for row in reversed(facts.record.rounds)][:2] == [
+        (("all", NO_BOUND),),
+        (("south", "E-RUN-44: south: too long"), ("north", "3 rows of prototypes cut")),
+    ]
 
 
 def test_curves_of_the_page_are_those_of_the_record() -> None:

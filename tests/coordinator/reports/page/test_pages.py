@@ -37,6 +37,7 @@ def hostile_detail(run_id: str) -> pb.RunDetail:
     made = detail(run_id, rounds, spec, reason=HOSTILE, data=HOSTILE, model_object="a", model_digest=HOSTILE)
     made.info.name, made.info.method, made.info.state = HOSTILE, HOSTILE, "paused"
     made.info.excluded.append(HOSTILE)
+    made.aggregator = HOSTILE
     classes = [HOSTILE, "b", "c", "d"]
     made.manifest_json = json.dumps({"schema": {"classes": classes}, "members": [{"name": HOSTILE}, {"name": "north"}]})
     awaited = pb.AwaitedSilo(name="west" + HOSTILE, left_s=5, classes=[HOSTILE])

@@ -1,0 +1,557 @@
+"""Kills one side of a small private run before or in the middle of a write, starts it again, and looks at the end.
+
+A library that is loaded before libc counts what a process writes below its home: bytes, new lengths, new files, new and
+removed names. At the write of its turn it kills the process, lets half of the bytes through first, or lets the disk be
+full for that write and the next two. The processes are forked from one that has imported everything. Coordinator and
+hospitals are real, over mutual TLS; of the hospitals one is a victim in turn, and the other one must notice nothing.
+
+python -m tests.faults --writes [--every N] [--minutes M]   each N-th write; of files of databases, each N/8-th
+"""
+
+from __future__ import annotations
+
+from protos.tls.connect import require_tls13, silence_grpc_logs
+
+require_tls13()  # before anything imports gRPC
+silence_grpc_logs()
+
+import argparse  # noqa: E402
+import ctypes  # noqa: E402
+import faulthandler  # noqa: E402
+import gc  # noqa: E402
+import os  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import sqlite3  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import threading  # noqa: E402
+import time  # noqa: E402
+import traceback  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from contextlib import closing  # noqa: E402
+from dataclasses import dataclass, field  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import NamedTuple  # noqa: E402
+
+import torch  # noqa: E402
+
+from coordinator.api.server import CoordinatorServer  # noqa: E402
+from coordinator.config.hydra_config import compose_spec  # noqa: E402
+from coordinator.simulation import runner  # noqa: E402
+from coordinator.storage.records import RunState  # noqa: E402
+from coordinator.storage.store import Store as CoordinatorStore  # noqa: E402
+from fl_core import datasets  # noqa: E402
+from fl_core.aggregation.fixed_point import FixedPointFormat  # noqa: E402
+from fl_core.errors import FederationError, UnavailableError  # noqa: E402
+from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members  # noqa: E402
+from privacy.ledger.ledger import Ledger  # noqa: E402
+from privacy.ledger.registration import register  # noqa: E402
+from protos.storage.generation import read_only  # noqa: E402
+from silo.storage.home import Home  # noqa: E402
+from silo.storage.store import Store as SiloStore  # noqa: E402
+from tests.support.coordinator import COLLECTION, FAST, Site, World, enrolled  # noqa: E402
+from tests.support.fake_coordinator import manifest  # noqa: E402
+from tests.support.processes import ROOT, free_port  # noqa: E402
+
+COORDINATOR = "coordinator"
+DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1"}
+VICTIMS = (COORDINATOR, "north")
+KILL, TEAR, FILL = "killed before it", "torn", "disk full"
+EXPECTED, LOST = 60.0, 3
+"""Seconds within which a trial ends, and how often a process may end by itself on a full disk."""
+_DATABASES = ("coordinator.sqlite", "silo.db", "ledger.db")
+_SOURCE = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+enum { GO, HALF, REFUSE };
+static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+static char home[PATH_MAX];
+static long count, at;
+static char how;
+static int databases, note = -1;
+
+static ssize_t (*real_write)(int, const void *, size_t);
+static void *find(const char *name) { return dlsym(RTLD_NEXT, name); }
+
+/* how: k kill, t tear, f fill   databases: count writes to the files of databases alone */
+void watch_writes(const char *folder, long number, char kind, int only_databases, int log) {
+    real_write = find("write");
+    snprintf(home, sizeof home, "%s/", folder);
+    at = number; how = kind; databases = only_databases; note = log;
+}
+
+static int ends(const char *text, const char *end) {
+    size_t a = strlen(text), b = strlen(end);
+    return a >= b && !strcmp(text + a - b, end);
+}
+
+static int mine(const char *path) {
+    return *home && !strncmp(path, home, strlen(home)) && !ends(path, "-shm");
+}
+
+static int named(int file, char *path) {
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t n = readlink(link, path, PATH_MAX - 1);
+    if (n < 0) return 0;
+    path[n] = 0;
+    return mine(path);
+}
+
+static int step(const char *what, const char *path, size_t size) {
+    if (databases && !ends(path, ".db") && !ends(path, ".sqlite")) return GO;
+    if (how == 't' && size <= 512) return GO; /* a sector is written whole */
+    char line[PATH_MAX + 64];
+    int n = snprintf(line, sizeof line, "%ld\t%s\t%zu\t%s\n", ++count, what, size, path + strlen(home));
+    if (note >= 0 && real_write(note, line, n) < 0) return GO;
+    if (how == 'f') return at && count >= at && count < at + 3 ? REFUSE : GO;
+    if (count != at) return GO;
+    if (how == 't') return HALF;
+    kill(getpid(), SIGKILL);
+    for (;;) pause();
+}
+
+#define GUARDED(TYPE, CONDITION, WHAT, PATH, SIZE, CALL, PART)                    \
+    if (!*home || !(CONDITION)) return CALL;                                      \
+    pthread_mutex_lock(&turn);                                                    \
+    TYPE result = -1;                                                             \
+    switch (step(WHAT, PATH, SIZE)) {                                             \
+    case REFUSE: pthread_mutex_unlock(&turn); errno = ENOSPC; return -1;          \
+    case HALF: PART; kill(getpid(), SIGKILL); for (;;) pause();                   \
+    default: result = CALL;                                                       \
+    }                                                                             \
+    pthread_mutex_unlock(&turn);                                                  \
+    return result;
+
+ssize_t write(int file, const void *data, size_t size) {
+    ssize_t (*real)(int, const void *, size_t) = find("write");
+    char path[PATH_MAX];
+    GUARDED(ssize_t, named(file, path), "write", path, size, real(file, data, size),
+            (void)!real(file, data, size / 2 & ~(size_t)511))
+}
+
+static ssize_t placed(const char *name, int file, const void *data, size_t size, off64_t where) {
+    ssize_t (*real)(int, const void *, size_t, off64_t) = find(name);
+    char path[PATH_MAX];
+    GUARDED(ssize_t, named(file, path), "write", path, size, real(file, data, size, where),
+            (void)!real(file, data, size / 2 & ~(size_t)511, where))
+}
+ssize_t pwrite(int file, const void *data, size_t size, off_t where) {
+    return placed("pwrite", file, data, size, where);
+}
+ssize_t pwrite64(int file, const void *data, size_t size, off64_t where) {
+    return placed("pwrite64", file, data, size, where);
+}
+
+static int cut(const char *name, int file, off64_t length) {
+    int (*real)(int, off64_t) = find(name);
+    char path[PATH_MAX];
+    GUARDED(int, named(file, path), "length", path, 0, real(file, length), (void)0)
+}
+int ftruncate(int file, off_t length) { return cut("ftruncate", file, length); }
+int ftruncate64(int file, off64_t length) { return cut("ftruncate64", file, length); }
+
+static int changes(const char *path, int flags) {
+    if (!mine(path)) return 0;
+    int there = !access(path, F_OK);
+    return ((flags & O_CREAT) && !there) || ((flags & O_TRUNC) && there);
+}
+static int opened(const char *name, const char *path, int flags, mode_t mode) {
+    int (*real)(const char *, int, ...) = find(name);
+    GUARDED(int, changes(path, flags), "open", path, 0, real(path, flags, mode), (void)0)
+}
+#define MODE va_list more; va_start(more, flags); mode_t mode = flags & O_CREAT ? va_arg(more, mode_t) : 0; va_end(more)
+int open(const char *path, int flags, ...) { MODE; return opened("open", path, flags, mode); }
+int open64(const char *path, int flags, ...) { MODE; return opened("open64", path, flags, mode); }
+
+#define ON_NAME(NAME)                                                             \
+    int NAME(const char *path) {                                                  \
+        int (*real)(const char *) = find(#NAME);                                  \
+        GUARDED(int, mine(path), #NAME, path, 0, real(path), (void)0)             \
+    }
+#define ON_NAMES(NAME)                                                            \
+    int NAME(const char *from, const char *path) {                                \
+        int (*real)(const char *, const char *) = find(#NAME);                    \
+        GUARDED(int, mine(path), #NAME, path, 0, real(from, path), (void)0)       \
+    }
+ON_NAME(unlink)
+ON_NAME(rmdir)
+ON_NAMES(rename)
+ON_NAMES(link)
+int mkdir(const char *path, mode_t mode) {
+    int (*real)(const char *, mode_t) = find("mkdir");
+    GUARDED(int, mine(path) && access(path, F_OK), "mkdir", path, 0, real(path, mode), (void)0)
+}
+"""
+
+
+def compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc")
+
+
+def run(words: Sequence[str]) -> int:
+    """Build the library and start the enumeration under it."""
+    if (cc := compiler()) is None:
+        print("expected a C compiler (cc or gcc) on the PATH, found none: install one")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="consilium-writes-") as folder:
+        library = Path(folder) / "watch.so"
+        command = [cc, "-O1", "-Wall", "-shared", "-fPIC", "-o", str(library), "-x", "c", "-", "-ldl", "-lpthread"]
+        subprocess.run(command, input=_SOURCE, text=True, check=True)
+        env = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        mine = [sys.executable, "-m", "tests.writes", folder, *words]
+        return subprocess.run(mine, env=env, cwd=ROOT, check=False).returncode
+
+
+class Turn(NamedTuple):
+    """Which write of whom is disturbed, and how. databases: counted are the files of databases alone."""
+
+    victim: str
+    how: str
+    at: int
+    databases: bool
+
+
+@dataclass
+class Trial:
+    """One run with one disturbed write. hit: the write, as the library noted it   wrong: what did not hold."""
+
+    folder: Path
+    turn: Turn
+    port: int = field(default_factory=free_port)
+    hit: str = ""
+    digest: str = ""
+    refused: int = 0
+    twice: int = 0
+    wrong: list[str] = field(default_factory=list)
+    _running: dict[str, int] = field(default_factory=dict)
+    _ended: Counter[str] = field(default_factory=Counter)
+    _repeats: Counter[str] = field(default_factory=Counter)
+
+    def go(self) -> None:
+        """Let the run come to its end, and look at what is left."""
+        try:
+            for name in (COORDINATOR, *DATA):
+                self._start(name, disturbed=name == self.turn.victim)
+            self._until(lambda: all(self._mark(name).exists() for name in (COORDINATOR, *DATA)))
+            self._stop()
+        finally:
+            for process in self._running.values():
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+        if self._mark(COORDINATOR).exists():
+            state, self.digest, reason = self._mark(COORDINATOR).read_text().split("\n", 2)
+            if state != "finished":
+                self.wrong.append(f"the run is {state}: {reason}")
+        self._look()
+
+    # ---- processes --------------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, disturbed: bool = False) -> None:
+        child = os.fork()
+        if child:
+            self._running[name] = child
+            return
+        code = 1
+        try:
+            log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            faulthandler.register(signal.SIGUSR1)
+            stopping = threading.Event()
+            signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+            if disturbed:
+                self._watch()
+            (self._coordinate if name == COORDINATOR else self._train)(name, stopping)
+            code = 0
+        except BaseException:  # the child must not return into the parent's work
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _watch(self) -> None:
+        turn = self.turn
+        log = os.open(self.folder / "writes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        place, how = str(self.folder / turn.victim).encode(), {KILL: b"k", TEAR: b"t", FILL: b"f"}[turn.how]
+        watch = ctypes.CDLL(None).watch_writes
+        watch.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_char, ctypes.c_int, ctypes.c_int]
+        watch(place, turn.at, how, int(turn.databases), log)
+
+    def _coordinate(self, name: str, stopping: threading.Event) -> None:
+        server = CoordinatorServer(self.folder / name, f"127.0.0.1:{self.port}", lambda *_: agreed(), FAST)
+        server.start()
+        run = None
+        while not stopping.wait(0.02):
+            try:
+                run = server.runs.submit(agreed(), "{}", "request")
+                found = server.store.runs.get(run.id)
+            except UnavailableError:  # a full disk: a lead asks again
+                continue
+            if found.state is RunState.PAUSED and self.turn.how == FILL:
+                server.runs.resume(run.id)  # as the lead does who is told of the full disk
+            elif found.state.ended:
+                self._note(name, f"{found.state.value}\n{found.model_digest}\n{found.reason}")
+        server.stop(0.5)
+
+    def _train(self, name: str, stopping: threading.Event) -> None:
+        home = Home(self.folder / name)
+        site = Site(World(self.folder / COORDINATOR, port=self.port), home, DATA[name])
+        with home.locked():
+            site.start()
+            assert site.service is not None
+            while not stopping.wait(0.02) and not site.service.wait(0.01):
+                known = site.service.store.history()
+                if known and known[0].state == "finished" and not site.service.store.outbox():
+                    self._note(name, "done")
+            if site.service.error is not None:
+                raise site.service.error
+            site.stop()
+
+    def _mark(self, name: str) -> Path:
+        return self.folder / f"{name}.end"
+
+    def _note(self, name: str, text: str) -> None:
+        aside = self.folder / f"{name}.aside"
+        aside.write_text(text)
+        aside.replace(self._mark(name))
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + EXPECTED
+        while not condition():
+            for name in list(self._running):
+                if (status := self._status(name)) is not None:
+                    self._again(name, status)
+            if time.monotonic() > deadline or self.wrong:
+                self.wrong.append(f"the run has not ended: {[self._log(name)[-300:] for name in (COORDINATOR, *DATA)]}")
+                return
+            time.sleep(0.005)
+
+    def _status(self, name: str) -> int | None:
+        process, status = os.waitpid(self._running[name], os.WNOHANG)
+        if not process:
+            return None
+        del self._running[name]
+        return os.waitstatus_to_exitcode(status)
+
+    def _again(self, name: str, status: int) -> None:
+        """Start again what ended, as a service manager would."""
+        self._ended[name] += 1
+        if status == -signal.SIGKILL and name == self.turn.victim and self._ended[name] == 1:
+            self._repeats = self._interrupted()
+        elif self.turn.how != FILL or name != self.turn.victim or self._ended[name] > LOST:
+            self.refused += 1
+            self.wrong.append(f"{name} ended with status {status}: {self._log(name)[-1500:]}")
+            return
+        self._start(name)
+
+    def _stop(self) -> None:
+        for process in self._running.values():
+            os.kill(process, signal.SIGTERM)
+        deadline = time.monotonic() + EXPECTED
+        while self._running and time.monotonic() < deadline:
+            for name in list(self._running):
+                status, hit = self._status(name), name == self.turn.victim
+                if status not in (None, 0, -signal.SIGKILL if hit else 0) and not (hit and self.turn.how == FILL):
+                    self.wrong.append(f"{name} stopped with status {status}: {self._log(name)[-1500:]}")
+            time.sleep(0.005)
+        for name, process in self._running.items():
+            os.kill(process, signal.SIGUSR1)  # say where
+            time.sleep(1)
+            self.wrong.append(f"{name} did not stop: {self._log(name)[-6000:]}")
+
+    def _log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # ---- what is left -----------------------------------------------------------------------------------------------
+
+    def _interrupted(self) -> Counter[str]:
+        """Name the charges that the kill made worthless: their round has no update on the disk."""
+        if self.turn.victim == COORDINATOR:
+            return Counter()
+        with tempfile.TemporaryDirectory(dir=self.folder) as copy:
+            home = Path(copy) / "home"
+            shutil.copytree(self.folder / self.turn.victim, home)
+            charges, staged = self._charges(home), set[str]()
+            if charges:
+                with closing(read_only(home / "silo.db")) as db:
+                    rows = db.execute("SELECT round, kind FROM tasks WHERE staged IS NOT NULL OR closed IS NOT NULL")
+                    staged = {f"{round}/{kind}" for round, kind in rows}
+        return Counter({key: n for key, n in charges.items() if key.partition("@")[0] not in staged})
+
+    @staticmethod
+    def _charges(home: Path) -> Counter[str]:
+        """Count the charges of each round and collection."""
+        ledger = Ledger(home / "ledger.db")
+        ledger.verify()
+        found: Counter[str] = Counter()
+        for collection in ledger.collections():
+            for entry, state, _ in ledger.entries(collection):
+                if state not in ("REFUSED", "RELEASED_UNUSED"):
+                    _, round, kind, _ = entry.split("/", 3)
+                    found[f"{round}/{kind.partition(',')[0]}@{collection}"] += 1
+        return found
+
+    def _look(self) -> None:
+        """Open every home once more, and count the charges."""
+        lines = (self.folder / "writes").read_text().splitlines() if (self.folder / "writes").exists() else []
+        if self.turn.at and len(lines) >= self.turn.at:
+            self.hit = lines[self.turn.at - 1]
+        try:
+            CoordinatorStore(self.folder / COORDINATOR).close()
+            for name in DATA:
+                SiloStore(self.folder / name / "silo.db").close_database()
+                self._count(name)
+        except (FederationError, sqlite3.Error) as error:
+            self.refused += 1
+            self.wrong.append(f"a home was refused: {error}")
+
+    def _count(self, name: str) -> None:
+        made = self._charges(self.folder / name)
+        for key in {
+            *made,
+            f"0/train@{COLLECTION}/train",
+            f"0/train@{COLLECTION}/test",
+            f"1/evaluate@{COLLECTION}/test",
+        }:
+            excused = self._repeats[key] if name == self.turn.victim else 0
+            if self.turn.how == FILL and name == self.turn.victim:
+                excused = 1
+            if not 1 <= made[key] <= 1 + excused:
+                self.twice += made[key] > 1
+                self.wrong.append(f"{name} has {made[key]} charges of {key}, and {excused} were interrupted")
+
+
+def agreed() -> RunManifest:
+    """A private run of one round, with repeatable noise."""
+    return manifest(
+        members=make_members(tuple(DATA), 3, 1.0, [1000, 1000]),
+        rounds=1,
+        grid=FixedPointFormat("ring64", len(DATA)),
+        privacy=NamedOptions("dp_record", {"rng": "test", "epsilon": 8.0, "reserve_rounds": 2}),
+    )
+
+
+def founded(folder: Path) -> Path:
+    """Make the homes that every trial begins with: enrolled, with registered records and a budget."""
+    world = World.create(folder / COORDINATOR, ())
+    for name, data in DATA.items():
+        home = enrolled(world, name, folder / name)
+        home.policy.write_text('[privacy]\nrng = "test"\n')
+        home.policy.chmod(0o600)
+        ledger = Ledger(home.ledger)
+        register(ledger, datasets.load(data), COLLECTION)
+        for split in ("train", "test"):
+            ledger.set_budget(f"{COLLECTION}/{split}", 100.0, 1e-5, "dpo", "test")
+    return folder
+
+
+def disturbed(template: Path, folder: Path, turn: Turn) -> Trial:
+    """Do one trial in a copy of the homes."""
+    shutil.copytree(template, folder)
+    trial = Trial(folder, turn)
+    trial.go()
+    return trial
+
+
+def turns(seen: dict[tuple[str, bool, str], int], every: int) -> Iterator[Turn]:
+    """List what is tried, so that whatever time there is covers all kinds."""
+    plans = []
+    for (victim, databases, how), number in seen.items():
+        stride = max(1, every // 8) if databases else every
+        plans.append([Turn(victim, how, at, databases) for at in range(1, number + 1, stride)])
+    longest = max(map(len, plans), default=0)
+    spread = [(k * longest / len(plan), turn) for plan in plans for k, turn in enumerate(plan)]
+    return (turn for _, turn in sorted(spread))
+
+
+def main(words: Sequence[str]) -> int:
+    """Enumerate, print the coverage, and return 0 when everything held."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults --writes")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="try each so manieth write")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, wherever that is")
+    asked = parser.parse_args(words)
+    torch.set_num_threads(1)
+    simulated = ("data=digits", "federation=p3c4", "method=fedavg", "rounds=1", "train.epochs=1")
+    runner.run(compose_spec((*simulated, "privacy=dp_record", "privacy.rng=test", "privacy.epsilon=8")))  # imports all
+    template = founded(asked.folder / "template")
+    gc.freeze()
+    seen, digest, files = {}, "", Counter[str]()
+    for victim in VICTIMS:
+        for databases in (False, True):
+            for how in (KILL, TEAR, FILL) if databases else (KILL, TEAR):
+                trial = disturbed(template, asked.folder / "counted", Turn(victim, how, 0, databases))
+                lines = (trial.folder / "writes").read_text().splitlines()
+                seen[victim, databases, how] = len(lines)
+                if how == KILL and not databases:
+                    files.update(_kind(victim, line) for line in lines)
+                assert not trial.wrong, trial.wrong
+                assert digest in ("", trial.digest), "two undisturbed runs differ"
+                digest = trial.digest
+                shutil.rmtree(trial.folder)
+    print(f"an undisturbed run writes {sum(n for (_, d, how), n in seen.items() if how == KILL and not d)} times")
+    return _enumerated(asked.folder, template, turns(seen, asked.every), digest, files, 60 * asked.minutes)
+
+
+def _kind(victim: str, line: str) -> str:
+    """Name the kind of file that a noted write is to."""
+    path = line.rsplit("\t", 1)[1]
+    name, first = Path(path).name, path.partition("/")[0]
+    for database in _DATABASES:
+        if name.startswith(database):
+            return f"{victim}: {name if '.processes' not in name else database}"
+    return f"{victim}: {first if '/' in path else 'other files'}"
+
+
+def _enumerated(
+    folder: Path, template: Path, tried: Iterator[Turn], digest: str, files: Counter[str], seconds: float
+) -> int:
+    began, number, unreached, differ, refused, twice = time.monotonic(), 0, 0, 0, 0, 0
+    hits: Counter[tuple[str, str]] = Counter()
+    failed = []
+    for turn in tried:
+        if time.monotonic() - began > seconds:
+            break
+        trial = disturbed(template, folder / f"{number}", turn)
+        number += 1
+        unreached += not trial.hit
+        if trial.hit:
+            hits[_kind(turn.victim, trial.hit), turn.how] += 1
+        if trial.digest != digest:
+            differ += 1
+            trial.wrong.append(f"the digest is {trial.digest or 'none'}, and not {digest}")
+        refused, twice = refused + trial.refused, twice + trial.twice
+        if trial.wrong:
+            failed.append(trial)
+            print(f"{turn} at [{trial.hit}]:", *trial.wrong, sep="\n    ", flush=True)
+        else:
+            shutil.rmtree(trial.folder)
+    print(f"\n| file | writes | {KILL} | {TEAR} | {FILL} |\n|---|---|---|---|---|")
+    for kind in sorted({*files, *(k for k, _ in hits)}):
+        print(f"| {kind} | {files[kind]} | {hits[kind, KILL]} | {hits[kind, TEAR]} | {hits[kind, FILL]} |")
+    print(
+        f"\n{number} runs in {(time.monotonic() - began) / 60:.1f} minutes, {sum(hits.values())} writes disturbed, "
+        f"{unreached} not reached: homes refused {refused}, double charges {twice}, other digests {differ}, "
+        f"runs with anything wrong {len(failed)}"
+    )
+    return int(bool(failed) or not hits)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
