@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from protos.console import local_time, printable
-from web import chart, gauge
+from web import chart
 
 OWN = Path(__file__).parent / "templates"
 MOST_CHARS = 2_000
@@ -33,7 +35,7 @@ def make_environment(folders: Sequence[Path]) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"moment": moment, "size": size, "percent": percent, "iso": iso}
-    environment.globals |= {"draw_chart": chart.draw, "draw_gauge": gauge.draw}
+    environment.globals |= {"draw_chart": chart.draw, "draw_gauge": draw}
     return environment
 
 
@@ -68,3 +70,27 @@ def size(bytes: float) -> str:
 
 def percent(share: Any) -> str:  # noqa: ANN401
     return f"{100 * share:.0f} %"
+
+
+# ---- gauges ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeDrawing:
+    """Percentages of the width. text: the same in words, for whoever does not see it   full: used is 1 or more."""
+
+    used: float
+    more: float
+    text: str
+    full: bool
+
+
+def draw(used: float, more: float = 0.0) -> GaugeDrawing:
+    """Draw a share `used` of 1, and `more` on top. Raises ValueError on one that is negative or no number."""
+    if math.isnan(used) or math.isnan(more) or used < 0 or more < 0:
+        raise ValueError(f"expected shares of at least 0, found {used} and {more}")
+    shown = min(used, 1.0)
+    text = f"{100 * min(used, 99):.0f} percent used"
+    if more:
+        text += f", {100 * min(more, 99):.0f} percent more would be"
+    return GaugeDrawing(round(100 * shown, 2), round(100 * min(more, 1.0 - shown), 2), text, used >= 1)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from coordinator.runs.changes import ChangeCounter
 from coordinator.runs.session import SiloActivity, SiloSession
 from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.records import RoundRow, Run, RunState
@@ -389,3 +388,35 @@ def round_closed(row: RoundRow, name: str) -> pb.CoordinatorMessage:
 
 def run_ended(run: Run) -> pb.CoordinatorMessage:
     return pb.CoordinatorMessage(run_ended=pb.RunEnded(run_id=run.id, state=run.state.value, reason=run.reason))
+
+
+# ---- waiting for a change --------------------------------------------------------------------------------------------
+
+
+class ChangeCounter:
+    """Tells those who listen that something has changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: dict[int, Callable[[], None]] = {}
+        self._next = 0
+
+    def notify(self) -> None:
+        """Call all listeners, on this thread."""
+        with self._lock:
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener()
+
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call a function at every change inside the block; it must be quick."""
+        with self._lock:
+            number = self._next
+            self._next += 1
+            self._listeners[number] = listener
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._listeners[number]

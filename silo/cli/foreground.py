@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -18,12 +19,11 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import json_line, local_time, printable
 from protos.operations import logs
 from protos.operations.exit_status import ShutdownSignals
-from protos.operations.logs import LogFormat
+from protos.operations.logs import FIELDS, LogFormat
 from protos.operations.notify import READY, STOPPING, notify
 from silo.cli.console import OUT
 from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
-from silo.operations.event_log import log_event
 from silo.operations.heartbeat import Heartbeat
 from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home, Served
@@ -165,3 +165,19 @@ def _show_page(home: Home, beside: ExitStack) -> Path:
     server = beside.enter_context(PageServer(shown.site(), home.path, FILE))
     shown.data.start_if_new()
     return server.file
+
+
+# ---- events as lines of the log --------------------------------------------------------------------------------------
+
+log = logging.getLogger("silo")
+_WARNINGS = frozenset({"trouble", "refused", "disconnected", "held", "stopped", "charged"})
+_MEASURED = {"staged": "the update is finished and waits to be sent"}
+"""Events whose text tells what was measured on the hospital's images: the log has another."""
+
+
+def log_event(event: Event, silo: str) -> None:
+    """Write an event to the log, without what was measured here."""
+    facts = {name: event.facts[name] for name in FIELDS if event.facts.get(name) is not None}
+    extra = {"silo": silo} | facts | {"event": event.event}
+    level = logging.WARNING if event.event in _WARNINGS else logging.INFO
+    log.log(level, "%s", _MEASURED.get(event.event, event.text), extra=extra)

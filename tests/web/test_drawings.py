@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from web import gauge
+from web import rendering
 from web.chart import MOST_POINTS, MOST_SERIES, TABLE_ROWS, Chart, Series, draw
 from web.csv_file import csv_bytes
 from web.rendering import make_environment, moment, size
@@ -81,14 +81,14 @@ def test_no_values_are_an_empty_drawing_that_says_so() -> None:
 
 @given(st.floats(min_value=0, allow_nan=False), st.floats(min_value=0, allow_nan=False))
 def test_a_gauge_never_leaves_its_track(used, more) -> None:
-    found = gauge.draw(used, more)
+    found = rendering.draw(used, more)
     assert 0 <= found.used <= 100
     assert 0 <= found.more <= 100.01 - found.used
     assert found.full is (used >= 1)
 
 
 def test_a_gauge_says_both_shares_in_words() -> None:
-    found = gauge.draw(0.25, 0.5)
+    found = rendering.draw(0.25, 0.5)
     assert (found.used, found.more) == (25, 50)
     assert found.text == "25 percent used, 50 percent more would be"
 
@@ -96,7 +96,7 @@ def test_a_gauge_says_both_shares_in_words() -> None:
 @pytest.mark.parametrize(("used", "more"), [(-0.1, 0), (0, -0.1), (math.nan, 0), (0, math.nan)])
 def test_a_gauge_of_no_share_is_an_error(used, more) -> None:
     with pytest.raises(ValueError, match="at least 0"):
-        gauge.draw(used, more)
+        rendering.draw(used, more)
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", "\t=1", "\r=1", " =1", "\n=1"])

@@ -1,8 +1,7 @@
 """FedCD: fine-grained prototypes, rebalanced and regularised local training, class-level aggregation of the head.
 
 Long, Xue, Chu, Zhang, Wu, Zang and Du, "FedCD: A Classifier Debiased Federated Learning Framework for Non-IID Data",
-ACM MM 2023, equations 1 to 15 (hpc, bpr, dkd: losses/fedcd.py; fine classes: fine_grained.py,
-head: class_level_aggregation.py, first clusters: kmeans.py).
+ACM MM 2023, equations 1 to 15 (fine classes: building_blocks/fine_grained.py).
 
     theta, phi, P^k <- SGD on L                            P^k starts from P^g
     theta = sum_k p_k theta_k,   phi = ACLA(phi_k)
@@ -22,6 +21,43 @@ theta, phi, P^g and sum_k n^k_j go down; theta, phi, P^k and n^k_j go up. A clas
 clustered by each silo that holds it, on the received model, before it trains: in the first round all of them.
 What the paper leaves open: aggregation by sums, assignment by the nearest P^g in every batch, prototypes in every batch
 with their importance scaled to it (others: `importance`). No official code is known.
+
+First clusters: k-means within each class, by sums over examples alone.
+
+Local data only gives sums over examples. Lloyd's step is such a sum: per class and cluster, the
+sum of the features and their number. Seeding is not: k-means++ picks examples. Here every restart draws its M
+starting points of a class from a normal distribution with the mean and the variances of the class's features,
+which are sums as well. All restarts of all classes share one query per step; the lowest inertia wins, class by class.
+
+Losses. With psi(z, P) = exp(cos(z, P) / tau), t the fine class of an example of class c, and P^k the silo's prototypes:
+
+    hpc = -log psi_t / (psi_t + alpha sum_{m != t} psi_(c,m) + (1 - alpha) sum_{j != c} sum_m psi_(j,m))
+    bpr = mean over the classes of a batch of CE(their mean feature under phi^g Wagg, c)
+
+Distillation from logits to logits, whole and decoupled: Zhao, Cui, Song, Qiu and Liang, "Decoupled Knowledge
+Distillation", CVPR 2022. With p = softmax of the logits (B, C), c the true class, b = (p_c, 1 - p_c), q the other
+probabilities divided by 1 - p_c, T the teacher and S the student, per example (B,):
+
+    KD  = KL(p_T || p_S)  = KL(b_T || b_S) + (1 - p_T,c) KL(q_T || q_S)
+    DKD =                   KL(b_T || b_S) + xi          KL(q_T || q_S)
+
+Adaptive class-level aggregation: each fine class's row of the heads is averaged by how well silos recognise it.
+
+Section 3.6. With P_j the prototype of fine class j and phi_k (CM, d) the head of silo k,
+
+    s_k,j = softmax over CM of (P_j . phi_k)   at j
+    v_k,j = exp(s_k,j) / sum_k exp(s_k,j)      shares are exponentiated, not logits: two weights differ by e at most
+    phi_j = sum_k v_k,j phi_k,j
+
+| mode     | P_j                   | weight of a row                                     | the server sees          |
+|----------|-----------------------|-----------------------------------------------------|--------------------------|
+| "server" | merged in this round  | v, made by the server                               | every silo's head        |
+| "stale"  | received by the silo  | exp(s), made by the silo; its count if P_j is new   | the sum over silos       |
+| "counts" | -                     | the silo's examples of the fine class               | the sum over silos       |
+| "fedavg" | -                     | as the rest of the model                            | the sum over silos       |
+
+"stale" equals the published rule where P_j stands still: the sum of exp(s) phi over that of exp(s) is its mean by v.
+The rule with the merged P_j at the silos would need a second exchange in the round.
 """
 
 from __future__ import annotations
@@ -32,21 +68,29 @@ from typing import Annotated, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, one_hot
 
 from fl_core import rng, validate
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import class_level_aggregation, class_vectors, fine_grained
-from fl_core.methods.building_blocks.class_level_aggregation import HEAD
-from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
-from fl_core.methods.building_blocks.kmeans import clusters
+from fl_core.methods.building_blocks import class_vectors, fine_grained
+from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, by_fine_class, class_logits
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses.fedcd import bpr, decay, dkd, hpc, kd
 from fl_core.types import tensor_maps
-from fl_core.types.enums import Capability, Coupling
+from fl_core.types.enums import Capability, Coupling, Weighing
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, LocalResult, Losses, Part, PartRule, RoundContext, SgdOptions, State, Tensors
+from fl_core.types.values import (
+    Bundle,
+    ClassSums,
+    LocalResult,
+    Losses,
+    Part,
+    PartRule,
+    RoundContext,
+    SgdOptions,
+    State,
+    Tensors,
+)
 from fl_core.validate import NonNegative, Positive, PositiveCount, below, bounded
 
 PERSONAL_HEAD = "personal head"
@@ -89,11 +133,11 @@ class FedCD(FedAvg):
                 "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
                 "server (the same rule, made by the server) or stale (under secure aggregation)",
             )
-        validate.one_of("E-CFG-02", self.name, acla=(self.acla, class_level_aggregation.MODES))
+        validate.one_of("E-CFG-02", self.name, acla=(self.acla, MODES))
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
-        return frozenset({class_level_aggregation.PART}) if self.acla == "server" else frozenset()
+        return frozenset({PART}) if self.acla == "server" else frozenset()
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
@@ -111,12 +155,12 @@ class FedCD(FedAvg):
 
     @property
     def sends(self) -> tuple[str, ...]:
-        return ("delta", PROTOTYPES) if self.acla == "fedavg" else ("delta", class_level_aggregation.PART, PROTOTYPES)
+        return ("delta", PROTOTYPES) if self.acla == "fedavg" else ("delta", PART, PROTOTYPES)
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
         """Weigh the head as its rule does."""
-        return {**super().part_rules, class_level_aggregation.PART: class_level_aggregation.rule(self.acla)}
+        return {**super().part_rules, PART: rule(self.acla)}
 
     def shared(self, name: str) -> bool:
         return not name.startswith(("head.", "prototypes.")) and (name != HEAD or self.acla == "fedavg")
@@ -159,19 +203,17 @@ class FedCD(FedAvg):
         }
         if self.acla != "fedavg":
             known = Anchors(msg[PROTOTYPES]["p"], msg[PROTOTYPES]["known"] > 0)
-            bundle[class_level_aggregation.PART] = class_level_aggregation.outgoing(
-                self.acla, moved[HEAD], trained[HEAD], known, counts
-            )
+            bundle[PART] = outgoing(self.acla, moved[HEAD], trained[HEAD], known, counts)
         return LocalResult(bundle, {PERSONAL_HEAD: {HEAD: trained[HEAD]}})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         w, after = server["w"], fine_grained.merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
         w = {**w, **tensor_maps.add(tensor_maps.select(w, self.shared), total["delta"].mean())}
         if self.acla != "fedavg":
-            w[HEAD] = class_level_aggregation.merged(
+            w[HEAD] = merged(
                 self.acla,
                 w[HEAD],
-                total[class_level_aggregation.PART],
+                total[PART],
                 after["p"],
                 after["known"],
             )
@@ -291,3 +333,177 @@ class Objective:
             coupled = coupled + (1.0 - share) * self.prototype_loss(model, joining)
         mixed = self.options.coupling is Coupling.BATCH
         return Losses(share * self.example_losses(fine, z, y, own), coupled if mixed else None)
+
+
+# ---- first clusters: k-means within each class -----------------------------------------------------------------------
+
+NOISE = 1e-3
+"""Length of the noise on a repeated centroid, relative to the centroid's."""
+
+
+def clusters(
+    features: Callable[[Tensor], Tensor],
+    data: LocalData,
+    n_classes: int,
+    per_class: int,
+    draw: torch.Generator,
+    restarts: int,
+    steps: int,
+) -> tuple[Tensor, Tensor]:
+    """Return centroids (C, M, d) and the examples per class (C,), after 1 + `steps` queries.
+
+    Clusters of a class are ordered by decreasing size. Where a class has fewer clusters than M, for want of examples,
+    the others repeat in order, with noise; a class without examples has centroids of 0.
+    """
+    mean, deviation, count = _moments(features, data, n_classes)
+    shape = (restarts, n_classes, per_class, mean.shape[1])
+    points = mean.unsqueeze(1) + deviation.unsqueeze(1) * torch.randn(shape, generator=draw)
+    size, inertia = torch.zeros(shape[:3]), torch.zeros(shape[:2])
+    for _ in range(steps):
+        points, size, inertia = _lloyd(features, data, points)
+    best = inertia.argmin(0)
+    rows = torch.arange(n_classes)
+    return torch.stack([_filled(p, s, draw) for p, s in zip(points[best, rows], size[best, rows], strict=True)]), count
+
+
+def _moments(features: Callable[[Tensor], Tensor], data: LocalData, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and standard deviation of the features per class, (C, d) each, and the examples per class (C,)."""
+
+    def powers(x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
+        z = features(x)
+        return torch.cat([z, z.square()], dim=1)
+
+    sums = data.sum(ClassSums(powers, n_classes))
+    mean, square = (sums["sum"] / sums["count"].clamp(min=1.0).unsqueeze(1)).chunk(2, dim=1)
+    return mean, (square - mean.square()).clamp(min=0.0).sqrt(), sums["count"]
+
+
+def _lloyd(features: Callable[[Tensor], Tensor], data: LocalData, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Assign all examples and average: new points (R, C, M, d), sizes (R, C, M) and the inertia before (R, C)."""
+    restarts, n_classes, per_class, d = points.shape
+
+    def placed(x: Tensor, y: Tensor) -> Tensor:
+        z = features(x)
+        near = (points.to(z)[:, y] - z.unsqueeze(1)).square().sum(3)  # (R, B, M)
+        least = near.min(2)
+        return torch.cat([*(by_fine_class(z, slot, per_class) for slot in least.indices), least.values.T], dim=1)
+
+    sums = data.sum(ClassSums(placed, n_classes))["sum"]
+    slots, inertia = sums[:, :-restarts], sums[:, -restarts:].T
+    slots = slots.view(n_classes, restarts, per_class, d + 1).transpose(0, 1)
+    size = slots[..., -1]
+    moved = slots[..., :-1] / size.clamp(min=1.0).unsqueeze(3)
+    return torch.where(size.unsqueeze(3) > 0, moved, points), size, inertia
+
+
+def _filled(points: Tensor, size: Tensor, draw: torch.Generator) -> Tensor:
+    """Order one class's clusters (M, d) by size and let empty ones repeat the others."""
+    order = torch.sort(size, descending=True, stable=True).indices
+    points, n = points[order], int((size > 0).sum())
+    if not n:
+        return torch.zeros_like(points)
+    repeated = points[torch.arange(len(points)) % n]
+    noise = torch.randn(points.shape, generator=draw) * repeated.norm(dim=1, keepdim=True) / points.shape[1] ** 0.5
+    return torch.where(torch.arange(len(points)).unsqueeze(1) < n, points, repeated + NOISE * noise)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+SMALLEST = 1e-12
+
+
+def hpc(cosine: Tensor, own: Tensor, per_class: int, there: Tensor, alpha: float, tau: float) -> Tensor:
+    """Return the contrast of each row (B,): cosines (B, CM) with P^k, own fine classes (B,), existing ones (CM,)."""
+    columns = torch.arange(cosine.shape[1], device=cosine.device)
+    same = (columns // per_class) == (own // per_class).unsqueeze(1)
+    weight = torch.where(same, alpha, 1.0 - alpha).masked_fill(columns == own.unsqueeze(1), 1.0)
+    scaled = cosine / tau
+    log_weight = weight.to(scaled).masked_fill(~there.to(scaled.device), 0.0).log()
+    return (scaled + log_weight).logsumexp(1) - scaled.gather(1, own.unsqueeze(1)).squeeze(1)
+
+
+def bpr(z: Tensor, y: Tensor, phi: Tensor, per_class: int, aggregation: str, n_classes: int) -> Tensor:
+    """Return the mean loss () of the batch's class means under the frozen global head phi (CM, d)."""
+    member = one_hot(y, n_classes).to(z)
+    count = member.sum(0)
+    present = count.nonzero().squeeze(1)
+    means = (member.T @ z)[present] / count[present].unsqueeze(1)
+    return cross_entropy(class_logits(linear(means, phi), per_class, aggregation), present)
+
+
+def decay(t: int, rounds: int, *, zero_based: bool) -> float:
+    """Return mu_t of round t (0-based): 1 - (t + 1)/T, or 1 - t/T."""
+    return 1.0 - (t if zero_based else t + 1) / rounds
+
+
+def kd(teacher: Tensor, student: Tensor) -> Tensor:
+    log_t, log_s = teacher.log_softmax(1), student.log_softmax(1)
+    return (log_t.exp() * (log_t - log_s)).sum(1)
+
+
+def target(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
+    """Return KL(b_T || b_S): true class against all others."""
+    own = y.unsqueeze(1)
+    log_t, log_s = (logits.log_softmax(1).gather(1, own).squeeze(1) for logits in (teacher, student))
+    rest_t, rest_s = ((1.0 - log_p.exp()).clamp(min=SMALLEST) for log_p in (log_t, log_s))
+    return log_t.exp() * (log_t - log_s) + rest_t * (rest_t.log() - rest_s.log())
+
+
+def others(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
+    """Return KL(q_T || q_S) among the other classes; 0 where there is only one."""
+    own = torch.zeros_like(teacher, dtype=torch.bool).scatter_(1, y.unsqueeze(1), value=True)
+    log_t, log_s = (logits.masked_fill(own, float("-inf")).log_softmax(1) for logits in (teacher, student))
+    log_ratio = (log_t - log_s).masked_fill(own, 0.0)  # -inf minus -inf at the true class, which has no share
+    return (log_t.exp() * log_ratio).sum(1)
+
+
+def dkd(teacher: Tensor, student: Tensor, y: Tensor, xi: float) -> Tensor:
+    return target(teacher, student, y) + xi * others(teacher, student, y)
+
+
+# ---- adaptive class-level aggregation (section 3.6) ------------------------------------------------------------------
+
+MODES = ("server", "stale", "counts", "fedavg")
+PART = "fine"
+HEAD = "fine.weight"
+
+
+def rule(mode: str) -> PartRule:
+    """Say what a silo's weight of its head, or of a row of it, is."""
+    found = {"server": Weighing.ONCE, "stale": Weighing.QUALITY}
+    return PartRule(found.get(mode, Weighing.EXAMPLES))
+
+
+def shares(p: Tensor, phi: Tensor) -> Tensor:
+    """Return s (CM,) of one head (CM, d) under prototypes (CM, d)."""
+    return (p.double() @ phi.double().T).softmax(1).diagonal()
+
+
+def weights(s: Tensor) -> Tensor:
+    """Return v (n, CM) from the silos' shares s (n, CM)."""
+    return s.softmax(0)
+
+
+def outgoing(mode: str, moved: Tensor, phi: Tensor, received: Anchors, counts: Tensor) -> Part:
+    """Weigh what training changed in a head (CM, d); phi is the trained head, counts (CM,) the silo's examples."""
+    if mode == "server":
+        return Part.of({HEAD: moved})
+    weight = counts
+    if mode == "stale":
+        weight = torch.where(received.there, shares(received.points, phi).exp().float(), counts)
+    return Part.of({HEAD: moved}, weight)
+
+
+def merged(mode: str, phi: Tensor, part: Part, p: Tensor, known: Tensor) -> Tensor:
+    """Return the head (CM, d) after a round; rows of weight 0, or under "server" without a prototype, stay.
+
+    Under "server" the part holds one head per silo, (n, CM, d), and p, known are the merged prototypes.
+    """
+    if mode != "server":
+        return phi + part.mean()[HEAD]
+    moved = part.total[HEAD].double()
+    if not len(moved):
+        return phi
+    v = weights(torch.stack([shares(p, phi.double() + change) for change in moved]))
+    after = phi + (v.unsqueeze(2) * moved).sum(0).float()
+    return torch.where(known.unsqueeze(1) > 0, after, phi)

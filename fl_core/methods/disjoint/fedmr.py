@@ -1,7 +1,7 @@
 """FedMR: FedAvg with reshaped feature manifolds.
 
 Fan, Yao, Han, Zhang, Wang and Zhang, "Federated Learning under Partially Class-Disjoint Data via Manifold
-Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (losses/fedmr.py, building_blocks/prototypes.py).
+Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (prototypes: building_blocks/prototypes.py).
 
     min_w  CE(w) + mu1 L_intra(w) + mu2 L_inter(w; g)          (5), by E epochs of SGD from w
     g_c    = sum_k p_k^c g_k^c, p_k^c = n_k^c / sum_k n_k^c    after training, in eval mode, over all of D_k
@@ -13,22 +13,33 @@ The default `intra="mean"` is the paper's divided by d^2, so that mu1 does not d
 0047). Its mu1 and mu2 are the largest pair that was tried which costs no accuracy on class-disjoint digits; none gains
 there in both networks (benchmarks/comparison). method=fedmr_paper and method=fedmr_code have the printed form and the
 code's with their weights.
+
+Its two losses, on the features z (B, d) of one batch with labels y (B,), without a loop over classes; n_c counts class
+c in the batch, V are the classes with n_c >= 2:
+
+    zh      = (z - m_c) / sqrt(v_c + eps)                  per class and dimension, v_c unbiased
+    M_c     = zh^T zh / (n_c - 1)                          (d, d), the class's correlation matrix
+    L_intra = mean_{c in V} ||M_c||_F^2                                                                 (3)
+    D(i, j) = (1/n_i) sum_{y_n = i} max(||z_n - g_i|| - ||z_n - g_j||, 0)
+    L_inter = mean of D over the ordered pairs (i, j), i in the batch, j != i, both prototypes known     (4)
+
+||zh^T zh||_F = ||zh zh^T||_F turns (3) into one Gram matrix of the batch under a same-class mask, which costs
+B^2 d for all classes together and never makes a d x d matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES, PrototypeExchange, features_of
-from fl_core.methods.losses import fedmr
-from fl_core.methods.losses.fedmr import IntraVariant, PrototypeTargets
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, LossFn, RoundContext, State
@@ -107,16 +118,136 @@ class FedMR(PrototypeExchange):
             split = features_of(model)
             z = split.features(x)
             per_example, coupled = cross_entropy(split.head(z), y, reduction="none"), z.new_zeros(())
-            few = fedmr.sample_batch(len(y), self.lite, draw)
+            few = sample_batch(len(y), self.lite, draw)
             if self.mu1:
                 seen = few if self.lite_scope == "both" else slice(None)
-                coupled = coupled + self.mu1 * fedmr.intra_loss(z[seen], y[seen], context.n_classes, form)
+                coupled = coupled + self.mu1 * intra_loss(z[seen], y[seen], context.n_classes, form)
             if ref is not None and mu2 and self.inter == "paired_sample":
-                coupled = coupled + mu2 * fedmr.inter_paired(z[few], y[few], ref)
+                coupled = coupled + mu2 * inter_paired(z[few], y[few], ref)
             elif ref is not None and mu2:
                 equal = self.inter_weighting == "example"
-                terms = fedmr.inter_terms(z[few], y[few], ref, no_margin=self.no_margin, equal_examples=equal)
-                per_example = per_example + mu2 * fedmr.scatter(terms, few, len(y))
+                terms = inter_terms(z[few], y[few], ref, no_margin=self.no_margin, equal_examples=equal)
+                per_example = per_example + mu2 * scatter(terms, few, len(y))
             return Losses(per_example, coupled if self.coupling is Coupling.BATCH else None)
 
         return loss
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+class IntraVariant(NamedTuple):
+    """The form of (3).
+
+    mean:        (3) / d^2, the mean squared correlation of two features, in [0, 1] whatever d: ADR 0047
+    code:        the official code's loss, sum_{c in V} mean_{i != j} ((zh^T zh)_ij)^2 / sum_{c in V} n_c
+    literal_std: M_c times n_c / (n_c - 1), the paper's biased variance beside its 1 / (n_c - 1)
+    """
+
+    code: bool = False
+    literal_std: bool = False
+    eps: float = 1e-8
+    mean: bool = False
+
+
+def intra_loss(z: Tensor, y: Tensor, n_classes: int, form: IntraVariant) -> Tensor:
+    """Return L_intra, a scalar; a differentiable zero when no class has two examples in the batch."""
+    zh, n = _standardised(z, y, n_classes, form.eps)
+    pairs = n >= 2  # (B,): the example's class is in V
+    same = (y.unsqueeze(0) == y.unsqueeze(1)) & pairs.unsqueeze(1)
+    gram = (zh @ zh.T).square()  # (B, B): summed over one class, ||zh^T zh||_F^2
+    if form.code:
+        d = z.shape[1]
+        diagonal = one_hot(y, n_classes).to(z.dtype).T @ (zh.square() * pairs.unsqueeze(1))  # (C, d)
+        off = (gram * same).sum() - diagonal.square().sum()
+        return off / (max(1, d * (d - 1)) * pairs.sum().clamp_min(1))
+    scale = pairs / (n - 1).clamp_min(1).square()
+    if form.literal_std:
+        scale = scale * (n / (n - 1).clamp_min(1)).square()
+    classes = (pairs / n).sum().round().clamp_min(1)  # |V|
+    found = (gram * (same * scale.unsqueeze(1))).sum() / classes
+    return found / z.shape[1] ** 2 if form.mean else found
+
+
+def _standardised(z: Tensor, y: Tensor, n_classes: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Standardise features within their class; also return n_c of each example's class (B,).
+
+    The gradient flows through mean and variance. Features equal in all examples of a class become 0.
+    """
+    member = one_hot(y, n_classes).to(z.dtype)  # (B, C)
+    n = member.sum(0).clamp_min(1)  # (C,)
+    centred = z - ((member.T @ z) / n.unsqueeze(1))[y]
+    variance = (member.T @ centred.square()) / (n - 1).clamp_min(1).unsqueeze(1)
+    return centred * (variance + eps).rsqrt()[y], n[y]
+
+
+class PrototypeTargets(NamedTuple):
+    """What (4) measures against.
+
+    g: prototypes (C, d), detached; known (C,) bool; negatives (C,) bool: the classes that j may be
+    """
+
+    g: Tensor
+    known: Tensor
+    negatives: Tensor
+
+    def to(self, device: torch.device) -> PrototypeTargets:
+        return PrototypeTargets(*(v.to(device) for v in self))
+
+
+def distances(z: Tensor, g: Tensor) -> Tensor:
+    """Return ||z_n - g_j|| (B, C), with a finite gradient at 0."""
+    return ((z.unsqueeze(1) - g.unsqueeze(0)).square().sum(2) + 1e-12).sqrt()
+
+
+def inter_terms(z: Tensor, y: Tensor, ref: PrototypeTargets, *, no_margin: bool, equal_examples: bool) -> Tensor:
+    """Return (B,) terms whose mean is L_inter; zeros where there is no pair.
+
+    equal_examples: average each example over its own negatives, so that a term depends on its example alone.
+    Otherwise the terms carry the weights B / (n_i #pairs) of equation 4, which depend on the labels of the batch.
+    no_margin: D(i, j) = (1/n_i) sum ||z_n - g_i||.
+    """
+    ref = ref.to(z.device)
+    away = distances(z, ref.g)  # (B, C)
+    own = away.gather(1, y.unsqueeze(1))
+    other = torch.arange(len(ref.g), device=y.device).unsqueeze(0) != y.unsqueeze(1)
+    pair = other & (ref.known & ref.negatives).unsqueeze(0) & ref.known[y].unsqueeze(1)  # (B, C)
+    hinge = own.expand_as(away) if no_margin else (own - away).clamp_min(0)
+    terms = (hinge * pair).sum(1)
+    pairs = pair.sum(1)  # J_i of each example's class
+    if equal_examples:
+        return terms / pairs.clamp_min(1)
+    n = (y.unsqueeze(0) == y.unsqueeze(1)).sum(1)
+    return terms * len(y) / (n * (pairs / n).sum().clamp_min(1e-6))
+
+
+def inter_paired(z: Tensor, y: Tensor, ref: PrototypeTargets) -> Tensor:
+    """Return L_inter as printed, a scalar: sample n of class i against g_i, sample n of class j against g_j.
+
+    D(i, j) averages over the first min(n_i, n_j) examples of both classes in the order of the batch.
+    """
+    ref = ref.to(z.device)
+    C, B = len(ref.g), len(y)
+    member = one_hot(y, C)  # (B, C)
+    rank = (member.cumsum(0) - 1).gather(1, y.unsqueeze(1)).squeeze(1)
+    own = distances(z, ref.g).gather(1, y.unsqueeze(1)).squeeze(1)
+    table = z.new_zeros(C, B).index_put((y, rank), own)  # row i: own distances of class i, then zeros
+    n = member.sum(0)
+    both = torch.minimum(n.unsqueeze(0), n.unsqueeze(1))  # (C, C): min(n_i, n_j)
+    usable = ref.known.unsqueeze(1) & (ref.known & ref.negatives).unsqueeze(0) & (both > 0)
+    usable = usable & ~torch.eye(C, dtype=torch.bool, device=y.device)
+    counted = torch.arange(B, device=y.device) < both.unsqueeze(2)  # (C, C, B)
+    hinge = (table.unsqueeze(1) - table.unsqueeze(0)).clamp_min(0) * counted
+    return (hinge.sum(2) / both.clamp_min(1) * usable).sum() / usable.sum().clamp_min(1)
+
+
+def sample_batch(size: int, lite: int, draw: torch.Generator) -> Tensor | slice:
+    """Draw min(lite, size) positions of a batch uniformly without replacement; all of them when lite is 0."""
+    return torch.randperm(size, generator=draw)[:lite] if 0 < lite < size else slice(None)
+
+
+def scatter(terms: Tensor, picked: Tensor | slice, size: int) -> Tensor:
+    """Put the terms of picked examples at their places in the batch, 0 elsewhere; the mean stays theirs."""
+    if isinstance(picked, slice):
+        return terms
+    return terms.new_zeros(size).index_put((picked.to(terms.device),), terms * (size / len(picked)))

@@ -1,7 +1,7 @@
 """The inherited private model (HPM): a silo's own moving average of its models, which teaches the next one.
 
 Li, Zhan, Shao, Li and Song, "FedPHP: Federated Personalization with Inherited Private Models", ECML PKDD 2021, and Li,
-Song, Li, Li, Shao, Yang and Zhan, "MAP", TKDE 2024, Algorithm 1; the transfer losses: distillation.py.
+Song, Li, Li, Shao, Yang and Zhan, "MAP", TKDE 2024, Algorithm 1.
 
     L       = (1 - lam) CE + lam L_transfer(theta; theta_p)       CE alone in a silo's first round: no HPM yet
     theta_p <- mu_n theta_p + (1 - mu_n) theta_k                  after training, in the silo's n-th round
@@ -9,26 +9,33 @@ Song, Li, Li, Shao, Yang and Zhan, "MAP", TKDE 2024, Algorithm 1; the transfer l
 
 All parameters and BatchNorm statistics are mixed. Where the network has BatchNorm, the statistics of a mixed model are
 measured again on the training set: those of two models do not mix.
+
+L_transfer, from a teacher to the model in training, is by logits (KD) or by features (MMD; FedPHP). o (B, C) and h (B,
+d) are the student's, o_p and h_p the teacher's, detached.
+
+    KD   tau^2 KL( softmax(o_p/tau) || softmax(o/tau) )
+    MMD  || mean phi(h) - mean phi(h_p) ||^2 in the space of five Gaussian kernels, diagonals included
+         K = sum_{i=0..4} exp(-D / b_i),  b_i = 2^(i-2) b,  b the mean of D over pairs of the 2B features, detached
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_core.methods.building_blocks import batch_norm, prototypes
+from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses import distillation
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Losses, LossFn, RoundContext, State
+from fl_core.types.values import ExampleSums, Losses, LossFn, RoundContext, State, Tensors
 from fl_core.validate import Positive, UnitInterval
 
 HPM = "inherited"
@@ -77,15 +84,15 @@ class Inheriting(FedAvg):
                 o_p = teacher.head(z_p)
             ce = (1.0 - self.lam) * cross_entropy(o, y, reduction="none")
             if self.transfer == "mmd":
-                return Losses(ce, self.lam * distillation.mmd(z, z_p))
+                return Losses(ce, self.lam * mmd(z, z_p))
             return Losses(ce + self.lam * self._kd_terms(o, o_p))
 
         return loss
 
     def _kd_terms(self, o: Tensor, o_p: Tensor) -> Tensor:
         if self.kd == "ce_asym":
-            return distillation.asymmetric_terms(o, o_p, self.tau)
-        return distillation.kd_terms(o, o_p, self.tau, scaled=self.kd_tau2)
+            return asymmetric_terms(o, o_p, self.tau)
+        return kd_terms(o, o_p, self.tau, scaled=self.kd_tau2)
 
     def momentum(self, n: int, context: RoundContext) -> float:
         """Return mu_n of a silo's n-th round, n from 1."""
@@ -101,7 +108,7 @@ class Inheriting(FedAvg):
             mine = {name: mu * silo[HPM][name] + (1.0 - mu) * v for name, v in mine.items()}
         if 0.0 < mu < 1.0 and self.recompute_bn and prototypes.features_of(model).has_batch_norm:
             mixed = frozen_copy(model, mine)
-            batch_norm.recompute(mixed, data)
+            recompute(mixed, data)
             mine = {name: v.cpu() for name, v in tensor_maps.copy_state(mixed).items()}
         return {HPM: mine, COUNT: {"n": torch.tensor([float(n)])}}
 
@@ -110,3 +117,94 @@ class Inheriting(FedAvg):
         if HPM in silo:
             tensor_maps.load_state(model, silo[HPM])
         return model
+
+
+# ---- knowledge transfer: KD and MMD ----------------------------------------------------------------------------------
+
+KERNELS = 5
+
+
+def kd_terms(o: Tensor, o_p: Tensor, tau: float, *, scaled: bool = True) -> Tensor:
+    """Return KD of each example (B,); `scaled` multiplies by tau^2, which keeps the gradient's size for any tau."""
+    log_p, log_q = torch.log_softmax(o_p / tau, dim=1), torch.log_softmax(o / tau, dim=1)
+    terms = kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
+    return tau**2 * terms if scaled else terms
+
+
+def asymmetric_terms(o: Tensor, o_p: Tensor, tau: float) -> Tensor:
+    """Return the official code's form (B,): cross entropy of the teacher at tau against the student at 1."""
+    return -(torch.softmax(o_p / tau, dim=1) * torch.log_softmax(o, dim=1)).sum(1)
+
+
+def mmd(h: Tensor, h_p: Tensor) -> Tensor:
+    """Return MMD, a scalar >= 0; 0 for equal features."""
+    x, n = torch.cat([h, h_p]), len(h)
+    # squared differences, not |a|^2 + |b|^2 - 2ab: that form gives a small number for equal points, here it is 0
+    d = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
+    b = d.detach().sum() / (len(x) ** 2 - len(x)) + 1e-8
+    k = torch.stack([torch.exp(-d / (b * 2.0 ** (i - KERNELS // 2))) for i in range(KERNELS)]).sum(0)
+    return (k[:n, :n] + k[n:, n:] - k[:n, n:] - k[n:, :n]).mean()
+
+
+# ---- statistics of BatchNorm, measured on the training set -----------------------------------------------------------
+
+
+class _ReachedError(Exception):
+    """Ends a forward pass at a layer whose input is all that is wanted."""
+
+    def __init__(self, layer: str, rows: Tensors) -> None:
+        self.layer, self.rows = layer, rows
+
+
+def recompute(model: nn.Module, data: LocalData) -> None:
+    """Set every layer's running mean and variance to those of its input over the training set, in place.
+
+    One `sum` query without augmentation per layer, in the order in which the network reaches them, up to that layer:
+    those before it normalise by the statistics that were just measured. Moments are sums over examples in float64,
+    around the old mean, which keeps digits. Those of a single example are none: the old ones stay. Leaves the model in
+    eval mode.
+
+    Guarantees: neither the order of the examples nor how they are batched matters, up to the rounding of features.
+    """
+    model.eval()
+    pending = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    while pending:
+        reached: set[str] = set()
+        sums = data.sum(ExampleSums(lambda x, _, seen=reached: _moments(model, pending, x, seen)))  # type: ignore[misc]
+        if not reached:
+            return  # no examples, or layers that the network does not use
+        layer = pending.pop(reached.pop())
+        if float(sums["examples"]) > 1:
+            n = float(sums["numbers"])
+            mean, square = sums["mean"] / n, sums["square"] / n
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            layer.running_mean += mean.to(layer.running_mean)
+            layer.running_var.copy_((square - mean.square()).clamp_min(0.0) * n / (n - 1))
+
+
+def _moments(model: nn.Module, layers: Mapping[str, _BatchNorm], x: Tensor, reached: set[str]) -> Tensors:
+    """Pass one batch to the first of the layers; return per example its numbers per channel and two moments' sums."""
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def stop(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+            assert isinstance(layer, _BatchNorm)
+            assert layer.running_mean is not None
+            v = args[0].double().reshape(len(x), layer.num_features, -1)  # (B, channels, places)
+            v = v - layer.running_mean.double().view(-1, 1)
+            one = v.new_ones(len(x))
+            sums = {"examples": one, "numbers": v.shape[2] * one, "mean": v.sum(2), "square": v.square().sum(2)}
+            raise _ReachedError(name, sums)
+
+        return stop
+
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    try:
+        model(x)
+    except _ReachedError as found:
+        reached.add(found.layer)
+        return found.rows
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {}

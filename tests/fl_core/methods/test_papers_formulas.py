@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks import class_level_aggregation, class_vectors
+from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.building_blocks.fine_grained import class_logits
 from fl_core.methods.building_blocks.fixed_classifier import adaptation
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES
+from fl_core.methods.disjoint import fedcd
 from fl_core.methods.disjoint.fedgela import FedGELA, frame_of
 from fl_core.methods.disjoint.fednh import FedNH
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses import fedcd, restricted_softmax
-from fl_core.methods.losses.distillation import kd_terms
+from fl_core.methods.losses import restricted_softmax
 from fl_core.methods.personal.fedphp import FedPHP
+from fl_core.methods.personal.inherited_model import kd_terms
 from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
@@ -215,7 +216,7 @@ def test_fedcd_losses_are_the_papers(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fedcd_head_is_merged_by_the_papers_rule(seed: int) -> None:
     phi, heads, p = drawn(seed, 6, 4).float(), drawn(seed + 9, 3, 6, 4).float(), drawn(seed + 99, 6, 4).float()
-    part = Part({class_level_aggregation.HEAD: heads - phi}, torch.ones(3))
-    found = class_level_aggregation.merged("server", phi, part, p, torch.ones(6))
+    part = Part({fedcd.HEAD: heads - phi}, torch.ones(3))
+    found = fedcd.merged("server", phi, part, p, torch.ones(6))
     wanted = torch.tensor(slow_class_level_mean(heads.tolist(), p.tolist()))
     assert torch.allclose(found, wanted, atol=1e-5)

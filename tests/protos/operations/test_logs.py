@@ -18,8 +18,8 @@ from fl_core.errors import ConfigError, DataError
 from protos.operations import logs
 from protos.operations.logs import LogFormat, OneLine, mask
 from protos.pki import certificates
+from silo.cli.foreground import log_event
 from silo.events import error_event, event
-from silo.operations.event_log import log_event
 
 HOME = "/var/lib/consilium"
 

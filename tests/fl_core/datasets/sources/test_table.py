@@ -14,7 +14,7 @@ from sklearn.preprocessing import minmax_scale
 
 from fl_core.datasets import check, federation, load, load_all
 from fl_core.datasets.sources import table
-from fl_core.datasets.sources.table_cells import cell_parser
+from fl_core.datasets.sources.table import cell_parser
 from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.columns import Column, difference

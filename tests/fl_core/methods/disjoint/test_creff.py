@@ -9,14 +9,14 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from fl_core import rng
-from fl_core.methods.building_blocks.gradient_matching import (
+from fl_core.methods.disjoint.creff import (
+    CReFF,
     class_gradient,
     distance,
     matched,
     outer_gradient,
     retrained,
 )
-from fl_core.methods.disjoint.creff import CReFF
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate

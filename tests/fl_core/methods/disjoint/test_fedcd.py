@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import class_level_aggregation
 from fl_core.methods.building_blocks.fine_grained import FineModel
-from fl_core.methods.building_blocks.kmeans import clusters
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES
-from fl_core.methods.disjoint.fedcd import FedCD
+from fl_core.methods.disjoint import fedcd
+from fl_core.methods.disjoint.fedcd import FedCD, clusters
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
@@ -69,10 +68,7 @@ def test_first_round_measures_the_silos_own_classes_and_leaves_out_missing_ones(
     assert part.weight.view(4, 3).sum(1).tolist() == [7, 7, 0, 0]
     assert float(part.total["p"].view(4, 3, 64)[2:].abs().sum()) == 0
     assert not msg[PROTOTYPES]["known"].any()
-    assert (
-        outcome.bundle[class_level_aggregation.PART].total[class_level_aggregation.HEAD].view(4, 3, 64)[2:].abs().sum()
-        > 0
-    )  # negatives of the softmax
+    assert outcome.bundle[fedcd.PART].total[fedcd.HEAD].view(4, 3, 64)[2:].abs().sum() > 0  # negatives of the softmax
 
 
 def test_a_class_that_becomes_known_later_is_clustered_then() -> None:
@@ -98,7 +94,7 @@ def test_without_hpc_prototypes_are_mean_features() -> None:
 
 
 def test_only_the_published_rule_shows_single_heads_to_the_server() -> None:
-    assert FedCD().unsummed_parts == {class_level_aggregation.PART}
+    assert FedCD().unsummed_parts == {fedcd.PART}
     with pytest.raises(ConfigError, match="acla=stale"):
         capabilities.check_supported(FedCD(), [Capability.SECURE_AGGREGATION])
     for mode in ("stale", "counts", "fedavg"):
@@ -114,9 +110,9 @@ def test_every_rule_runs_with_partial_participation_and_moves_the_head(mode: str
     final = simulate(RunSetup.of(run), shares(), RoundHistory())
     start = FedCD().init_server(fedcd_model(), FED)
     assert tensor_maps.all_finite(final["w"])
-    assert not torch.equal(final["w"][class_level_aggregation.HEAD], start["w"][class_level_aggregation.HEAD])
-    assert (class_level_aggregation.PART in run.layout) == (mode != "fedavg")
-    assert (class_level_aggregation.HEAD in run.layout["delta"].shapes) == (mode == "fedavg")
+    assert not torch.equal(final["w"][fedcd.HEAD], start["w"][fedcd.HEAD])
+    assert (fedcd.PART in run.layout) == (mode != "fedavg")
+    assert (fedcd.HEAD in run.layout["delta"].shapes) == (mode == "fedavg")
     assert not any("head." in name for name in run.layout["delta"].shapes)
 
 
@@ -124,11 +120,11 @@ def test_counts_weigh_rows_by_the_silos_examples_and_stale_falls_back_to_them_in
     _, by_counts = played(FedCD(acla="counts"))
     _, stale = played(FedCD(acla="stale"))
     counts = by_counts.bundle[PROTOTYPES].weight
-    assert torch.equal(by_counts.bundle[class_level_aggregation.PART].weight, counts)
-    assert torch.equal(stale.bundle[class_level_aggregation.PART].weight, counts)
+    assert torch.equal(by_counts.bundle[fedcd.PART].weight, counts)
+    assert torch.equal(stale.bundle[fedcd.PART].weight, counts)
     server = FedCD(acla="stale").merge(FedCD().init_server(fedcd_model(), FED), stale.bundle, FED)
     _, later = played(FedCD(acla="stale"), 0, server, t=1)
-    weight = later.bundle[class_level_aggregation.PART].weight[server[PROTOTYPES]["known"] > 0]
+    weight = later.bundle[fedcd.PART].weight[server[PROTOTYPES]["known"] > 0]
     assert bool(((weight > 1) & (weight < math.e)).all())
 
 
@@ -157,7 +153,7 @@ def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
 
 
 def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would() -> None:
-    heads = [FedCD().init_server(fedcd_model(seed), FED)["w"][class_level_aggregation.HEAD] for seed in (0, 0, 1)]
+    heads = [FedCD().init_server(fedcd_model(seed), FED)["w"][fedcd.HEAD] for seed in (0, 0, 1)]
     assert same({"h": heads[0]}, {"h": heads[1]})
     assert not torch.equal(heads[0], heads[2])
     assert heads[0].shape == (12, 64)
@@ -178,7 +174,7 @@ def test_the_personal_model_answers_with_the_head_that_was_trained() -> None:
     x = share.test.batch(torch.arange(7))[0]
     with torch.no_grad():
         z = model.eval().features(x)
-        moved = trained.bundle["delta" if method.acla == "fedavg" else class_level_aggregation.PART]
+        moved = trained.bundle["delta" if method.acla == "fedavg" else fedcd.PART]
         assert bool(moved.weight.any())
         head = trained.state["personal head"]["fine.weight"]
         assert not torch.equal(head, msg["w"]["fine.weight"])

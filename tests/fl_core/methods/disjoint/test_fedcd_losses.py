@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from fl_core.methods.building_blocks import class_level_aggregation, fine_grained
+from fl_core.methods.building_blocks import fine_grained
 from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
 from fl_core.methods.building_blocks.prototypes import PROTOTYPES
-from fl_core.methods.disjoint.fedcd import FedCD, Objective
-from fl_core.methods.losses import fedcd
-from fl_core.methods.losses.fedcd import bpr, decay, hpc
+from fl_core.methods.disjoint import fedcd
+from fl_core.methods.disjoint.fedcd import FedCD, Objective, bpr, decay, hpc
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part
@@ -29,7 +28,7 @@ def double(*values: float) -> Tensor:
 
 def test_cd_1_weights_of_a_row() -> None:
     def v(*shares: float) -> list[float]:
-        return class_level_aggregation.weights(double(*shares).unsqueeze(1)).flatten().tolist()
+        return fedcd.weights(double(*shares).unsqueeze(1)).flatten().tolist()
 
     assert v(1, 0) == pytest.approx([0.731059, 0.268941], abs=1e-6)
     assert v(0.9, 0.6, 0.1) == pytest.approx([0.456590, 0.338250, 0.205159], abs=1e-6)
@@ -41,28 +40,23 @@ def test_cd_1_published_rule_exponentiates_shares() -> None:
     """Heads whose share at row 0 is nearly 1 and nearly 0 weigh .731059 and .268941."""
     p, phi = torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.zeros(2, 2)
     moved = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]]])
-    after = class_level_aggregation.merged(
-        "server", phi, Part({class_level_aggregation.HEAD: moved}, torch.ones(2)), p, torch.ones(2)
-    )
+    after = fedcd.merged("server", phi, Part({fedcd.HEAD: moved}, torch.ones(2)), p, torch.ones(2))
     assert float(after[0, 0]) == pytest.approx(0.731059 - 0.268941, abs=1e-6)
 
 
 def test_cd_1_equal_heads_weigh_the_same() -> None:
     phi, moved = torch.rand(6, 4), torch.rand(1, 6, 4)
-    part = Part({class_level_aggregation.HEAD: moved.repeat(5, 1, 1)}, torch.ones(5))
-    after = class_level_aggregation.merged("server", phi, part, torch.rand(6, 4), torch.ones(6))
+    part = Part({fedcd.HEAD: moved.repeat(5, 1, 1)}, torch.ones(5))
+    after = fedcd.merged("server", phi, part, torch.rand(6, 4), torch.ones(6))
     assert torch.allclose(after, phi + moved[0], atol=1e-6)
 
 
 def test_cd_2_linear_form_is_the_published_rule() -> None:
     s, phi = double(0.9, 0.6, 0.1), double(1, 0, 0, 1, 2, 2).view(3, 2)
-    published = (class_level_aggregation.weights(s.unsqueeze(1)) * phi).sum(0)
+    published = (fedcd.weights(s.unsqueeze(1)) * phi).sum(0)
     assert published.tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
-    a, b, c = (
-        Part.of({class_level_aggregation.HEAD: row.unsqueeze(0)}, e.exp().view(1))
-        for row, e in zip(phi, s, strict=True)
-    )
-    linear = class_level_aggregation.merged("stale", torch.zeros(1, 2), a + b + c, torch.zeros(1, 2), torch.ones(1))
+    a, b, c = (Part.of({fedcd.HEAD: row.unsqueeze(0)}, e.exp().view(1)) for row, e in zip(phi, s, strict=True))
+    linear = fedcd.merged("stale", torch.zeros(1, 2), a + b + c, torch.zeros(1, 2), torch.ones(1))
     assert linear[0].tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
 
 
@@ -71,14 +65,14 @@ def test_cd_2_stale_equals_server_where_prototypes_stand_still() -> None:
     phi, p = torch.randn(6, 4, generator=draw), torch.randn(6, 4, generator=draw)
     heads = [phi + 0.3 * torch.randn(6, 4, generator=draw) for _ in range(3)]
     received = Anchors(p, torch.ones(6, dtype=torch.bool))
-    stale = [class_level_aggregation.outgoing("stale", h - phi, h, received, torch.zeros(6)) for h in heads]
-    each = [class_level_aggregation.outgoing("server", h - phi, h, received, torch.zeros(6)) for h in heads]
+    stale = [fedcd.outgoing("stale", h - phi, h, received, torch.zeros(6)) for h in heads]
+    each = [fedcd.outgoing("server", h - phi, h, received, torch.zeros(6)) for h in heads]
     stack = Part(
-        {class_level_aggregation.HEAD: torch.stack([q.total[class_level_aggregation.HEAD] for q in each])},
+        {fedcd.HEAD: torch.stack([q.total[fedcd.HEAD] for q in each])},
         torch.ones(3),
     )
-    summed = class_level_aggregation.merged("stale", phi, stale[0] + stale[1] + stale[2], p, torch.ones(6))
-    single = class_level_aggregation.merged("server", phi, stack, p, torch.ones(6))
+    summed = fedcd.merged("stale", phi, stale[0] + stale[1] + stale[2], p, torch.ones(6))
+    single = fedcd.merged("server", phi, stack, p, torch.ones(6))
     by_hand = torch.zeros(6, 4)
     for j in range(6):  # the definition, row by row
         s = torch.stack([(p[j] @ h.T).softmax(0)[j] for h in heads])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fl_core import rng
 from fl_core.methods.building_blocks import prototypes
-from fl_core.methods.disjoint.fedmr import FedMR
-from fl_core.methods.losses.fedmr import (
+from fl_core.methods.disjoint.fedmr import (
+    FedMR,
     IntraVariant,
     PrototypeTargets,
     inter_paired,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks import batch_norm
 from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses.distillation import asymmetric_terms, kd_terms, mmd
+from fl_core.methods.personal import inherited_model
 from fl_core.methods.personal.fedphp import FedPHP
+from fl_core.methods.personal.inherited_model import asymmetric_terms, kd_terms, mmd
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
@@ -193,14 +193,14 @@ def test_private_model_of_the_second_round_is_the_mean_with_statistics_of_its_ow
     off = step(FedPHP(lam=0.5, recompute_bn=False), first.state, model_of(norm)).state["inherited"]
     assert same(off, mixed)
     heir = frozen_copy(trained, mixed)
-    batch_norm.recompute(heir, data_of())
+    inherited_model.recompute(heir, data_of())
     assert same(second.state["inherited"], tensor_maps.copy_state(heir))
 
 
 def test_recomputed_statistics_are_those_of_the_training_set() -> None:
     model, x = model_of(), shares()[0].train.batch(torch.arange(14))[0]
     before = tensor_maps.copy_state(model)
-    batch_norm.recompute(model, data_of())
+    inherited_model.recompute(model, data_of())
     after = tensor_maps.copy_state(model)
     weights = {name for name in before if "running_" not in name}
     assert all(torch.equal(before[name], after[name]) for name in weights)
@@ -222,7 +222,7 @@ def test_recomputed_statistics_are_those_of_the_training_set() -> None:
 def test_statistics_over_several_batches_weigh_examples_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fl_core.training.local_data.EVAL_BATCH", 4)
     model, x = model_of(), shares()[0].train.batch(torch.arange(14))[0]
-    batch_norm.recompute(model, data_of())  # 4 + 4 + 4 + 2
+    inherited_model.recompute(model, data_of())  # 4 + 4 + 4 + 2
     with torch.no_grad():
         seen = model_of().body[0](x)  # type: ignore[index,operator]
     assert torch.allclose(model.body[1].running_mean, seen.mean((0, 2, 3)), atol=1e-6)  # type: ignore[index,union-attr,arg-type]
@@ -236,7 +236,7 @@ def test_recomputed_statistics_do_not_depend_on_the_order_of_examples(monkeypatc
     x, y = given.batch(torch.arange(14))
     for order in (torch.argsort(y, stable=True), torch.arange(14), torch.arange(14).flip(0)):
         model, mine = model_of(), Given(x[order], y[order])
-        batch_norm.recompute(model, PlainLocalData(mine, mine, TRAIN, FED.for_silo(0, 0)))
+        inherited_model.recompute(model, PlainLocalData(mine, mine, TRAIN, FED.for_silo(0, 0)))
         found.append(tensor_maps.copy_state(model))
     for other in found[1:]:
         assert all(torch.allclose(v, other[name], rtol=1e-5, atol=1e-6) for name, v in found[0].items())
@@ -245,7 +245,7 @@ def test_recomputed_statistics_do_not_depend_on_the_order_of_examples(monkeypatc
 def test_a_lone_example_leaves_the_statistics_as_they_are() -> None:
     only = Given(torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([2]))
     model = model_of()
-    batch_norm.recompute(model, PlainLocalData(only, only, TRAIN, FED.for_silo(0, 0)))
+    inherited_model.recompute(model, PlainLocalData(only, only, TRAIN, FED.for_silo(0, 0)))
     assert same(tensor_maps.copy_state(model), tensor_maps.copy_state(model_of()))
 
 
