@@ -52,7 +52,7 @@ def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> s
     raw = json.loads(manifest)
     chosen = raw.get("aggregator") or {"name": options.DEFAULT, "options": {}}
     declared = [holds.get(member["name"], ()) for member in raw["members"]]
-    return options.warning(options.read(chosen["name"], chosen["options"]), declared)
+    return options.warning(options.read_written(chosen["name"], chosen["options"]), declared)
 
 
 _CHART_WIDTH, _CHART_MARGIN = 60, 8

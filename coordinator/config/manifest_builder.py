@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from coordinator.config.run_spec import AUTO, RunSpec
 from fl_core import datasets
@@ -187,11 +187,11 @@ def _model_choice(spec: RunSpec) -> NamedOptions:
 
 
 def _aggregator(spec: RunSpec) -> NamedOptions:
-    """Name the aggregator with the numbers that are not its own defaults."""
+    """Name the aggregator with the numbers that a manifest does not mean without them."""
     chosen = _choice(spec.aggregator)
-    default = aggregators.read(chosen.name, {})
-    differ = {key: value for key, value in chosen.options.items() if value != getattr(default, key, None)}
-    return NamedOptions(chosen.name, differ)
+    meant, unsaid = aggregators.read(chosen.name, chosen.options), aggregators.read_written(chosen.name, {})
+    said = {f.name: getattr(meant, f.name) for f in fields(meant)}
+    return NamedOptions(chosen.name, {key: value for key, value in said.items() if value != getattr(unsaid, key)})
 
 
 def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:

@@ -113,8 +113,19 @@ def warning(found: Options, holds: Collection[Collection[str]] = ()) -> str:
     return f"aggregator={found.name}: {found.warning}"
 
 
+_WRITTEN: Mapping[str, Mapping[str, object]] = {
+    "norm_clipped": {"refuse_above": 5.0, "clip_at": 2.0, "ceiling": 2.0, "rows": 3.0},
+}
+"""First defaults of numbers whose default has changed since: what a manifest means that leaves the number out."""
+
+
 def read(name: str, options: Mapping[str, object]) -> Options:
-    """Read an aggregator of a manifest; raises ConfigError (E-CFG-01, E-CFG-02)."""
+    """Make an aggregator of its name and numbers; raises ConfigError (E-CFG-01, E-CFG-02)."""
     if name not in AGGREGATORS:
         raise ConfigError("E-CFG-01", f"there is no aggregator {name!r}: {suggest(name, AGGREGATORS)}")
     return read_options(AGGREGATORS[name], f"aggregator.{name}", options)
+
+
+def read_written(name: str, options: Mapping[str, object]) -> Options:
+    """Make the aggregator of a manifest, which means for ever what it meant when it was written; raises as `read`."""
+    return read(name, {**_WRITTEN.get(name, {}), **options})

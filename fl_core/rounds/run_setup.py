@@ -140,7 +140,7 @@ class RunSetup:
         Raises ConfigError (E-CFG-08) where the method or masks do not go with it.
         """
         chosen = self.manifest.aggregator
-        found = aggregators.read(chosen.name, chosen.options)
+        found = aggregators.read_written(chosen.name, chosen.options)
         if self.masked and isinstance(found, aggregators.Mean | aggregators.NormClipped):
             return aggregators.Mean()
         if self.masked:

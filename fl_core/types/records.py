@@ -62,13 +62,13 @@ class TrainConfig:
     def facts(self) -> dict[str, object]:
         """Return all fields for JSON, without later ones at their default, so that digests stay as they were."""
         raw = asdict(self)
-        for name in _LATER:
-            if not raw[name]:
+        for name, default in _LATER.items():
+            if raw[name] == default and type(raw[name]) is type(default):
                 del raw[name]
         return raw
 
 
-_LATER = ("cudnn_benchmark", "compile", "augment_on_device", "micro_batch")
+_LATER = {"cudnn_benchmark": False, "compile": False, "augment_on_device": False, "micro_batch": 0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def round_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Give the clock by which all rounds wait in this test."""
     found = Clock()
     monkeypatch.setattr(execution, "RoundCloser", partial(RoundCloser, clock=found))

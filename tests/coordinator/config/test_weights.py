@@ -154,12 +154,14 @@ def test_a_source_that_is_no_line_of_text_is_refused(tmp_path: Path) -> None:
 
 def test_existing_configurations_keep_the_digests_of_their_manifests() -> None:
     """Of models that gained an option or the weights; the numbers are those of the version before."""
+    first = [f"aggregator.{key}={n}" for key, n in (("refuse_above", 5), ("clip_at", 2), ("ceiling", 2), ("rows", 3))]
+    schedule = ["train.batch_size=128", "train.epochs=10"]
     for words, digest in (
         (["model=resnet18", "data=cifar10"], RESNET),
-        (["model=efficientnet_b0", "data=isic2019", "data.image_size=32"], EFFICIENTNET),
+        (["model=efficientnet_b0", "data=isic2019", "data.image_size=32", *schedule], EFFICIENTNET),
     ):
         agreed = manifest_from(
-            compose_spec([*words, "method=fedavg", "seed=0", "rounds=3", "metrics=basic"]), ["a", "b"]
+            compose_spec([*words, *first, "method=fedavg", "seed=0", "rounds=3", "metrics=basic"]), ["a", "b"]
         )
         assert replace(agreed, software="").digest() == digest
 

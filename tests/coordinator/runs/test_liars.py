@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
@@ -14,8 +14,9 @@ import torch
 
 from coordinator.api.control import data_offer
 from coordinator.storage.records import DataOffer, Run
+from fl_core.aggregation.options import NormClipped
 from fl_core.errors import ProtocolError
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.records import judgements
 from fl_core.types.values import Bundle, Part
 from protos.consilium.v1 import federation_pb2 as pb
@@ -65,7 +66,8 @@ def finished_beside(tmp_path: Path, agreed: RunManifest, alter: Alter) -> Iterat
                 silo.stop()
 
 
-AGREED = replace(manifest("fedavg", rounds=3, quorum=2), patience_s=60.0)
+NORM_CLIPPED = NamedOptions("norm_clipped", asdict(NormClipped()))
+AGREED = replace(manifest("fedavg", rounds=3, quorum=2), patience_s=60.0, aggregator=NORM_CLIPPED)
 
 
 @pytest.mark.fault("a hospital", "weighs its update with more than it declared, over the wire", "refused, and told why")
@@ -200,14 +202,16 @@ def test_declared_sizes_are_finite_and_not_negative(field: str, size: float) -> 
         data_offer(pb.DataOffer(name="digits", **{field: size}))
 
 
-def test_a_run_of_two_says_once_that_nothing_bounds_one_of_them(tmp_path: Path) -> None:
+def test_a_run_of_two_says_once_what_bounds_one_of_them_and_of_each_round_that_nothing_was_there_to_compare_with(
+    tmp_path: Path,
+) -> None:
     names = ("north", "south")
     with running(tmp_path / "home", names) as world:
         silos = [ScriptedSilo(world, n, SHARES[n]) for n in names]
         try:
             run = world.finished(world.submit(manifest("fedavg", rounds=2, names=names)).id, 60)
             said = [text for _, text in events(world, run.id, "warning")]
-            assert len(said) == 1
+            assert [text.partition(":")[0] for text in said] == ["fewer than 3 silos", "round 1", "round 2"]
             assert said[0].startswith("fewer than 3 silos: one of them may move the model by several times")
             assert said[0].endswith("one update that is refused pauses the run")
         finally:

@@ -223,13 +223,13 @@ def test_one_bad_update_does_not_fail_a_run(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "two hospitals of three", "are away at the deadline", "the run pauses and nothing is lost; the lead resumes it"
 )
-def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Path, clock: Clock) -> None:
+def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Path, round_clock: Clock) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north")
         agreed = short(rounds=2)
         run_id = world.submit(agreed).id
         until(lambda: shown(world, run_id).waiting.there == 1, "north's update")
-        clock.skip(agreed.deadline_s)
+        round_clock.skip(agreed.deadline_s)
         paused = world.ended(run_id, 60)
         assert paused.state is RunState.PAUSED
         assert paused.reason.startswith("E-RUN-03: round 1: expected updates of at least 2 of 3 silos, found 1; ")
@@ -354,7 +354,7 @@ def test_a_jump_of_the_clock_changes_no_waiting(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_member_that_was_away_at_the_start_takes_part_from_the_round_in_which_it_comes(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, round_clock: Clock
 ) -> None:
     with consortium(tmp_path) as (world, people):
         gate = threading.Event()
@@ -363,7 +363,7 @@ def test_a_member_that_was_away_at_the_start_takes_part_from_the_round_in_which_
         agreed = short(rounds=3)
         run_id = world.submit(agreed).id
         until(lambda: shown(world, run_id).waiting.there == 2, "those who are there")
-        clock.skip(agreed.deadline_s)
+        round_clock.skip(agreed.deadline_s)
         closed(world, run_id, 1)
         people.come("east")
         until(lambda: TaskKey(run_id, 1, TaskKind.TRAIN) in people.memories["east"].trained, "east to train")

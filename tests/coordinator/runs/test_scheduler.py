@@ -131,14 +131,14 @@ def attendance(world: World, run_id: str) -> tuple[int, int] | None:
     return None if found is None else (found.round, found.there)
 
 
-def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, clock: Clock) -> None:
+def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, round_clock: Clock) -> None:
     with running(tmp_path / "home", NAMES) as world:
         agreed = manifest(rounds=1, quorum=2)
         people = [ScriptedSilo(world, name, share) for name, share in list(zip(NAMES, shares(), strict=True))[:2]]
         run = world.submit(agreed)
         for number in range(2):
             until(lambda t=number: attendance(world, run.id) == (t, 2), "two updates")
-            clock.skip(agreed.deadline_s)
+            round_clock.skip(agreed.deadline_s)
         world.finished(run.id)
         assert {r.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}
         stop(people)

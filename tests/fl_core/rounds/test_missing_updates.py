@@ -133,7 +133,8 @@ class OnFailingDisk:
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         bundle = self._inner.round(msg, context, kind)
-        return {name: Part(ReadOnce(part.total), part.weight) for name, part in bundle.items()}
+        model = bundle["delta"]
+        return {**bundle, "delta": Part(ReadOnce(model.total), model.weight)}
 
 
 def test_an_update_that_is_half_added_and_cannot_be_read_ends_the_round_and_no_other_silo_is_blamed() -> None:

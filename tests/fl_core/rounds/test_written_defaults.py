@@ -22,12 +22,12 @@ from tests.support.federations import manifest
 
 WRITTEN = json.loads((Path(__file__).parents[2] / "data/written_defaults.json").read_text())
 """What every option means where a manifest leaves it out. A new option gets a line here: the value that does what the
-software did without it. A line is never changed: a default that changes goes to `fl_core.methods._WRITTEN`."""
+software did without it. A line is never changed: a default that changes goes to the list `_WRITTEN` of its registry."""
 
 READ: dict[str, Callable[[str], object]] = {
     "method": lambda name: build_written(name, {}),
     "model": lambda name: model_options(name, {}),
-    "aggregator": lambda name: aggregators.read(name, {}),
+    "aggregator": lambda name: aggregators.read_written(name, {}),
     "privacy": lambda name: PROFILES[name].read({}),
 }
 
