@@ -16,9 +16,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.api.authorization import Authorizer
+from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.control import ControlService
-from coordinator.api.enrolment import EnrolmentService
 from coordinator.api.event_loop import EventLoop, Workers
 from coordinator.api.interceptor import Interceptor
 from coordinator.api.lead import BuildManifest, LeadService
@@ -285,3 +284,29 @@ def _connections_of(descriptors: int) -> int:
 def _with_port(bind: str, port: int) -> str:
     host = bind.rpartition(":")[0]
     return str(Address(host.strip("[]"), port))
+
+
+# ---- enrolment -------------------------------------------------------------------------------------------------------
+
+audit = logging.getLogger("consilium.audit")
+
+
+class EnrolmentService(rpc.EnrolmentServicer):
+    """Join and Renew."""
+
+    def __init__(self, authorizer: Authorizer, membership: Membership) -> None:
+        self._authorizer = authorizer
+        self._membership = membership
+
+    def Join(self, request: pb.JoinRequest, context: Context) -> pb.Membership:  # noqa: N802
+        """Sign the request of an invited silo; the same request gets the same certificate until its first use."""
+        peer = self._authorizer.caller(context)
+        made = self._membership.join(peer, request.csr_pem, request.renewal_proof)
+        audit.info("%s enrolled from %s", peer.identity.name, context.peer())
+        return made
+
+    def Renew(self, request: pb.RenewRequest, context: Context) -> pb.Membership:  # noqa: N802
+        peer = self._authorizer.caller(context)
+        made = self._membership.renew(peer, request.csr_pem, request.renewal_proof)
+        audit.info("%s renewed its certificate", peer.identity.name)
+        return made

@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from coordinator.config.run_spec import AUTO, WEIGHTS, RunSpec
-from coordinator.config.table_schema import with_schema
 from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.errors import ConfigError
@@ -32,6 +31,7 @@ from privacy.profiles import PROFILES
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+from fl_core.datasets.table_schema import read_schema
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
 _NONE = "none"
@@ -311,3 +311,22 @@ def _explain(error: Exception, root: str, words: Sequence[str], config_dir: Path
         beside = beside.get(step) if isinstance(beside, dict) else None
     valid = sorted(beside) if isinstance(beside, dict) else []
     return f"there is no key {match[2]!r}: {suggest(match[1], valid)}"
+
+
+# ---- the schema of a table -------------------------------------------------------------------------------------------
+
+
+def with_schema(data: Mapping[str, object]) -> Mapping[str, object]:
+    """Put the columns that data.schema=FILE declares in the file's place, and its classes where none are named.
+
+    Raises DataError (E-DATA-02, E-DATA-07) on a file that is none.
+    """
+    file = data.get("schema")
+    if not isinstance(file, str):
+        return data
+    found = read_schema(Path(file).expanduser())
+    return {
+        **data,
+        "classes": data.get("classes") or list(found.classes),
+        "schema": [asdict(column) for column in found.columns],
+    }

@@ -7,17 +7,20 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from markupsafe import Markup
+
 from coordinator import console
 from coordinator.api import accuracy
 from coordinator.demo import tables
 from coordinator.demo.budgets import Spending
-from coordinator.demo.page import write_page
-from coordinator.demo.tables import LABELS, MILESTONE, PLAIN, PRIVATE, REPAIRED, SHORT
+from coordinator.demo.tables import LABELS, MILESTONE, PLAIN, PRIVATE, REPAIRED, SHORT, ResultTable
 from fl_core.errors.extras import require
 from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import make_table, print_json
 from web.browser import open_file
+from web.chart import Chart, Series
+from web.rendering import make_environment
 
 COLOURS = {PLAIN: "#8a8a8a", REPAIRED: "#0b6e4f", PRIVATE: "#b5562b"}
 
@@ -130,3 +133,28 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
     figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+_FOLDER = Path(__file__).parent / "templates"
+_STYLE = Path(__file__).parents[2] / "web/static/page.css"
+
+
+def write_page(
+    file: Path, headline: str, below: str, curves: Mapping[str, Sequence[float | None]], tables: Sequence[ResultTable]
+) -> None:
+    """Write the page. curves: a model's name -> its accuracy (0 to 1, None: withheld) before round 1 and after each."""
+    rounds = max(map(len, curves.values()))
+    drawn = Chart(
+        "Test images classified correctly (%)",
+        "rounds of training",
+        range(rounds),
+        [Series(name, [None if v is None else 100 * v for v in values]) for name, values in curves.items()],
+        (0.0, 100.0),
+    )
+    template = make_environment([_FOLDER]).get_template("demo.html")
+    style = Markup(_STYLE.read_text(encoding="utf-8"))  # noqa: S704 - our own file, in a style element
+    file.write_text(
+        template.render(headline=headline, below=below, curves=drawn, tables=tables, style=style), encoding="utf-8"
+    )

@@ -1,25 +1,38 @@
-"""One run while it is under way: from its last closed round to its end, on the thread that calls `run`."""
+"""One run while it is under way: from its last closed round to its end, on the thread that calls `run`.
+
+Before round 0 every silo says whether it can do its part of all rounds; one that cannot stops the run. A private run
+waits for all of them. A run without privacy charges nothing and may go on with its quorum: it waits for those that are
+connected, at most the manifest's patience. No answer is stored: after a restart all are asked again.
+"""
 
 from __future__ import annotations
 
+import math
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from coordinator.runs import preflight
-from coordinator.runs.checkpointer import RunCheckpointer
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
 from coordinator.runs.round_closer import RoundCloser, Waiting
+from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, no_answer
 from coordinator.runs.update_checks import UpdateChecks, declared_sizes
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import FEWEST
+from fl_core.errors import FederationError, RefusedError, StateError, UnavailableError
+from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.values import State
+from fl_core.types import tensor_maps
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun
+from protos.consilium.v1 import federation_pb2 as pb
 from protos.storage.object_store import ObjectStore
 from protos.wire.codec import read_state
 
@@ -53,8 +66,8 @@ class RunExecution:
             compiled = CompiledRun.of(manifest)
         steering = self.store.steering.of(run.id)
         self.dispatcher.note_software(run.id, run.members)
-        if preflight.is_due(run, self.store):
-            preflight.ask(run, manifest, self.dispatcher, steering.excluded, all_answer=compiled.private)
+        if preflight_is_due(run, self.store):
+            ask_preflight(run, manifest, self.dispatcher, steering.excluded, all_answer=compiled.private)
         if len(run.members) < FEWEST and self.store.runs.round(run.id, 0) is None:
             may = "nothing bounds what one of them does to the model"
             if isinstance(compiled.aggregator, NormClipped):
@@ -107,3 +120,162 @@ class RunExecution:
             self.store.runs.begin(run.id, *base)
         broadcasts.remember(state, base)
         return state
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpointer(Observer):
+    """Observes the rounds of one run; a closed round is on disk before its close is announced.
+
+    needed: from a cohort's size to the updates that close a round.
+    """
+
+    run_id: str
+    closer: RoundCloser
+    needed: Callable[[int], int]
+    broadcasts: BroadcastCache
+    store: Store
+    objects: ObjectStore
+    dispatcher: Dispatcher
+
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+        self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
+        row = self.store.runs.round(self.run_id, context.round)
+        assert row is not None
+        self.closer.opened(row, self.needed(len(names)))
+
+    def arrived(self, name: str) -> None:
+        """Count an update towards the quorum."""
+        self.closer.accepted(name)
+
+    def refused(self, name: str, why: str) -> None:  # noqa: ARG002
+        """Note that nothing will come of a silo in this round."""
+        self.closer.refused(name)
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        self.closer.closed()
+        close, train = self.store.runs.close_round, record.kind is TaskKind.TRAIN
+        # Between rounds it is computed when it is asked for: `RunScheduler.with_model_digest`.
+        model = "" if train else tensor_maps.digest(server["w"])
+        with self.objects.lock:
+            base = StoredObject.stored(server, self.objects) if train else None
+            self._unless_aborted(lambda: close(self.run_id, record, base, model))
+        if base is not None:
+            self.broadcasts.remember(server, base)
+        row = self.store.runs.round(self.run_id, record.round)
+        assert row is not None
+        self.dispatcher.announce_close(row)
+        if record.kind is TaskKind.EVALUATE:
+            self.dispatcher.announce_end(self.store.runs.get(self.run_id))
+
+    def _unless_aborted(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except StateError as error:
+            raise RunInterrupted(str(error)) from error
+
+
+# ---- preflight -------------------------------------------------------------------------------------------------------
+
+GRACE_S = 30.0
+"""After the first refusal the others have this long to answer, so that the lead sees all refusals at once."""
+_REASON_CHARS = 200
+_LOOK_S = 0.05
+_NO_ANSWER = no_answer().code
+
+
+def preflight_is_due(run: Run, store: Store) -> bool:
+    """Return whether the silos are asked: no round of the run was ever opened."""
+    return run.closed == 0 and store.runs.round(run.id, 0) is None
+
+
+def ask_preflight(
+    run: Run, manifest: RunManifest, dispatcher: Dispatcher, excluded: Collection[str] = (), all_answer: bool = True
+) -> None:
+    """Ask the silos of a run at once, and return when all are ready.
+
+    excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
+    run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task.
+
+    Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
+    names those that did not answer and must; RunInterrupted when the run was aborted or the service stops.
+    Guarantees: no task of a run is offered before this has returned.
+    """
+    wait_s = manifest.deadline_s if all_answer else min(manifest.deadline_s, manifest.patience_s)
+    names, due = [name for name in run.members if name not in excluded], time.monotonic() + wait_s
+    away = [name for name in names if dispatcher.activity_of(name) is None]
+    if not all_answer:
+        names = [name for name in names if name not in away]
+    text = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
+    dispatcher.store.runs.event(run.id, "preflight", text=text)
+    dispatcher.changes.notify()
+    with ExitStack() as stack:
+        asked = {
+            name: stack.enter_context(
+                dispatcher.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due))
+            )
+            for name in names
+        }
+        for pending in asked.values():
+            dispatcher.offer(pending)
+        failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id))
+    if not all_answer:
+        failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
+    if failures:
+        raise _combined_error(failures, len(names))
+
+
+def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:
+    """Tell whether a silo may answer soon: it is connected, and its hospital has nothing to decide first."""
+    if (found := dispatcher.activity_of(name)) is None:
+        return False
+    return (found[0].activity, found[0].run_id) != (pb.AWAITING_APPROVAL, run_id)
+
+
+def _failures(asked: Mapping[str, PendingTask], awaited: Callable[[str], bool]) -> Mapping[str, FederationError]:
+    """Wait for the answers of all that are awaited, after the first refusal not much longer.
+
+    Raises RunInterrupted when the run was.
+    """
+    failures, answered, until = dict[str, FederationError](), set[str](), math.inf
+    while left := [name for name in asked if name not in answered]:
+        now = time.monotonic()
+        over = now >= until or not any(awaited(name) for name in left)
+        for name in left:
+            pending = asked[name]
+            if over or now >= pending.task.due:
+                pending.settle(no_answer())
+            if not pending.settled:
+                continue
+            answered.add(name)
+            try:
+                pending.wait()
+            except FederationError as error:
+                failures[name] = error
+                until = min(until, now + GRACE_S)
+        if len(answered) < len(asked):
+            time.sleep(_LOOK_S)
+    return failures
+
+
+def _combined_error(failures: Mapping[str, FederationError], silos: int) -> FederationError:
+    silent = sorted(name for name, error in failures.items() if error.code == _NO_ANSWER)
+    unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
+    refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]
+    remedy = "no round was begun and nothing charged; have it put right, then resume the run"
+    if not refused:
+        return UnavailableError(
+            "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unanswered}: {remedy}"
+        )
+    listed = "; ".join([*refused, unanswered] if unanswered else refused)
+    return RefusedError(
+        "E-RUN-36",
+        f"expected all {silos} silos to be ready, found {len(refused)} not: {listed}: {remedy}; what a hospital does "
+        "about its code says `coordinator explain CODE`",
+    )
+
+
+def _shortened(error: FederationError) -> str:
+    return textwrap.shorten(str(error), _REASON_CHARS, placeholder=" ...")

@@ -27,7 +27,7 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.simulation import runner
 from coordinator.simulation.sweep import in_processes
 from fl_core.errors import ConfigError, FederationError
-from privacy.ablation import checks, plots, table
+from privacy.ablation import checks, table
 from privacy.ablation.checks import Check
 from privacy.ablation.grid import Control, Grid, Run, Words, canonical, controls
 from privacy.accounting.record_config import RecordDpConfig
@@ -132,7 +132,7 @@ def _report(plan: Plan) -> list[Check]:
     table.write(plan.out / "cells.csv", cells)
     text = table.table5(accuracy, grid, str(first.data["name"]), split)
     (plan.out / "table5.md").write_text(f"{text}\n{table.by_epsilon(accuracy, grid)}", encoding="utf-8")
-    plots.draw(accuracy, grid, plan.out / "acc_vs_eps.png", f"{first.data['name']}, {split}, {first.rounds} rounds")
+    table.draw(accuracy, grid, plan.out / "acc_vs_eps.png", f"{first.data['name']}, {split}, {first.rounds} rounds")
     helps = checks.full_share_helps(accuracy, grid)
     found = [
         checks.monotone(accuracy, grid),

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from privacy.audit import attacks, canaries, manifests, plots
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.converter import Option
+from fl_core.errors import FederationError
+from fl_core.methods import build_method
+from fl_core.models import build_model
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
+from fl_core.types.records import Schema, TrainConfig
+from privacy.audit import attacks, canaries, plots
 from privacy.audit.canaries import CanaryResult
 from privacy.audit.epsilon_bounds import auc, refuted
 from privacy.audit.hostile import attacks as attacks_of_a_coordinator
 from privacy.audit.target import AuditTarget
 from privacy.audit.training import Training, memorising
 from privacy.audit.worlds import Measured, measure
+from privacy.compiled_run import CompiledRun
 from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
 
 FLAGGED, QUIET = 2.0, 0.8
@@ -172,7 +181,7 @@ def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noq
             if measured.holds:
                 break
         found.append(measured)
-    passed = manifests.accepted()
+    passed = accepted()
     plots.refuted({m.attack: (m.printed, m.lower, m.gaussian) for m in found}, out / "hostile.png")
     verdicts = [
         Verdict(
@@ -183,7 +192,7 @@ def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noq
         )
         for m in found
     ]
-    shown = ", ".join(passed) if passed else f"all {len(list(manifests.dishonest()))} refused"
+    shown = ", ".join(passed) if passed else f"all {len(list(dishonest()))} refused"
     verdicts.append(Verdict("hostile manifests", "all refused", shown, not passed))
     numbers = {"attacks": [asdict(m) for m in found], "manifests_accepted": passed}
     return Outcome(numbers, verdicts, "hostile.png")
@@ -277,3 +286,57 @@ def _summary(values: Mapping[str, Sequence[float]]) -> str:
 def _repeat(values: Sequence[float]) -> str:
     several = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
     return f"{fmean(values):.3f}{several}"
+
+
+# ---- manifests of a coordinator that lies ----------------------------------------------------------------------------
+
+_SCHEMA = Schema((1, 8, 8), ("a", "b"))
+BAD = (math.nan, math.inf, -1.0, 1e38, 1e-40)
+NUMBERS = ("clip", "prototype_bound", "prototype_noise", "count_weight", "delta", "metric_noise", "coupled_clip_ratio")
+
+
+def honest() -> RunManifest:
+    method, model = build_method("fedavg", {}), build_model("digits_linear", {}, _SCHEMA, 0)
+    return RunManifest(
+        name="audit",
+        method=NamedOptions("fedavg", {}),
+        model=NamedOptions("digits_linear", {}),
+        data="digits",
+        schema=_SCHEMA,
+        train=TrainConfig(batch_size=64),
+        rounds=2,
+        seed=0,
+        members=(Member("a", units=100), Member("b", units=100)),
+        layout=derive_layout(method, model, _SCHEMA, False),
+        grid=FixedPointFormat("ring64", 2),
+        privacy=NamedOptions("dp_record", {"epsilon": 8.0}),
+    )
+
+
+def dishonest() -> Iterator[tuple[str, RunManifest]]:
+    made = honest()
+    for name in NUMBERS:
+        for value in BAD:
+            yield (
+                f"privacy.{name}={value:g}",
+                replace(made, privacy=NamedOptions("dp_record", {"epsilon": 8.0, name: value})),
+            )
+    for value in BAD:
+        yield f"train.lr={value:g}", replace(made, train=replace(made.train, lr=value))
+        yield f"method.mu={value:g}", replace(made, method=NamedOptions("fedprox", {"mu": value}))
+    yield "privacy.epsilon=nan", replace(made, privacy=NamedOptions("dp_record", {"epsilon": math.nan}))
+    lite: dict[str, Option] = {"mu1": 0.0, "mu2": 0.1, "inter_weighting": "example", "lite": 10}
+    yield "method=fedmr lite=10", replace(made, method=NamedOptions("fedmr", lite))
+    yield "method=fedmr inter_weighting=batch", replace(made, method=NamedOptions("fedmr", {"mu1": 0.0, "mu2": 0.1}))
+    yield "privacy=dp_none", replace(made, privacy=NamedOptions("dp_none", {}))
+
+
+def accepted() -> list[str]:
+    found = []
+    for name, manifest in dishonest():
+        try:
+            CompiledRun.of(manifest)
+        except FederationError:
+            continue
+        found.append(name)
+    return found

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from fl_core.errors import FederationError
 from protos.operations import checks
 from protos.operations.checks import Check, Finding
+from protos.operations.health import Answer
 from protos.pki import certificates
 from protos.pki.identity import Address, identity_of
 from protos.pki.invitation import InvitationToken
 from protos.storage.private_files import Credentials
+from protos.wire.status import from_status
+from silo.connection.channel import connect_with
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.tasks import Attestation, ledger_position
@@ -171,10 +178,9 @@ class Examination:
                 yield from self._coordinator(address, own)
 
     def _coordinator(self, address: Address, own: Credentials) -> Iterator[Finding]:
-        from silo.operations import coordinator_health
 
         try:
-            yield from checks.other_side(coordinator_health.ask(address, own), str(address))
+            yield from checks.other_side(ask(address, own), str(address))
         except FederationError as error:
             yield checks.problem("coordinator", f"{address} refuses this silo: {error}", "ask the lead")
 
@@ -210,3 +216,26 @@ class Examination:
             yield checks.warning("device", text, "end the other programs on it, or choose another with --device")
         else:
             yield checks.ok("device", text)
+
+
+# ---- what the coordinator says of itself -----------------------------------------------------------------------------
+
+_ASK_S = 10.0
+
+
+def ask(address: Address, own: Credentials) -> Answer:
+    """Ask a coordinator how it is; raises FederationError where it refuses or does not answer."""
+    with closing(connect_with(lambda: own)(address)) as channel:
+        stub, asked = health_pb2_grpc.HealthStub(channel), time.time()
+        check = stub.Check  # type: ignore[attr-defined]  # set in __init__, which the stub does not show
+        try:
+            answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=_ASK_S)
+        except grpc.RpcError as error:
+            raise _explained(error) from None
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return Answer.of(serving, call.trailing_metadata() or (), asked, time.time())
+
+
+def _explained(error: grpc.RpcError) -> FederationError:
+    assert isinstance(error, grpc.Call)
+    return from_status(error.code().name, error.details())

@@ -1,4 +1,8 @@
-"""`silo serve`: the threads of one hospital's service, how they start and how they end."""
+"""`silo serve`: the threads of one hospital's service, how they start and how they end.
+
+The audit log has what the service was asked and did, and the ends of both logs, which cross with an update. Its lines
+are made of facts, never of an event's text: no measurement, path or reason of the hospital is in them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,19 @@ from pathlib import Path
 from fl_core import validate
 from fl_core.datasets.image_loader import CACHE_BYTES, ImageLoader
 from fl_core.datasets.references import FILES
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, FederationError, StateError
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
 from privacy.profiles import PROFILES
+from protos.audit_log.heads import SignedHead
+from protos.audit_log.lines import ALLOWED, REFUSED, Entry
+from protos.audit_log.log import FOLDER, AuditLog
+from protos.audit_log.recorder import Recorder
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.console import counted
 from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
-from protos.pki.identity import Address
+from protos.pki.identity import Address, Identity, Kind
 from protos.storage.object_store import ObjectStore
 from protos.storage.private_files import private_folder
 from protos.tls.diagnosis import Diagnosis
@@ -29,10 +37,9 @@ from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken
 from silo.connection.session import PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
-from silo.events import EmitEvent, error_event, event
+from silo.events import EmitEvent, Event, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.metrics import SiloMetrics
-from silo.service.audit_trail import AuditTrail
 from silo.service.enrolment import MembershipMaintainer, pinned_version
 from silo.service.response_timing import ResponseTiming
 from silo.service.task_queue import TaskQueue
@@ -314,3 +321,69 @@ class Service:
 
     def _receipt_verifier(self) -> ReceiptVerifier:
         return ReceiptVerifier(self._identity.authority_pem(), self._consortium, self.name)
+
+
+# ---- the audit log ---------------------------------------------------------------------------------------------------
+
+_ASKED = frozenset({"training", "refused", "ready", "approval", "closed", "ended", "stopped", "roster", "held"})
+"""Events that the coordinator's word led to; all others are the silo's own."""
+_UNRECORDED = frozenset({"serving", "privacy", "metrics"})
+"""What is said at each start."""
+_SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditTrail:
+    """Records one hospital's service."""
+
+    recorder: Recorder
+    identity: SiloIdentity
+    coordinator: str
+
+    @classmethod
+    def of(cls, home: Path, identity: SiloIdentity) -> AuditTrail:
+        own = identity.load().identity
+        coordinator = Identity(Kind.COORDINATOR, own.consortium).uri
+        return cls(Recorder(AuditLog(home / FOLDER), own.uri), identity, coordinator)
+
+    def recording(self, emit: EmitEvent) -> EmitEvent:
+        """Return what emits an event and records it."""
+
+        def both(event: Event) -> None:
+            if event.event not in _UNRECORDED:
+                self.recorder.record(self._entry(event))
+            emit(event)
+
+        return both
+
+    def head(self) -> pb.LogHead | None:
+        """Return the end of this log, signed, for the coordinator to keep."""
+        head = self.recorder.signed_head(self.identity.current_credentials())
+        return None if head is None else head.message()
+
+    def keep(self, receipt: bytes, emit: EmitEvent) -> None:
+        """Keep the end of the coordinator's log that came with a receipt; emit what is wrong with it."""
+        message = pb.Receipt.FromString(receipt)
+        if not message.HasField("log_head"):
+            return  # of a coordinator of an earlier version
+        try:
+            head = SignedHead.of_message(message.log_head, self.coordinator, self.identity.authority_pem())
+            if wrong := self.recorder.keep(head):
+                raise StateError("E-STATE-80", wrong)
+        except FederationError as error:
+            emit(error_event(error))
+
+    def _entry(self, event: Event) -> Entry:
+        facts = event.facts
+        shown = {name: facts[name] for name in _SHOWN if facts.get(name) is not None}
+        if isinstance(number := shown.get("round"), int):
+            shown["round"] = number + 1
+        code, size = str(facts.get("code") or ""), facts.get("bytes")
+        return Entry(
+            self.coordinator if event.event in _ASKED else self.recorder.own,
+            event.event,
+            " ".join(f"{name}={value}" for name, value in shown.items()),
+            REFUSED if code else ALLOWED,
+            code,
+            bytes=size if isinstance(size, int) else 0,
+        )

@@ -133,7 +133,9 @@ def test_a_run_is_kept_with_its_rule_and_with_what_that_did_to_updates() -> None
     long = (*words, "federation=dirichlet-0.1-6", "method=fedmr", "train.epochs=1", "train.batch_size=32")
     tight, found = ("aggregator.clip_at=1", "aggregator.rows=1"), {}
     for rule in ("mean", "norm_clipped"):
-        (trial,) = study.trials("FedMR", long if rule == "mean" else (*long, f"aggregator={rule}", *tight), [0.3], [0], None)
+        (trial,) = study.trials(
+            "FedMR", long if rule == "mean" else (*long, f"aggregator={rule}", *tight), [0.3], [0], None
+        )
         found[rule] = study.measure(trial)
         assert found[rule]["aggregator"] == rule
     assert {key: found["mean"][key] for key in COUNTS} == dict.fromkeys(COUNTS, 0)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.reports.page.exports import csv_bytes
 from web import rendering
 from web.chart import MOST_POINTS, MOST_SERIES, TABLE_ROWS, Chart, Series, draw
-from web.csv_file import csv_bytes
 from web.rendering import make_environment, moment, size
 
 ANY = st.none() | st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([1e38, -1e38, 1e-40, 0.0, -0.0, 1.0])

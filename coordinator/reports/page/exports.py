@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +18,7 @@ from coordinator import console
 from coordinator.reports.curves import curves_of_sums
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
-from web.csv_file import csv_bytes
+from protos.console import printable
 from web.site import Download
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
@@ -122,3 +124,24 @@ def download(id: str, exporter: Exporter, run: pb.RunInfo | None, detail: pb.Run
     kind = _KINDS[what]
     name = f"{run.run_id}.{kind.ending}"
     return Download(name, kind.media_type, exporter.export(run, kind.words) / name)
+
+
+# ---- rows for a spreadsheet ------------------------------------------------------------------------------------------
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def csv_bytes(head: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+    """Write rows as CSV in UTF-8. A text that a spreadsheet would compute begins with an apostrophe; numbers stay."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    for row in (head, *rows):
+        writer.writerow([_cell(value) for value in row])
+    return out.getvalue().encode("utf-8")
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, int | float):
+        return value
+    text = "" if value is None else str(value)
+    return printable(f"'{text}" if text.lstrip().startswith(_FORMULA) or text.startswith(_FORMULA) else text)

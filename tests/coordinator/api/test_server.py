@@ -12,9 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coordinator.api.control import ControlService
-from coordinator.api.enrolment import EnrolmentService
 from coordinator.api.lead import LeadService
-from coordinator.api.server import ADDRESS_FILE, CoordinatorServer
+from coordinator.api.server import ADDRESS_FILE, CoordinatorServer, EnrolmentService
 from coordinator.api.transfer import TransferService
 from coordinator.lead_client import LeadClient
 from coordinator.pki.membership import Membership

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coordinator.demo.page import write_page
+from coordinator.demo.report import write_page
 from coordinator.demo.tables import ResultTable
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.runs import preflight
+from coordinator.runs import execution
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.tasks import Preflight, PreflightKey, RunInterrupted
 from coordinator.storage.records import Run
@@ -51,7 +51,7 @@ def kinds(dispatcher: Dispatcher) -> list[str]:
 
 
 class Asking:
-    """`preflight.ask` on a thread of its own."""
+    """`execution.ask` on a thread of its own."""
 
     def __init__(self, dispatcher: Dispatcher, of: RunManifest) -> None:
         self.error: BaseException | None = None
@@ -64,7 +64,7 @@ class Asking:
 
     def _ask(self) -> None:
         try:
-            preflight.ask(self._run, self._of, self._dispatcher, all_answer=CompiledRun.of(self._of).private)
+            execution.ask_preflight(self._run, self._of, self._dispatcher, all_answer=CompiledRun.of(self._of).private)
         except BaseException as error:  # kept for the test
             self.error = error
 
@@ -76,10 +76,10 @@ class Asking:
 
 def test_a_run_is_asked_about_until_its_round_0_was_opened_and_never_after(dispatcher: Dispatcher) -> None:
     run = stored(dispatcher)
-    assert preflight.is_due(run, dispatcher.store)
-    assert not preflight.is_due(replace(run, closed=1), dispatcher.store)
+    assert execution.preflight_is_due(run, dispatcher.store)
+    assert not execution.preflight_is_due(replace(run, closed=1), dispatcher.store)
     dispatcher.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
-    assert not preflight.is_due(run, dispatcher.store)
+    assert not execution.preflight_is_due(run, dispatcher.store)
 
 
 def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(dispatcher: Dispatcher) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.simulation import privacy_ablation
 from fl_core.errors import ConfigError
-from privacy.ablation import checks, plots, table
+from privacy.ablation import checks, table
 from privacy.ablation.checks import Estimate
 from privacy.ablation.grid import VARIANTS, Grid, Run, Words, canonical, controls
 
@@ -117,7 +117,7 @@ def test_the_table_has_fedmrs_layout_and_the_picture_is_drawn(tmp_path: Path) ->
     assert "| dataset | split | method | FedAvg | 0 % | 100 % |" in text
     assert "| digits | p5c2 | fedmr | 51.00 ± 1.00 | 51.00 ± 1.00 | 61.00 ± 1.00 |" in text
     assert text.index("epsilon = inf") < text.index("epsilon = 2")
-    plots.draw(found, SMALL, tmp_path / "p.png", "title")
+    table.draw(found, SMALL, tmp_path / "p.png", "title")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     below = table.by_epsilon(found, SMALL)
     assert "| method | epsilon inf | epsilon 2 |" in below

@@ -10,8 +10,8 @@ import pytest
 
 from fl_core.errors import DataError
 from silo.storage.store import Store
-from silo.training import file_contents
-from silo.training.file_contents import FileContents
+from silo.training import trainer
+from silo.training.trainer import FileContents
 from tests.support import until
 
 
@@ -27,9 +27,9 @@ def files(tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Count what is read, and take every file for settled."""
-    names, plain = list[str](), file_contents.file_digest
-    monkeypatch.setattr(file_contents, "file_digest", lambda path: names.append(path.name) or plain(path))
-    monkeypatch.setattr(file_contents, "_SETTLED_NS", -(10**18))
+    names, plain = list[str](), trainer.file_digest
+    monkeypatch.setattr(trainer, "file_digest", lambda path: names.append(path.name) or plain(path))
+    monkeypatch.setattr(trainer, "_SETTLED_NS", -(10**18))
     return names
 
 
@@ -100,13 +100,13 @@ def test_a_file_that_was_changed_a_moment_before_it_was_read_is_read_again(
     files: list[Path], read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    plain = file_contents.file_digest
-    monkeypatch.setattr(file_contents, "file_digest", lambda path: read.append(path.name) or plain(path))
+    plain = trainer.file_digest
+    monkeypatch.setattr(trainer, "file_digest", lambda path: read.append(path.name) or plain(path))
     contents = FileContents()
     contents.digest(files)
     contents.digest(files)
     assert len(read) == 6
-    monkeypatch.setattr(file_contents.time, "time_ns", lambda: files[0].stat().st_ctime_ns + 10**10)
+    monkeypatch.setattr(trainer.time, "time_ns", lambda: files[0].stat().st_ctime_ns + 10**10)
     contents.digest(files)
     contents.digest(files)
     assert len(read) == 9

@@ -7,9 +7,8 @@ import math
 import pytest
 
 from coordinator.reports.page import overview
-from coordinator.reports.page.open_round import open_round
 from coordinator.reports.page.overview import DAY_S, OwnCertificates, State
-from coordinator.reports.page.run_facts import headline, run_facts
+from coordinator.reports.page.run_facts import headline, open_round, run_facts
 from coordinator.reports.page.run_record import RunRecord
 from coordinator.reports.page.service_watch import Away, FollowedRun, Snapshot
 from fl_core.types.records import NO_BOUND
