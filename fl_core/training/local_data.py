@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import ConfigError, DataError
 from fl_core.training import optimizers
+from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
@@ -277,46 +278,3 @@ def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
 
 def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-
-
-# ---- torch.compile: of a model the features, which take the time -----------------------------------------------------
-
-BACKEND = "inductor"
-MOST_VERSIONS = 64
-"""Versions of one piece of code, for other models and shapes, in one process."""
-
-
-@contextmanager
-def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Let `features` of a model and of the modules in it run compiled inside, and as written again outside.
-
-    Methods call features and head apart, so that a compiled `forward` would not be used; it is compiled where no module
-    has features. Compiled code is kept by torch and found again in the next round.
-
-    Raises ConfigError (E-CFG-08) where this machine has no compiler, or torch cannot compile the model.
-    """
-    if not wanted:
-        yield
-        return
-    from torch._dynamo import config
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    with_features = [m for m in model.modules() if callable(getattr(type(m), "features", None))]
-    places = [(m, "features") for m in with_features] or [(model, "forward")]
-    for module, name in places:
-        setattr(module, name, torch.compile(getattr(module, name), backend=BACKEND))
-    try:
-        # Without these torch computes as written once it has compiled often, and says so in its log alone.
-        with config.patch(recompile_limit=MOST_VERSIONS, fail_on_recompile_limit_hit=True):
-            yield
-    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-        reason = str(error).strip().splitlines()[:1]
-        raise ConfigError(
-            "E-CFG-08",
-            f"expected a model and a machine that torch.compile can do, found {type(error).__name__} "
-            f"({reason[0][:200] if reason else 'no reason'}): install a C++ compiler (g++) there, or leave "
-            "train.compile out",
-        ) from error
-    finally:
-        for module, name in places:
-            delattr(module, name)

@@ -59,13 +59,13 @@ def test_a_key_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
             "data=digits federation=hospitals6 model=digits_cnn model.norm=none rounds=20 threads=1 train.momentum=0 "
             "train.weight_decay=1e-5 train.batch_size=32 train.epochs=1 method=fedavg train.lr=0.05",
             "",
-            "4fa95a6c45d6be454055",
+            "ab51c0fd4ac2738cc4ef",
         ),
         (
             "federation=p5c2 model=simple_cnn rounds=12 threads=1 personal=true train.augment=false train.momentum=0.9 "
             "train.weight_decay=1e-5 train.batch_size=8 train.epochs=1 method=fedavg train.lr=0.01",
             "images=cifar10-50-30",
-            "5566e2432a58c0ad212e",
+            "f8389fe406ebc48e5be8",
         ),
     ],
 )

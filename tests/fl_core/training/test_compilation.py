@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.training import local_data
-from fl_core.training.local_data import PlainLocalData, compiled
+from fl_core.training import compilation
+from fl_core.training.compilation import compiled
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, same, shares
@@ -44,7 +45,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run
 
     torch.compiler.reset()
-    monkeypatch.setattr(local_data, "BACKEND", backend)
+    monkeypatch.setattr(compilation, "BACKEND", backend)
     return noted
 
 
@@ -77,7 +78,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch: pytest.Mon
         raise RuntimeError("no compiler\nat /home/somebody")
 
     torch.compiler.reset()
-    monkeypatch.setattr(local_data, "BACKEND", backend)
+    monkeypatch.setattr(compilation, "BACKEND", backend)
     with pytest.raises(ConfigError, match=r"E-CFG-08.*g\+\+.*train\.compile") as caught:
         trained(replace(TRAIN, compile=True))
     assert "somebody" not in caught.value.message
@@ -86,7 +87,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch: pytest.Mon
 def test_more_versions_than_are_kept_are_an_error_and_no_silent_change_of_kernels(
     runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_data, "MOST_VERSIONS", 1)
+    monkeypatch.setattr(compilation, "MOST_VERSIONS", 1)
 
     class Net(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""Training in kernels of `torch.compile`: of a model the features, which take the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fl_core.errors import ConfigError
+
+BACKEND = "inductor"
+MOST_VERSIONS = 64
+"""Versions of one piece of code, for other models and shapes, in one process."""
+
+
+@contextmanager
+def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Let `features` of a model and of the modules in it run compiled inside, and as written again outside.
+
+    Methods call features and head apart, so that a compiled `forward` would not be used; it is compiled where no module
+    has features. Compiled code is kept by torch and found again in the next round.
+
+    Raises ConfigError (E-CFG-08) where this machine has no compiler, or torch cannot compile the model.
+    """
+    if not wanted:
+        yield
+        return
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    with_features = [m for m in model.modules() if callable(getattr(type(m), "features", None))]
+    places = [(m, "features") for m in with_features] or [(model, "forward")]
+    for module, name in places:
+        setattr(module, name, torch.compile(getattr(module, name), backend=BACKEND))
+    try:
+        # Without these torch computes as written once it has compiled often, and says so in its log alone.
+        with config.patch(recompile_limit=MOST_VERSIONS, fail_on_recompile_limit_hit=True):
+            yield
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        reason = str(error).strip().splitlines()[:1]
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a model and a machine that torch.compile can do, found {type(error).__name__} "
+            f"({reason[0][:200] if reason else 'no reason'}): install a C++ compiler (g++) there, or leave "
+            "train.compile out",
+        ) from error
+    finally:
+        for module, name in places:
+            delattr(module, name)
