@@ -6,30 +6,29 @@ None of these commands has a counterpart on the wire.
 from __future__ import annotations
 
 import getpass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fl_core.errors import ConfigError, StateError
+from privacy.accounting.accountant import replace_one
 from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger.ledger import Ledger
 from protos.console import print_json
 from silo.cli import console
+from silo.cli.console import OUT, show_rows
 from silo.cli.options import DataRootOption, HomeOption, JsonOption
+from silo.facts.leaving import Unprotected
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import UnprotectedUpdate
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
-from privacy.accounting.accountant import replace_one
-from privacy.ledger.ledger import Ledger
-from silo.cli.console import OUT, show_rows
-from silo.facts.leaving import Unprotected
 
 app = typer.Typer(no_args_is_help=True, help="The privacy ledger: what records were used for, and their budgets.")
 budget = typer.Typer(no_args_is_help=True, help="Budgets of collections of records.")

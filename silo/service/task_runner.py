@@ -28,7 +28,7 @@ from silo.service.response_timing import ResponseTiming
 from silo.service.task_queue import PreflightTask, Task, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
-from silo.training import evaluation_summary, preflight
+from silo.training import evaluation_summary
 from silo.training.hospital_controls import HospitalControls
 from silo.training.run_request import leaves_of, privacy_of
 from silo.training.trainer import PreparedRun, Trainer
@@ -100,7 +100,7 @@ class TaskRunner:
         run = self._admitted_run(preflight_task, digest)
         prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task))
         try:
-            preflight.require(prepared, self.outbox.objects.folder)
+            prepared.require_whole_run(self.outbox.objects.folder)
         except RefusedError as error:
             if run.private:
                 self.controls.record_refusal(key.run_id, error)

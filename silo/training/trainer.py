@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from blake3 import blake3
+from torch import nn
 
 from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
@@ -35,6 +40,7 @@ from privacy.accounting.record_config import round_to_two_digits
 from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.dp_sgd.class_sums import PrivacyUnits
+from protos.storage.digests import file_digest
 from protos.version import version
 from protos.wire.tasks import TaskKey
 from silo.connection.retry import CancelledError
@@ -44,12 +50,7 @@ from silo.training.hospital_controls import HospitalControls
 
 if TYPE_CHECKING:
     from privacy.ledger.run_ledger import RunLedger
-import time
-from collections.abc import Iterable
 
-from blake3 import blake3
-
-from protos.storage.digests import file_digest
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,14 @@ class DataSource:
         return self._nominal_size
 
 
+OBJECTS = 4
+"""Of a model's size on the disk at once: two bases, the update, the staged state."""
+
+
+def state_bytes(model: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in chain(model.parameters(), model.buffers()))
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
@@ -186,6 +195,23 @@ class PreparedRun:
     broadcast: Mapping[str, object]
     data_version: str
     device: torch.device
+
+    def require_whole_run(self, folder: Path) -> None:
+        """Raise RefusedError unless the whole run fits here: E-BUDGET-01, E-BUDGET-02 or E-RUN-38.
+
+        folder: where objects lie. Nothing is read of any record, charged or released.
+        """
+        if self.ledger is not None:
+            first = self.ledger.cached("class counts") is None
+            self.ledger.require(self.run.profile.charges(self.index, self.submits, first))
+        need = OBJECTS * state_bytes(self.runtime.model)
+        if shutil.disk_usage(folder).free < need:
+            raise RefusedError(
+                "E-RUN-38",
+                f"expected {memory.mib(need)} of free disk for the run's bases, update and state, found less: free "
+                "some where the silo's home lies, or choose a smaller model",
+            )
+        self.require_memory()
 
     @cached_property
     def step_memory(self) -> StepMemory:

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.lead_client import LeadClient
-from coordinator.reports.comparison import compare
+from coordinator.reports.comparison import ComparedRun, Comparison, compare, score_rows
 from coordinator.reports.page import exports, overview
-from coordinator.reports.page.comparison_facts import comparison_facts
-from coordinator.reports.page.overview import OwnCertificates
+from coordinator.reports.page.overview import OwnCertificates, State, run_state
 from coordinator.reports.page.run_facts import run_facts
+from coordinator.reports.page.run_record import TITLES, chart_of
 from coordinator.reports.page.service_watch import FollowedRun, ServiceWatch, Snapshot
 from fl_core.errors import ConfigError
+from privacy.reports.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.pki import certificates
 from protos.pki.identity import identity_of
 from protos.storage.private_files import Credentials
+from web.chart import Chart
 from web.site import Action, ChangedError, Download, MissingError, Parameters, Site, View
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -194,3 +196,69 @@ def _extend(client: LeadClient, form: Parameters) -> str:
         raise ConfigError("E-CFG-02", f"expected hours above 0, at most {_MOST_HOURS}, found {text[:20]!r}: correct it")
     info = client.extend(form["run"], hours)
     return f"Everybody who is awaited in the open round of {info.run_id} has {hours:g} hours more."
+
+
+# ---- the comparison of runs ------------------------------------------------------------------------------------------
+
+LETTERS = "ABCD"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One of the runs. letter: its name in charts and tables."""
+
+    letter: str
+    id: str
+    state: State
+    method: str
+    data: str
+    rounds: str
+    hospitals: int
+    bytes_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonFacts:
+    """Runs side by side. scores: (measure, a text for each run)   over: what these are means of."""
+
+    headline: str
+    columns: tuple[Column, ...]
+    differences: Mapping[str, tuple[str | None, ...]]
+    scores: tuple[tuple[str, tuple[str, ...]], ...]
+    over: str
+    charts: tuple[Chart, ...]
+    classes: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
+
+
+def comparison_facts(found: Comparison) -> ComparisonFacts:
+    return ComparisonFacts(
+        headline=found.standing.headline(dict(zip((run.id for run in found.runs), LETTERS, strict=False))),
+        columns=tuple(map(_column, LETTERS, found.runs)),
+        differences=found.differences,
+        scores=tuple((TITLES.get(measure, measure), texts) for measure, texts in score_rows(found)),
+        over=found.standing.over,
+        charts=tuple(_charts(found)),
+        classes=tuple(
+            (name, tuple(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes
+        ),
+        notes=tuple(f"{note[:1].upper()}{note[1:]}." for note in found.notes),
+    )
+
+
+def _column(letter: str, run: ComparedRun) -> Column:
+    info = run.info
+    rounds = f"{info.closed} of {info.rounds}"
+    state, hospitals = run_state(info.state), len(run.members)
+    return Column(letter, run.id, state, info.method, info.data, rounds, hospitals, info.bytes_up)
+
+
+def _charts(found: Comparison) -> list[Chart]:
+    charts = []
+    for measure in found.measures[:3]:
+        of_runs = zip(LETTERS, found.runs, strict=False)
+        curves = {letter: run.curves[measure] for letter, run in of_runs if measure in run.curves}
+        name = TITLES[measure]
+        if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves)) is not None:
+            charts.append(drawn)
+    return charts

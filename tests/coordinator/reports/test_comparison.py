@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.reports.comparison import BEHIND, COMPARED, MOST_RUNS, ComparedRun, Comparison, flatten, score_rows
 from coordinator.reports.comparison import compare as compare_runs
-from coordinator.reports.page.comparison_facts import comparison_facts
+from coordinator.reports.page.site import comparison_facts
 from fl_core.errors import ConfigError, ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import SPEC, detail, measured

@@ -21,7 +21,7 @@ from privacy.profiles.record import release_plan
 from privacy.profiles.silo import silo_releases
 from privacy.silo_dp.guard import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.training import preflight
+from silo.training import trainer
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first
@@ -183,7 +183,7 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
     reasons = {a.reason for a in answers(hospital)}
     assert len(reasons) == 1  # what is free at the hospital is not told
     monkeypatch.setattr(memory, "free_memory", lambda _: 1 << 30)
-    need = preflight.OBJECTS * preflight.state_bytes(built)
+    need = trainer.OBJECTS * trainer.state_bytes(built)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * need, 0, need - 1))
     ask(hospital)
     assert answered(hospital, 3).code == "E-RUN-38"
