@@ -180,11 +180,17 @@ class WebhookSender:
         return True
 
     def _noted(self, default: int) -> int:
-        try:
-            sent = json.loads(private_files.read_private(self._file)).get("sent")
-        except (OSError, ValueError, AttributeError, RecursionError, FederationError):
+        """Return the row that the file names; `default` without a file, and on one that is none, which is logged."""
+        if not self._file.exists():
             return default
-        return sent if type(sent) is int else default
+        try:
+            sent = json.loads(private_files.read_private(self._file))["sent"]
+            if type(sent) is not int:
+                raise TypeError
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, FederationError):
+            log.warning("%s does not say what was sent: messages begin with the next end of a run", self._file)
+            return default
+        return sent
 
     def _note(self, row: int) -> None:
         self._sent = row

@@ -137,6 +137,27 @@ def test_a_receiver_that_never_answers_does_not_keep_the_service_from_its_end(tm
         assert not any(thread.name == "webhook" for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("noted", ["", "[]", '{"sent": "7"}', '{"sent": true}', "[" * 100_000])
+def test_a_note_that_cannot_be_read_is_said_and_messages_begin_with_the_next_end(
+    tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture, noted: str
+) -> None:
+    caplog.set_level("WARNING", "coordinator.operations.webhook")
+    with running(tmp_path / "home", NAMES) as world:
+        ended(world, "told or not")
+        note = world.home / "webhook.json"
+        note.write_text(noted)
+        note.chmod(0o600)
+        sender = WebhookSender(
+            Webhook.of(receiver.url, key_file(tmp_path)), world.server.store.runs, world.home, "test"
+        )
+        sender.start()
+        last = ended(world, "last")
+        until(lambda: bool(receiver.got), "the next end")
+        sender.stop()
+        assert [json.loads(body)["run"] for body, _ in receiver.got] == [last]
+        assert "does not say what was sent" in caplog.text
+
+
 def test_a_restored_database_with_fewer_events_begins_at_its_newest(tmp_path: Path, receiver: Receiver) -> None:
     with running(tmp_path / "home", NAMES) as world:
         ended(world, "told before")
