@@ -224,16 +224,18 @@ def test_a_staged_round_is_answered_with_its_close(world: World) -> None:
         line.close()
 
 
-def test_a_refused_offer_is_seen_by_the_lead_with_its_reason(world: World) -> None:
-    run = world.submit(manifest(rounds=1, names=("north",)))
-    line = Line(world, "north", HELLO)
-    until(lambda: line.of("offer"), "an offer")
-    answer = pb.Answer(run_id=run.id, round=0, kind=pb.TRAIN, code="E-PRIV-09", reason="the policy says no")
-    line.say(answer=answer)
-    ended = world.ended(run.id)
-    assert "E-PRIV-09: the hospital refused: the policy says no" in ended.reason
-    assert [e.silo for e in world.server.store.runs.events(run.id, 0) if e.kind == "refused"] == ["north"]
-    line.close()
+def test_a_refused_offer_is_seen_by_the_lead_with_its_reason(tmp_path: Path) -> None:
+    unhurried = Settings(pulse_s=20.0, recycle_s=300)  # a line by hand does not come back once it counts as silent
+    with running(tmp_path / "home", NAMES, unhurried) as world:
+        run = world.submit(manifest(rounds=1, names=("north",)))
+        line = Line(world, "north", HELLO)
+        until(lambda: line.of("offer"), "an offer")
+        answer = pb.Answer(run_id=run.id, round=0, kind=pb.TRAIN, code="E-PRIV-09", reason="the policy says no")
+        line.say(answer=answer)
+        ended = world.ended(run.id)
+        assert "E-PRIV-09: the hospital refused: the policy says no" in ended.reason
+        assert [e.silo for e in world.server.store.runs.events(run.id, 0) if e.kind == "refused"] == ["north"]
+        line.close()
 
 
 def test_sessions_do_not_starve_other_calls(tmp_path: Path) -> None:
