@@ -12,10 +12,13 @@ import os
 import re
 import secrets
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+
+from fl_core.errors import ConfigError
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _LOCK = "hhqqi4x"
@@ -76,4 +79,7 @@ def _folder(ledger: Path) -> Iterator[int]:
 
 
 def _opened(ledger: Path) -> int:
+    """Open the ledger's folder; raises ConfigError (E-CFG-08) on a system without locks that follow a descriptor."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        raise ConfigError("E-CFG-08", f"expected Linux, whose locks a ledger needs, found {sys.platform}: use it there")
     return os.open(ledger.resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
