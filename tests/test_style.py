@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors.catalogue import EXPLANATIONS
+from protos.version import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("fl_core", "privacy", "protos", "web", "coordinator", "silo", "consilium")
 GENERATED = ROOT / "protos/consilium"
 SOURCES = sorted(p for pkg in PACKAGES for p in (ROOT / pkg).rglob("*.py") if not p.is_relative_to(GENERATED))
 

@@ -130,7 +130,7 @@ def _silo_info(silo: Silo, dispatcher: Dispatcher, now: float, policy: str, alar
         data=pb.DataOffer(**_shared_fields(silo.data, pb.DataOffer)),
         software=silo.software,
         policy_digest=policy,
-        alarm=alarm or dispatcher.last_word(silo.name).lstrip(", "),
+        alarm=alarm or dispatcher.last_word(silo.name),
     )
     if present is not None and not silo.revoked:
         info.MergeFrom(pb.SiloInfo(**_shared_fields(present[0], pb.SiloInfo)))

@@ -19,7 +19,7 @@ COMMANDS = {
     "authority": ("ca",),
     "leads": ("leads",),
     "operations.log": ("log",),
-    "runs": (*("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),),
+    "runs": ("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain"),
     "data": ("data",),
     "operations.doctor": ("doctor", "health"),

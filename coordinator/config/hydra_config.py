@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from coordinator.config.run_spec import AUTO, WEIGHTS, RunSpec
 from fl_core import datasets
 from fl_core.aggregation import options as aggregators
+from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
@@ -31,7 +32,6 @@ from privacy.profiles import PROFILES
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-from fl_core.datasets.table_schema import read_schema
 
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
 _NONE = "none"

@@ -123,7 +123,8 @@ class Dispatcher:
             if session.activity.activity == pb.TRAINING:
                 self._left_training.add(session.name)
         why = "" if session.error is None else f": {session.error}"
-        self._note(session.name, f"away{self.last_word(session.name)}{why}")
+        gone = f", {said}" if (said := self.last_word(session.name)) else ""
+        self._note(session.name, f"away{gone}{why}")
         self.changes.notify()
 
     def store_last_seen(self) -> None:
@@ -286,6 +287,8 @@ class Dispatcher:
         self.changes.notify()
 
     def announce_end(self, run: Run) -> None:
+        with self._lock:
+            self._software.pop(run.id, None)
         for name in run.members:
             self._send(name, run_ended(run))
         self.changes.notify()
@@ -318,7 +321,7 @@ class Dispatcher:
         """Say of a silo without a session that it went in the middle of training; empty where it did not."""
         with self._lock:
             gone = name in self._left_training and name not in self._sessions
-        return ", gone in the middle of training: the hospital's service or machine may have been ended" if gone else ""
+        return "gone in the middle of training: the hospital's service or machine may have been ended" if gone else ""
 
     def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
         """Show a refused call of a silo in the runs that wait for it, once per reason."""

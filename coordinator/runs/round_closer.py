@@ -243,7 +243,10 @@ class RoundCloser:
 
     def _where(self, name: str) -> str:
         offline = self._dispatcher.offline_for(name)
-        return "connected" if offline is None else f"offline {span(offline)}{self._dispatcher.last_word(name)}"
+        if offline is None:
+            return "connected"
+        said = self._dispatcher.last_word(name)
+        return f"offline {span(offline)}" + (f", {said}" if said else "")
 
     def _loss(self, lost: Awaited) -> str:
         return (

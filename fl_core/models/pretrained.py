@@ -116,7 +116,7 @@ def _from_torch(raw: bytes) -> Tensors:
             with zipfile.ZipFile(io.BytesIO(raw)) as parts:
                 packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist())
                 size = sum(part.file_size for part in parts.infolist())
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # the last: of a newer ZIP than it reads
             raise _UnsoundError(f"a damaged file ({error}): copy or write it again") from error
         if packed or size > MOST_BYTES:
             raise _UnsoundError("compressed parts, which torch.save never writes: save it again")

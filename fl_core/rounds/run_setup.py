@@ -184,7 +184,7 @@ class RunSetup:
             parallel,
             self.aggregator,
             exchange,
-            self.initial_norms(),
+            self.initial_norms() if isinstance(self.aggregator, aggregators.NormClipped) else {},
         )
 
     def initial_norms(self) -> dict[str, float]:

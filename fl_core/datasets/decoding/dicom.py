@@ -152,7 +152,7 @@ def _read(path: Path) -> _Frame:
     try:
         decoder = get_decoder(syntax)
         usable = bool(decoder.is_available)
-    except NotImplementedError:
+    except NotImplementedError:  # what pydicom raises of a syntax that it knows no decoder for
         usable = False
     if not usable:
         raise UnreadableError(

@@ -133,11 +133,11 @@ class FedCD(FedAvg):
                 "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
                 "server (the same rule, made by the server) or stale (under secure aggregation)",
             )
-        validate.one_of("E-CFG-02", self.name, acla=(self.acla, MODES))
+        validate.one_of("E-CFG-02", self.name, acla=(self.acla, ACLA_MODES))
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
-        return frozenset({PART}) if self.acla == "server" else frozenset()
+        return frozenset({HEAD_PART}) if self.acla == "server" else frozenset()
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
@@ -155,12 +155,12 @@ class FedCD(FedAvg):
 
     @property
     def sends(self) -> tuple[str, ...]:
-        return ("delta", PROTOTYPES) if self.acla == "fedavg" else ("delta", PART, PROTOTYPES)
+        return ("delta", PROTOTYPES) if self.acla == "fedavg" else ("delta", HEAD_PART, PROTOTYPES)
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
         """Weigh the head as its rule does."""
-        return {**super().part_rules, PART: rule(self.acla)}
+        return {**super().part_rules, HEAD_PART: head_rule(self.acla)}
 
     def shared(self, name: str) -> bool:
         return not name.startswith(("head.", "prototypes.")) and (name != HEAD or self.acla == "fedavg")
@@ -203,17 +203,17 @@ class FedCD(FedAvg):
         }
         if self.acla != "fedavg":
             known = Anchors(msg[PROTOTYPES]["p"], msg[PROTOTYPES]["known"] > 0)
-            bundle[PART] = outgoing(self.acla, moved[HEAD], trained[HEAD], known, counts)
+            bundle[HEAD_PART] = outgoing_head(self.acla, moved[HEAD], trained[HEAD], known, counts)
         return LocalResult(bundle, {PERSONAL_HEAD: {HEAD: trained[HEAD]}})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         w, after = server["w"], fine_grained.merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
         w = {**w, **tensor_maps.add(tensor_maps.select(w, self.shared), total["delta"].mean())}
         if self.acla != "fedavg":
-            w[HEAD] = merged(
+            w[HEAD] = merged_head(
                 self.acla,
                 w[HEAD],
-                total[PART],
+                total[HEAD_PART],
                 after["p"],
                 after["known"],
             )
@@ -463,38 +463,38 @@ def dkd(teacher: Tensor, student: Tensor, y: Tensor, xi: float) -> Tensor:
 
 # ---- adaptive class-level aggregation (section 3.6) ------------------------------------------------------------------
 
-MODES = ("server", "stale", "counts", "fedavg")
-PART = "fine"
+ACLA_MODES = ("server", "stale", "counts", "fedavg")
+HEAD_PART = "fine"
 HEAD = "fine.weight"
 
 
-def rule(mode: str) -> PartRule:
+def head_rule(mode: str) -> PartRule:
     """Say what a silo's weight of its head, or of a row of it, is."""
     found = {"server": Weighing.ONCE, "stale": Weighing.QUALITY}
     return PartRule(found.get(mode, Weighing.EXAMPLES))
 
 
-def shares(p: Tensor, phi: Tensor) -> Tensor:
+def head_shares(p: Tensor, phi: Tensor) -> Tensor:
     """Return s (CM,) of one head (CM, d) under prototypes (CM, d)."""
     return (p.double() @ phi.double().T).softmax(1).diagonal()
 
 
-def weights(s: Tensor) -> Tensor:
+def head_weights(s: Tensor) -> Tensor:
     """Return v (n, CM) from the silos' shares s (n, CM)."""
     return s.softmax(0)
 
 
-def outgoing(mode: str, moved: Tensor, phi: Tensor, received: Anchors, counts: Tensor) -> Part:
+def outgoing_head(mode: str, moved: Tensor, phi: Tensor, received: Anchors, counts: Tensor) -> Part:
     """Weigh what training changed in a head (CM, d); phi is the trained head, counts (CM,) the silo's examples."""
     if mode == "server":
         return Part.of({HEAD: moved})
     weight = counts
     if mode == "stale":
-        weight = torch.where(received.there, shares(received.points, phi).exp().float(), counts)
+        weight = torch.where(received.there, head_shares(received.points, phi).exp().float(), counts)
     return Part.of({HEAD: moved}, weight)
 
 
-def merged(mode: str, phi: Tensor, part: Part, p: Tensor, known: Tensor) -> Tensor:
+def merged_head(mode: str, phi: Tensor, part: Part, p: Tensor, known: Tensor) -> Tensor:
     """Return the head (CM, d) after a round; rows of weight 0, or under "server" without a prototype, stay.
 
     Under "server" the part holds one head per silo, (n, CM, d), and p, known are the merged prototypes.
@@ -504,6 +504,6 @@ def merged(mode: str, phi: Tensor, part: Part, p: Tensor, known: Tensor) -> Tens
     moved = part.total[HEAD].double()
     if not len(moved):
         return phi
-    v = weights(torch.stack([shares(p, phi.double() + change) for change in moved]))
+    v = head_weights(torch.stack([head_shares(p, phi.double() + change) for change in moved]))
     after = phi + (v.unsqueeze(2) * moved).sum(0).float()
     return torch.where(known.unsqueeze(1) > 0, after, phi)

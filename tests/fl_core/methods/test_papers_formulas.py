@@ -217,6 +217,6 @@ def test_fedcd_losses_are_the_papers(seed: int) -> None:
 def test_fedcd_head_is_merged_by_the_papers_rule(seed: int) -> None:
     phi, heads, p = drawn(seed, 6, 4).float(), drawn(seed + 9, 3, 6, 4).float(), drawn(seed + 99, 6, 4).float()
     part = Part({fedcd.HEAD: heads - phi}, torch.ones(3))
-    found = fedcd.merged("server", phi, part, p, torch.ones(6))
+    found = fedcd.merged_head("server", phi, part, p, torch.ones(6))
     wanted = torch.tensor(slow_class_level_mean(heads.tolist(), p.tolist()))
     assert torch.allclose(found, wanted, atol=1e-5)

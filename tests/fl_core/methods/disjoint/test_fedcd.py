@@ -68,7 +68,9 @@ def test_first_round_measures_the_silos_own_classes_and_leaves_out_missing_ones(
     assert part.weight.view(4, 3).sum(1).tolist() == [7, 7, 0, 0]
     assert float(part.total["p"].view(4, 3, 64)[2:].abs().sum()) == 0
     assert not msg[PROTOTYPES]["known"].any()
-    assert outcome.bundle[fedcd.PART].total[fedcd.HEAD].view(4, 3, 64)[2:].abs().sum() > 0  # negatives of the softmax
+    assert (
+        outcome.bundle[fedcd.HEAD_PART].total[fedcd.HEAD].view(4, 3, 64)[2:].abs().sum() > 0
+    )  # negatives of the softmax
 
 
 def test_a_class_that_becomes_known_later_is_clustered_then() -> None:
@@ -94,7 +96,7 @@ def test_without_hpc_prototypes_are_mean_features() -> None:
 
 
 def test_only_the_published_rule_shows_single_heads_to_the_server() -> None:
-    assert FedCD().unsummed_parts == {fedcd.PART}
+    assert FedCD().unsummed_parts == {fedcd.HEAD_PART}
     with pytest.raises(ConfigError, match="acla=stale"):
         capabilities.check_supported(FedCD(), [Capability.SECURE_AGGREGATION])
     for mode in ("stale", "counts", "fedavg"):
@@ -111,7 +113,7 @@ def test_every_rule_runs_with_partial_participation_and_moves_the_head(mode: str
     start = FedCD().init_server(fedcd_model(), FED)
     assert tensor_maps.all_finite(final["w"])
     assert not torch.equal(final["w"][fedcd.HEAD], start["w"][fedcd.HEAD])
-    assert (fedcd.PART in run.layout) == (mode != "fedavg")
+    assert (fedcd.HEAD_PART in run.layout) == (mode != "fedavg")
     assert (fedcd.HEAD in run.layout["delta"].shapes) == (mode == "fedavg")
     assert not any("head." in name for name in run.layout["delta"].shapes)
 
@@ -120,11 +122,11 @@ def test_counts_weigh_rows_by_the_silos_examples_and_stale_falls_back_to_them_in
     _, by_counts = played(FedCD(acla="counts"))
     _, stale = played(FedCD(acla="stale"))
     counts = by_counts.bundle[PROTOTYPES].weight
-    assert torch.equal(by_counts.bundle[fedcd.PART].weight, counts)
-    assert torch.equal(stale.bundle[fedcd.PART].weight, counts)
+    assert torch.equal(by_counts.bundle[fedcd.HEAD_PART].weight, counts)
+    assert torch.equal(stale.bundle[fedcd.HEAD_PART].weight, counts)
     server = FedCD(acla="stale").merge(FedCD().init_server(fedcd_model(), FED), stale.bundle, FED)
     _, later = played(FedCD(acla="stale"), 0, server, t=1)
-    weight = later.bundle[fedcd.PART].weight[server[PROTOTYPES]["known"] > 0]
+    weight = later.bundle[fedcd.HEAD_PART].weight[server[PROTOTYPES]["known"] > 0]
     assert bool(((weight > 1) & (weight < math.e)).all())
 
 
@@ -174,7 +176,7 @@ def test_the_personal_model_answers_with_the_head_that_was_trained() -> None:
     x = share.test.batch(torch.arange(7))[0]
     with torch.no_grad():
         z = model.eval().features(x)
-        moved = trained.bundle["delta" if method.acla == "fedavg" else fedcd.PART]
+        moved = trained.bundle["delta" if method.acla == "fedavg" else fedcd.HEAD_PART]
         assert bool(moved.weight.any())
         head = trained.state["personal head"]["fine.weight"]
         assert not torch.equal(head, msg["w"]["fine.weight"])

@@ -28,7 +28,7 @@ def double(*values: float) -> Tensor:
 
 def test_cd_1_weights_of_a_row() -> None:
     def v(*shares: float) -> list[float]:
-        return fedcd.weights(double(*shares).unsqueeze(1)).flatten().tolist()
+        return fedcd.head_weights(double(*shares).unsqueeze(1)).flatten().tolist()
 
     assert v(1, 0) == pytest.approx([0.731059, 0.268941], abs=1e-6)
     assert v(0.9, 0.6, 0.1) == pytest.approx([0.456590, 0.338250, 0.205159], abs=1e-6)
@@ -40,23 +40,23 @@ def test_cd_1_published_rule_exponentiates_shares() -> None:
     """Heads whose share at row 0 is nearly 1 and nearly 0 weigh .731059 and .268941."""
     p, phi = torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.zeros(2, 2)
     moved = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]]])
-    after = fedcd.merged("server", phi, Part({fedcd.HEAD: moved}, torch.ones(2)), p, torch.ones(2))
+    after = fedcd.merged_head("server", phi, Part({fedcd.HEAD: moved}, torch.ones(2)), p, torch.ones(2))
     assert float(after[0, 0]) == pytest.approx(0.731059 - 0.268941, abs=1e-6)
 
 
 def test_cd_1_equal_heads_weigh_the_same() -> None:
     phi, moved = torch.rand(6, 4), torch.rand(1, 6, 4)
     part = Part({fedcd.HEAD: moved.repeat(5, 1, 1)}, torch.ones(5))
-    after = fedcd.merged("server", phi, part, torch.rand(6, 4), torch.ones(6))
+    after = fedcd.merged_head("server", phi, part, torch.rand(6, 4), torch.ones(6))
     assert torch.allclose(after, phi + moved[0], atol=1e-6)
 
 
 def test_cd_2_linear_form_is_the_published_rule() -> None:
     s, phi = double(0.9, 0.6, 0.1), double(1, 0, 0, 1, 2, 2).view(3, 2)
-    published = (fedcd.weights(s.unsqueeze(1)) * phi).sum(0)
+    published = (fedcd.head_weights(s.unsqueeze(1)) * phi).sum(0)
     assert published.tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
     a, b, c = (Part.of({fedcd.HEAD: row.unsqueeze(0)}, e.exp().view(1)) for row, e in zip(phi, s, strict=True))
-    linear = fedcd.merged("stale", torch.zeros(1, 2), a + b + c, torch.zeros(1, 2), torch.ones(1))
+    linear = fedcd.merged_head("stale", torch.zeros(1, 2), a + b + c, torch.zeros(1, 2), torch.ones(1))
     assert linear[0].tolist() == pytest.approx([0.866909, 0.748569], abs=1e-6)
 
 
@@ -65,14 +65,14 @@ def test_cd_2_stale_equals_server_where_prototypes_stand_still() -> None:
     phi, p = torch.randn(6, 4, generator=draw), torch.randn(6, 4, generator=draw)
     heads = [phi + 0.3 * torch.randn(6, 4, generator=draw) for _ in range(3)]
     received = Anchors(p, torch.ones(6, dtype=torch.bool))
-    stale = [fedcd.outgoing("stale", h - phi, h, received, torch.zeros(6)) for h in heads]
-    each = [fedcd.outgoing("server", h - phi, h, received, torch.zeros(6)) for h in heads]
+    stale = [fedcd.outgoing_head("stale", h - phi, h, received, torch.zeros(6)) for h in heads]
+    each = [fedcd.outgoing_head("server", h - phi, h, received, torch.zeros(6)) for h in heads]
     stack = Part(
         {fedcd.HEAD: torch.stack([q.total[fedcd.HEAD] for q in each])},
         torch.ones(3),
     )
-    summed = fedcd.merged("stale", phi, stale[0] + stale[1] + stale[2], p, torch.ones(6))
-    single = fedcd.merged("server", phi, stack, p, torch.ones(6))
+    summed = fedcd.merged_head("stale", phi, stale[0] + stale[1] + stale[2], p, torch.ones(6))
+    single = fedcd.merged_head("server", phi, stack, p, torch.ones(6))
     by_hand = torch.zeros(6, 4)
     for j in range(6):  # the definition, row by row
         s = torch.stack([(p[j] @ h.T).softmax(0)[j] for h in heads])
