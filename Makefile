@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTO := protos/consilium/v1/federation.proto
-PACKAGES := consilium coordinator fl_core privacy protos silo web configs
+PACKAGES := consilium coordinator fl_core privacy protos service_core silo
 
 # Demo and tests start dozens of processes; without files of compiled code each would compile all of the project anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation.runner import Result
-from coordinator.simulation.sweep import in_processes
+from coordinator.simulate.runner import Result
+from coordinator.simulate.sweep import in_processes
 from fl_core import datasets
 from fl_core.errors import DataError
 from fl_core.types.records import judgements

@@ -14,7 +14,7 @@ extending.py   what methods, models, data sets and partitions of your own are ma
 testing/       what they owe, as functions for your own tests
 """
 
-from coordinator.simulation.python_api import Progress, Simulation, simulate
+from coordinator.simulate.python_api import Progress, Simulation, simulate
 from fl_core.errors import ConfigError, DataError, FederationError
 
 __all__ = ["ConfigError", "DataError", "FederationError", "Progress", "Simulation", "simulate"]

@@ -1,9 +1,9 @@
 """What methods, models, data sets and partitions of your own are made of: docs/extending says how."""
 
 from fl_core.datasets.augmentation import Augmentation
-from fl_core.datasets.own_data import ArrayData
-from fl_core.datasets.partition.own import OwnPartition
 from fl_core.errors import ConfigError, DataError
+from fl_core.extensions.user_data import ArrayData
+from fl_core.extensions.user_partition import OwnPartition
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import ModelOptions
 from fl_core.models.split_model import HeadOptions, SplitModel

@@ -8,6 +8,7 @@ simulation/   whole federations in one process or on Ray
 methods/      the algorithms, one file each, by family
 models/       the networks, one file per family
 datasets/     data by reference, readers of sources, how examples are divided among silos
+extensions/   methods, models, data sets and partitions of other distributions
 errors/       the error classes, and what each code means
 
 `converter` reads options, configurations, manifests and policies into dataclasses; `validate` has the checks of ranges;

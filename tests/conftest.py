@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos.tls.connect import require_tls13
+from service_core.tls.connect import require_tls13
 
 require_tls13()  # before anything imports gRPC
 

@@ -19,7 +19,7 @@ import yaml
 from benchmarks.paper import claims
 from coordinator.operations import metrics as coordinator_metrics
 from fl_core.errors.catalogue import page
-from protos.operations import metrics
+from service_core.operations import metrics
 from silo.operations import metrics as silo_metrics
 
 _METRICS_HEAD = """# Metrics

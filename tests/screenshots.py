@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from service_core.web.serve import PageServer
 from silo.page.site import HospitalPage
 from tests.support.chromium import Visit, chromium
 from tests.support.hospital_page import furnished
 from tests.support.lead_page import shown
 from tests.support.made_up_consortium import FEDAVG, FEDMR, WAITS, consortium
-from web.serve import PageServer
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pages"
 SCREENS = {

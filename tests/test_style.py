@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from fl_core.errors.catalogue import EXPLANATIONS
-from protos.version import PACKAGES
+from service_core.version import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "protos/consilium"
@@ -50,11 +49,10 @@ def test_every_folder_says_what_is_in_it_and_every_package_names_its_folders(pac
 
 
 def test_what_set_up_compiles_is_what_is_installed() -> None:
-    installed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
-        "include"
-    ]
+    (line,) = re.findall(r"^PACKAGES = (\(.*\))$", (ROOT / "setup.py").read_text(), re.MULTILINE)
+    installed = ast.literal_eval(line)
     (compiled,) = re.findall(r"^PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert sorted(compiled.split()) == sorted(name.removesuffix("*") for name in installed)
+    assert sorted(compiled.split()) == sorted(installed) == sorted(PACKAGES)
 
 
 def _codes(paths: list[Path]) -> set[str]:

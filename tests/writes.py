@@ -10,7 +10,7 @@ python -m tests.faults --writes [--every N] [--minutes M]   each N-th write; of 
 
 from __future__ import annotations
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from service_core.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
 silence_grpc_logs()
@@ -40,7 +40,7 @@ import torch  # noqa: E402
 
 from coordinator.api.server import CoordinatorServer  # noqa: E402
 from coordinator.config.hydra_config import compose_spec  # noqa: E402
-from coordinator.simulation import runner  # noqa: E402
+from coordinator.simulate import runner  # noqa: E402
 from coordinator.storage.records import RunState  # noqa: E402
 from coordinator.storage.store import Store as CoordinatorStore  # noqa: E402
 from fl_core import datasets  # noqa: E402
@@ -49,7 +49,7 @@ from fl_core.errors import FederationError, UnavailableError  # noqa: E402
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
 from privacy.ledger.registration import register  # noqa: E402
-from protos.storage.generation import read_only  # noqa: E402
+from service_core.storage.generation import read_only  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 from silo.storage.store import Store as SiloStore  # noqa: E402
 from tests.support.coordinator import COLLECTION, FAST, Site, World, enrolled  # noqa: E402

@@ -17,7 +17,7 @@ from privacy.audit import __main__ as program
 from privacy.audit import canaries, step_checks
 from privacy.audit.step_checks import Step
 from privacy.audit.training import Training
-from privacy.noise.sources import SeededNoise
+from privacy.mechanisms.noise.sources import SeededNoise
 
 HERE = Path(__file__).parent
 SEEDS, RUNS, SHORT = 5, 3000, 600

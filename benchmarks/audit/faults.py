@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fl_core import rng
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan
-from privacy.dp_sgd import class_sums, layer_gradients, per_sample_gradients, private_data
-from privacy.dp_sgd.draws import Draws
-from privacy.dp_sgd.per_sample_gradients import ClippedGradientEngine, Gradients, clipped, per_unit
-from privacy.dp_sgd.private_data import DpSgdLocalData
-from privacy.noise import grid, sources
-from privacy.noise.sources import NoiseSource, SeededNoise
+from privacy.mechanisms.noise import grid, sources
+from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
+from privacy.mechanisms.record import class_sums, layer_gradients, per_sample_gradients, private_data
+from privacy.mechanisms.record.draws import Draws
+from privacy.mechanisms.record.per_sample_gradients import ClippedGradientEngine, Gradients, clipped, per_unit
+from privacy.mechanisms.record.private_data import DpSgdLocalData
 
 OPEN = 1e12
 

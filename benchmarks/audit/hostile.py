@@ -16,7 +16,7 @@ import torch
 from benchmarks.audit.faults import FAULTS
 from privacy.audit import hostile
 from privacy.audit.worlds import measure
-from privacy.noise.sources import NoiseSource, SeededNoise
+from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
 HERE = Path(__file__).parent
 FAULT_OF: Mapping[str, str] = {

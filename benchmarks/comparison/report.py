@@ -15,7 +15,7 @@ from benchmarks.comparison import study
 from benchmarks.comparison.settings import CURVES, Comparison
 from benchmarks.comparison.study import Tuned
 from benchmarks.run_store import Run
-from privacy.reports.uncertainty import LAST
+from privacy.accounting.uncertainty import LAST
 
 
 def interval(gaps: Sequence[float]) -> tuple[float, float]:

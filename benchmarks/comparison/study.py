@@ -20,10 +20,10 @@ from benchmarks.paper import images
 from benchmarks.run_store import Run
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation import runner
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulate import runner
+from coordinator.simulate.engine import SimulationEngine
 from fl_core.errors import FederationError
-from privacy.reports.uncertainty import LAST
+from privacy.accounting.uncertainty import LAST
 
 DEAD = 0.0
 """The score of a run that ended in an error, such as updates that are no longer finite: it has no model."""

@@ -19,7 +19,7 @@ import math
 
 from scipy.special import ndtr, ndtri
 
-from privacy.silo_dp.config import analytic_noise
+from privacy.mechanisms.silo.config import analytic_noise
 
 
 def right(epsilon: float, delta: float) -> float:

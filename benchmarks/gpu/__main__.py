@@ -34,7 +34,7 @@ from fl_core.training.devices import choose_device
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
-    "tests/privacy/dp_sgd/test_devices.py",
+    "tests/privacy/mechanisms/record/test_devices.py",
     "tests/fl_core/training/test_devices.py",
     "tests/fl_core/simulation/test_scale.py",
     "tests/fl_core/test_rng.py",

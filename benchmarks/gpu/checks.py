@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulation import runner
-from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.runner import Result
+from coordinator.simulate import runner
+from coordinator.simulate.engine import SimulationEngine
+from coordinator.simulate.runner import Result
 from fl_core.rounds.run_setup import RunSetup
 
 BASE = ("data=digits", "federation=iid-4", "rounds=3", "train.max_steps=8", "seed=1", "threads=1")

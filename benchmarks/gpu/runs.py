@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.paper import images
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulation import runner
-from coordinator.simulation.checkpoints import Checkpoints
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulate import runner
+from coordinator.simulate.checkpoints import Checkpoints
+from coordinator.simulate.engine import SimulationEngine
 from fl_core import datasets
 from fl_core.rounds.engine import Observer
 from fl_core.training.devices import choose_device

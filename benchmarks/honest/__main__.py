@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.run_store import Run, complete, read, seeded
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation.runner import build_simulation
+from coordinator.simulate.runner import build_simulation
 from fl_core import rng
 from fl_core.aggregation.update_check import Measured, UpdateCheck
 from fl_core.errors import FederationError

@@ -5,7 +5,7 @@ python -m benchmarks.load --sessions 1000 --uploads 20 --strangers 2000 --minute
 
 from __future__ import annotations
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from service_core.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
 silence_grpc_logs()

@@ -12,10 +12,10 @@ import grpc
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
-from protos.pki import certificates
-from protos.storage import private_files
-from protos.storage.private_files import Credentials
 from protos.wire.channel_options import CLIENT_OPTIONS
+from service_core.pki import certificates
+from service_core.storage import private_files
+from service_core.storage.private_files import Credentials
 
 CONSORTIUM = "load"
 KEYS = "members.json"

@@ -21,7 +21,7 @@ from benchmarks.round_trip.models import workload
 from benchmarks.round_trip.processes import Processes, cpu_seconds, peak_mib, processes
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
-from coordinator.lead_client import ADDRESS_FILE, LeadClient
+from coordinator.lead.client import ADDRESS_FILE, LeadClient
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.wire import codec

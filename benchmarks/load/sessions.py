@@ -5,7 +5,7 @@ Pulses both ways, an answer to each offer, a session that is replaced when it is
 
 from __future__ import annotations
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from service_core.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
 silence_grpc_logs()
@@ -25,8 +25,8 @@ from benchmarks.load import home  # noqa: E402
 from benchmarks.load.talk import Message, attend, reason_of, say  # noqa: E402
 from protos.consilium.v1 import federation_pb2 as pb  # noqa: E402
 from protos.consilium.v1 import federation_pb2_grpc as rpc  # noqa: E402
-from protos.storage.private_files import Credentials  # noqa: E402
-from protos.version import PROTOCOL, software  # noqa: E402
+from service_core.storage.private_files import Credentials  # noqa: E402
+from service_core.version import PROTOCOL, software  # noqa: E402
 from silo.connection.retry import Backoff  # noqa: E402
 from silo.connection.session import MISSED_PULSES  # noqa: E402
 

@@ -5,7 +5,7 @@ Each goes through Open, Put and Commit as a silo does and checks its receipt; wh
 
 from __future__ import annotations
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from service_core.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
 silence_grpc_logs()
@@ -25,11 +25,11 @@ from benchmarks.load.talk import Message, attend, reason_of  # noqa: E402
 from fl_core.errors import UnavailableError  # noqa: E402
 from protos.consilium.v1 import federation_pb2 as pb  # noqa: E402
 from protos.consilium.v1 import federation_pb2_grpc as rpc  # noqa: E402
-from protos.storage.digests import file_digest  # noqa: E402
-from protos.storage.private_files import Credentials  # noqa: E402
 from protos.wire import receipts  # noqa: E402
 from protos.wire.chunks import read_chunks  # noqa: E402
 from protos.wire.tasks import FROM_WIRE, contribution_id  # noqa: E402
+from service_core.storage.digests import file_digest  # noqa: E402
+from service_core.storage.private_files import Credentials  # noqa: E402
 from silo.connection.retry import Backoff  # noqa: E402
 
 _CALL_S = 60.0

@@ -29,7 +29,7 @@ from benchmarks.paper import images, tables
 from benchmarks.paper.study import NewestState, runtime_and_tests, whole
 from benchmarks.run_store import seeded
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from fl_core.methods.building_blocks.fixed_classifier import adaptation
 from fl_core.types.clinical import macro_mean
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.paper.paper_metrics import rounds_to_target
 from benchmarks.run_store import Run
-from privacy.reports.uncertainty import LAST
+from privacy.accounting.uncertainty import LAST
 
 Reader = Callable[[Run, Run | None, int], float]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from benchmarks import run_store
 from benchmarks.paper import curves, report, study, tables
-from coordinator.simulation.checkpoints import Checkpoints
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulate.checkpoints import Checkpoints
+from coordinator.simulate.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError, FederationError
 from fl_core.suggest import suggest
 

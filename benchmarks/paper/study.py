@@ -16,8 +16,8 @@ from benchmarks.run_store import Run, seeded
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.manifest_builder import manifest_from, schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation import runner
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulate import runner
+from coordinator.simulate.engine import SimulationEngine
 from fl_core import datasets, rng
 from fl_core.datasets.partition.federations import HELD_OUT
 from fl_core.methods import METHODS, build_method

@@ -11,7 +11,7 @@ import json
 
 from benchmarks.poisoning.attacks import ATTACKS, BadSilo, with_bad_data
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation.runner import build_simulation
+from coordinator.simulate.runner import build_simulation
 from fl_core.aggregation.options import AGGREGATORS
 from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.rounds.run_setup import RunSetup

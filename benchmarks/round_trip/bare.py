@@ -6,7 +6,7 @@ round: every client reads `down` bytes as a stream and then sends `up` bytes as 
 
 from __future__ import annotations
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from service_core.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
 silence_grpc_logs()
@@ -25,9 +25,9 @@ import grpc  # noqa: E402
 
 from benchmarks.round_trip.processes import Processes, cpu_seconds  # noqa: E402
 from coordinator.pki.server_certificate import server_credentials  # noqa: E402
-from protos.pki.identity import Address  # noqa: E402
 from protos.wire.channel_options import SERVER_OPTIONS  # noqa: E402
 from protos.wire.chunks import CHUNK_BYTES  # noqa: E402
+from service_core.pki.identity import Address  # noqa: E402
 from silo.connection.channel import connect_with  # noqa: E402
 from silo.identity.identity import SiloIdentity  # noqa: E402
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 from benchmarks.round_trip.models import Workload
 from benchmarks.round_trip.processes import Processes, cpu_seconds, peak_mib
 from coordinator.config.hydra_config import compose_spec
-from coordinator.lead_client import LeadClient
+from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.storage.records import InvitationRow
 from coordinator.storage.store import Store

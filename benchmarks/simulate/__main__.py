@@ -16,7 +16,7 @@ from benchmarks import timing
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulation.runner import build_simulation
+from coordinator.simulate.runner import build_simulation
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports

@@ -27,7 +27,7 @@ from benchmarks.simulate.others import Other, cpu_seconds
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulation.runner import build_simulation
+from coordinator.simulate.runner import build_simulation
 from fl_core.rounds.engine import RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from fl_core.datasets.own_data import ArrayData, Split
+from fl_core.extensions.user_data import ArrayData, Split
 
 
 class Photos(ArrayData):

@@ -15,7 +15,7 @@ import torch
 from benchmarks import timing
 from benchmarks.steps.ways import Setting, ways
 from fl_core.training.devices import choose_device
-from privacy.dp_sgd import per_sample_gradients
+from privacy.mechanisms.record import per_sample_gradients
 
 SETTINGS = {
     "digits_cnn": Setting("digits_cnn", {}, (1, 8, 8), batch=96),

@@ -27,9 +27,9 @@ from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Examples, RoundContext, SgdOptions, State
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
-from privacy.dp_sgd import per_sample_gradients, private_data
-from privacy.dp_sgd.layer_gradients import conv_grad_sample
-from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.mechanisms.record import per_sample_gradients, private_data
+from privacy.mechanisms.record.layer_gradients import conv_grad_sample
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TURN = RoundContext(n_silos=10, n_classes=10, rounds=100, round=1, cohort=10).for_silo(silo=0, seed=0)

@@ -26,9 +26,9 @@ from fl_core import rng
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.converter import Option
+from fl_core.extensions import loading as extensions
 from fl_core.methods import build_method
 from fl_core.methods.fedavg import FedAvg
-from fl_core.rounds import extensions
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round

@@ -11,12 +11,12 @@ import torch
 
 from consilium.testing.cases import run_checks
 from fl_core.converter import Option
-from fl_core.datasets import own_data
-from fl_core.datasets.own_data import ArrayData
 from fl_core.datasets.partition.federations import Partitioner, federation_text, parse_federation
-from fl_core.datasets.partition.own import OwnPartition
+from fl_core.extensions import loading as extensions
+from fl_core.extensions import user_data as own_data
+from fl_core.extensions.user_data import ArrayData
+from fl_core.extensions.user_partition import OwnPartition
 from fl_core.models import ModelOptions, SplitModel, build_model, describe
-from fl_core.rounds import extensions
 from fl_core.types import tensor_maps
 from fl_core.types.records import Schema
 

@@ -16,8 +16,8 @@ import grpc
 from coordinator.storage.members import MemberStore
 from coordinator.storage.records import MembershipStatus
 from fl_core.errors import FederationError, RefusedError
-from protos.pki.certificates import utc_now
-from protos.pki.identity import Kind, PeerCertificate, peer_of
+from service_core.pki.certificates import utc_now
+from service_core.pki.identity import Kind, PeerCertificate, peer_of
 
 audit = logging.getLogger("consilium.audit")
 

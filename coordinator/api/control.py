@@ -23,7 +23,7 @@ from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from fl_core.types.clinical import METRICS_KINDS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.version import PROTOCOL
+from service_core.version import PROTOCOL
 
 log = logging.getLogger(__name__)
 _METHOD = "/consilium.v1.Control/Session"

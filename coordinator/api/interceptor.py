@@ -18,8 +18,8 @@ from coordinator.api.open_streams import OpenStreams
 from coordinator.operations.audit_trail import AuditTrail, Count, CountingContext
 from coordinator.operations.metrics import CoordinatorMetrics
 from fl_core.errors import FederationError, UnavailableError
-from protos.pki.identity import Kind
 from protos.wire import status
+from service_core.pki.identity import Kind
 
 log = logging.getLogger(__name__)
 

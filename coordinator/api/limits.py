@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 
 from fl_core.errors import ProtocolError, UnavailableError
-from protos.pki.identity import Kind, PeerCertificate
+from service_core.pki.identity import Kind, PeerCertificate
 
 audit = logging.getLogger("consilium.audit")
 _TABLE = 4096

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coordinator.api import accuracy
+from coordinator.lead import accuracy
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.round_closer import Waiting
 from coordinator.storage.records import Contribution, EventRow, RoundRow, Run, Silo
@@ -16,9 +16,9 @@ from coordinator.storage.store import Store
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from privacy import profiles
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import NO_NOISE, UNKNOWN, RunNoise
 from privacy.compiled_run import CompiledRun
-from privacy.reports import uncertainty
-from privacy.reports.uncertainty import NO_NOISE, UNKNOWN, RunNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TO_WIRE
 

@@ -18,7 +18,7 @@ from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import PeerCertificate
+from service_core.pki.identity import PeerCertificate
 
 log = logging.getLogger(__name__)
 

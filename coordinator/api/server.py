@@ -24,7 +24,7 @@ from coordinator.api.lead import BuildManifest, LeadService
 from coordinator.api.limits import Gate, Limits
 from coordinator.api.open_streams import OpenStreams
 from coordinator.api.transfer import TransferService
-from coordinator.lead_client import ADDRESS_FILE
+from coordinator.lead.client import ADDRESS_FILE
 from coordinator.operations.audit_trail import AuditTrail
 from coordinator.operations.health import HealthService, Readiness
 from coordinator.operations.metrics import CoordinatorMetrics
@@ -40,13 +40,13 @@ from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.operations import checks
-from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
-from protos.pki.identity import Address
-from protos.storage import private_files
-from protos.storage.object_store import ObjectStore
-from protos.version import PROTOCOL, software
 from protos.wire.channel_options import SERVER_OPTIONS
+from service_core.operations import checks
+from service_core.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
+from service_core.pki.identity import Address
+from service_core.storage import private_files
+from service_core.storage.object_store import ObjectStore
+from service_core.version import PROTOCOL, software
 
 log = logging.getLogger(__name__)
 _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")

@@ -30,15 +30,15 @@ from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, StateEr
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki.identity import Kind, PeerCertificate
-from protos.storage import disk
-from protos.storage.digests import file_digest
-from protos.storage.object_store import ObjectStore
-from protos.storage.partial_file import open_partial
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
+from service_core.pki.identity import Kind, PeerCertificate
+from service_core.storage import disk
+from service_core.storage.digests import file_digest
+from service_core.storage.object_store import ObjectStore
+from service_core.storage.partial_file import open_partial
 
 log = logging.getLogger(__name__)
 Chunks: TypeAlias = Generator[pb.Chunk, None, None]

@@ -9,19 +9,19 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import CaPassphraseEnv, CaPassphraseFile, Home, Json, home_of, use_passphrase
+from coordinator.lead import console
 from coordinator.pki import offline_authority
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.pki.passphrase import PassphraseSource
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
-from protos.console import print_json
-from protos.pki.identity import certificate_fingerprint, colons
-from protos.pki.offline_signing import Admission, SigningRequest
-from protos.pki.roster import Roster
-from protos.storage import private_files
+from service_core.console import print_json
+from service_core.pki.identity import certificate_fingerprint, colons
+from service_core.pki.offline_signing import Admission, SigningRequest
+from service_core.pki.roster import Roster
+from service_core.storage import private_files
 
 Out = Annotated[Path | None, typer.Option(help="Where to write; default NAME.admission or roster.admission here.")]
 

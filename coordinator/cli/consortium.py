@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import (
     CaPassphraseEnv,
     CaPassphraseFile,
@@ -24,19 +23,20 @@ from coordinator.cli.options import (
     home_of,
     use_passphrase,
 )
-from coordinator.lead_client import MAIN_LEAD
+from coordinator.lead import console
+from coordinator.lead.client import MAIN_LEAD
 from coordinator.pki import passphrase
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
-from protos import startup
-from protos.console import local_time, print_json
-from protos.operations import checks, logs
-from protos.operations.exit_status import ShutdownSignals
-from protos.operations.notify import READY, STOPPING, notify
-from protos.pki.identity import check_name, colons
-from protos.storage import private_files
+from service_core import startup
+from service_core.console import local_time, print_json
+from service_core.operations import checks, logs
+from service_core.operations.exit_status import ShutdownSignals
+from service_core.operations.notify import READY, STOPPING, notify
+from service_core.pki.identity import check_name, colons
+from service_core.storage import private_files
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -151,7 +151,7 @@ def serve(
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     startup.end_on_interrupt()
-    from protos.operations.metrics_endpoint import LoopbackAddress
+    from service_core.operations.metrics_endpoint import LoopbackAddress
 
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
     from coordinator.operations.webhook import Webhook, WebhookSender
@@ -159,7 +159,7 @@ def serve(
     told = None if webhook is None else Webhook.of(webhook, webhook_key)
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import build_manifest
-    from fl_core.rounds import extensions
+    from fl_core.extensions import loading as extensions
 
     place = home_of(home)
     checks.host_and_port(bind)

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import Json
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import partition_plot
-from protos.console import make_table, print_json
+from coordinator.lead import console
+from coordinator.simulate import partition_plot
+from service_core.console import make_table, print_json
 
 data = typer.Typer(no_args_is_help=True, help="Look at data before a run.")
 data.callback()(lambda: None)

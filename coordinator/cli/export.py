@@ -12,10 +12,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from coordinator.api import accuracy
-from coordinator.console import aggregator_text, private_form, software_text
-from coordinator.export import portable
-from coordinator.reports.start import started_from
+from coordinator.lead import accuracy, portable
+from coordinator.lead.console import aggregator_text, private_form, software_text
+from coordinator.lead.start import started_from
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods.traits import Traits
 from fl_core.rounds.manifest import RunManifest
@@ -23,13 +22,13 @@ from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.records import judgements
 from privacy import profiles
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise
 from privacy.compiled_run import CompiledRun
-from privacy.reports import uncertainty
-from privacy.reports.uncertainty import NOTHING, Estimate, EvaluationNoise
-from protos import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import printable
 from protos.wire.codec import read_state
+from service_core import clinical_report
+from service_core.console import printable
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import CaPassphraseEnv, CaPassphraseFile, Home, Json, home_of, use_passphrase
+from coordinator.lead import console
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.storage.records import Lead
 from coordinator.storage.store import Store
-from protos.console import local_time, make_table, print_json
+from service_core.console import local_time, make_table, print_json
 
 leads = typer.Typer(help="The leads of the consortium: list, add, renew, revoke. Without a command: list.")
 Name = Annotated[str, typer.Argument(help="The lead's name in the consortium.")]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protos import startup
+from service_core import startup
 
 if TYPE_CHECKING:
     import typer
@@ -38,7 +38,7 @@ def build(words: list[str]) -> typer.Typer:
     """Make the application with the command that is called; for the help with the names of all of them."""
     import typer
 
-    from protos.command_line import version_option
+    from service_core.command_line import version_option
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -63,7 +63,7 @@ def build(words: list[str]) -> typer.Typer:
             app.command(name=command)(found)
     if wanted not in READING:
         from coordinator.cli.options import home_of
-        from protos.audit_log.local_commands import record_commands
+        from service_core.audit_log.local_commands import record_commands
 
         record_commands(app, READING, home_of)
     return app
@@ -92,10 +92,10 @@ def main() -> None:
     import gc
     import logging
 
-    from protos.command_line import command_words, made_command
-    from protos.console import PrintableFormatter
-    from protos.operations.exit_status import status_of
-    from protos.tls.connect import require_tls13, silence_grpc_logs
+    from service_core.command_line import command_words, made_command
+    from service_core.console import PrintableFormatter
+    from service_core.operations.exit_status import status_of
+    from service_core.tls.connect import require_tls13, silence_grpc_logs
 
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PrintableFormatter())

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from protos.operations.logs import VARIABLE, LogFormat
+from service_core.operations.logs import VARIABLE, LogFormat
 
 HOME_ENV = "CONSILIUM_COORDINATOR_HOME"
 

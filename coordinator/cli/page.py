@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
-from coordinator.lead_client import LEAD_ENV, LeadClient, credentials_of
-from protos.console import print_json
-from protos.operations.exit_status import ShutdownSignals
+from coordinator.lead import console
+from coordinator.lead.client import LEAD_ENV, LeadClient, credentials_of
+from service_core.console import print_json
+from service_core.operations.exit_status import ShutdownSignals
 
 _FILE = "opened-page.html"
 
@@ -38,11 +38,11 @@ def page(
     the last answers where the service is away. Only this user of this machine reaches it, through a link that works
     once; the file always holds a fresh one. Everything that its buttons do is a command, too.
     """
-    from coordinator.reports.page.exports import Exporter
-    from coordinator.reports.page.service_watch import ServiceWatch
-    from coordinator.reports.page.site import LeadPage, own_certificates
-    from web.browser import open_file
-    from web.serve import PageServer
+    from coordinator.lead.page.exports import Exporter
+    from coordinator.lead.page.service_watch import ServiceWatch
+    from coordinator.lead.page.site import LeadPage, own_certificates
+    from service_core.web.browser import open_file
+    from service_core.web.serve import PageServer
 
     place = home_of(home)
     own, consortium = own_certificates(credentials_of(place))

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
+from coordinator.lead import console
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
-from protos.console import make_table, print_json
+from service_core.console import make_table, print_json
 
 _FACTS = ("hospital", "size", "q", "steps", "rounds")
 _NUMBERS = {
@@ -57,8 +57,8 @@ def preview(
     Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
     """
     from coordinator.config import weights
+    from privacy.accounting.projection import preview
     from privacy.compiled_run import CompiledRun
-    from privacy.reports.projection import preview
 
     spec = weights.without_file(compose_spec(overrides or []))
     if sizes is not None and online:
@@ -100,14 +100,14 @@ def _given(spec: RunSpec, sizes: str) -> RunManifest:
 
 
 def _simulated(spec: RunSpec, data_root: Path | None) -> RunManifest:
-    from coordinator.simulation.runner import build_simulation
+    from coordinator.simulate.runner import build_simulation
 
     return build_simulation(replace(spec, silos=None), data_root)[0]
 
 
 def _online(spec: RunSpec, home: Path | None) -> RunManifest:
     from coordinator.config.manifest_builder import build_manifest
-    from coordinator.lead_client import LeadClient
+    from coordinator.lead.client import LeadClient
 
     with closing(LeadClient.open(home_of(home))) as client:
         return build_manifest(spec.to_json(), list(client.silos().silos))

@@ -9,18 +9,17 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
-from coordinator.lead_client import LeadClient
-from coordinator.reports import run_log
-from coordinator.reports.comparison import COMPARED, MOST_RUNS, ComparedRun, Comparison, score_rows
-from coordinator.reports.comparison import compare as compare_runs
-from coordinator.reports.curves import MEASURES, Scores
-from coordinator.reports.run_log import RunLine
+from coordinator.lead import console, run_log
+from coordinator.lead.client import LeadClient
+from coordinator.lead.comparison import COMPARED, MOST_RUNS, ComparedRun, Comparison, score_rows
+from coordinator.lead.comparison import compare as compare_runs
+from coordinator.lead.curves import MEASURES, Scores
+from coordinator.lead.run_log import RunLine
 from fl_core.errors import ConfigError
-from privacy.reports.uncertainty import NOTHING, Estimate
+from privacy.accounting.uncertainty import NOTHING, Estimate
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import local_time, make_table, print_json, printable
+from service_core.console import local_time, make_table, print_json, printable
 
 Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `latest`.")]
 _VALUE_CHARS = 60
@@ -62,7 +61,7 @@ def plot(
     as_json: Json = False,
 ) -> None:
     """Draw the curves of runs into one picture. What noise hides is a gap."""
-    from coordinator.reports import plots
+    from coordinator.lead import plots
 
     drawn = plots.plot(_details(home, runs), measure or (), out)
     if as_json:

@@ -12,23 +12,23 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import Json, Trackers
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulation import runner
-from coordinator.simulation.checkpoints import EVERY
-from coordinator.simulation.engine import SimulationEngine
-from coordinator.simulation.job import SimulationJob
-from coordinator.simulation.results import left_out
-from coordinator.simulation.sweep import SweepTable, combinations, is_sweep, sweep, swept
+from coordinator.lead import console
+from coordinator.simulate import runner
+from coordinator.simulate.checkpoints import EVERY
+from coordinator.simulate.engine import SimulationEngine
+from coordinator.simulate.job import SimulationJob
+from coordinator.simulate.results import left_out
+from coordinator.simulate.sweep import SweepTable, combinations, is_sweep, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
+from fl_core.extensions import loading as extensions
 from fl_core.methods import METHODS
 from fl_core.methods.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from fl_core.models import MODELS, ModelFacts, describe
-from fl_core.rounds import extensions
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
@@ -36,9 +36,9 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord, judgements
 from fl_core.types.values import State
 from privacy import profiles
-from privacy.reports import uncertainty
-from protos import clinical_report
-from protos.console import make_table, print_json, span
+from privacy.accounting import uncertainty
+from service_core import clinical_report
+from service_core.console import make_table, print_json, span
 
 
 class _RoundPrinter(Observer):

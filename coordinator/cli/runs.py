@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator import console
-from coordinator.api import accuracy
 from coordinator.cli.options import Extensions, Home, Json, Trackers, home_of
-from coordinator.lead_client import LeadClient
-from coordinator.reports.start import start_json, started_from
+from coordinator.lead import accuracy, console
+from coordinator.lead.client import LeadClient
+from coordinator.lead.start import start_json, started_from
 from fl_core.errors import ConfigError
 from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import counted, local_time, make_table, print_json
+from service_core.console import counted, local_time, make_table, print_json
 
 if TYPE_CHECKING:
-    from coordinator.reports.trackers import Tracking
+    from coordinator.lead.trackers import Tracking
 
 _NAMED = 20
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
@@ -105,7 +104,7 @@ def watch(
     as_json: Json = False,
 ) -> None:
     """Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told again."""
-    from coordinator.reports.trackers import Tracking, open_tracker
+    from coordinator.lead.trackers import Tracking, open_tracker
 
     with _client(home) as client:
         info = client.show(run).info
@@ -280,8 +279,8 @@ def export(
 ) -> None:
     """Write a run's newest model as safetensors, with a model card; with --format also for other programs."""
     from coordinator.cli.export import check_detail, export_model, state_limit
-    from coordinator.export import portable
-    from fl_core.rounds import extensions
+    from coordinator.lead import portable
+    from fl_core.extensions import loading as extensions
 
     extensions.load_distributions(extension)
     more = [name for name in formats or () if name != "safetensors"]

@@ -6,12 +6,11 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
@@ -23,9 +22,9 @@ from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError
+from fl_core.extensions import loading as extensions
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
-from fl_core.rounds import extensions
 from fl_core.suggest import suggest
 from fl_core.types.records import TrainConfig
 from privacy.profiles import PROFILES
@@ -33,6 +32,9 @@ from privacy.profiles import PROFILES
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_PACKAGE = Path(__file__).parents[1]
+CONFIGS = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
+"""The files that Hydra composes: inside the package in a wheel, beside it in a checkout."""
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
 _NONE = "none"
 _LARGE_SIDE = 64
@@ -108,7 +110,7 @@ def _options(kind: object) -> dict[str, object]:
 
 def choices(group: str, config_dir: Path | None = None) -> list[str]:
     """List what a group can be set to; config_dir: a folder of the user's own with files for the same groups."""
-    folders = [resources.files("configs") / group, *([config_dir / group] if config_dir else [])]
+    folders = [CONFIGS / group, *([config_dir / group] if config_dir else [])]
     files = {file.name for folder in folders if folder.is_dir() for file in folder.iterdir()}
     stored = {name for name in ConfigStore.instance().repo.get(group, {}) if not name.startswith(_OWN)}
     return sorted(name.removesuffix(".yaml") for name in files | stored)
@@ -119,7 +121,7 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
 
     `+key=value` adds a key that the composed files do not have; RunSpec must know it. config_dir: a folder with the
     user's own files, laid out as `configs/` (DIR/experiment/mine.yaml: experiment=mine), under names of their own.
-    A method, a model, data or a federation may also be an extension (`fl_core.rounds.extensions`), which is imported:
+    A method, a model, data or a federation may also be an extension (`fl_core.extensions.loading`), which is imported:
     these are words of somebody who sits at this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a
     key or a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid
     word; as `extensions.load`.
@@ -223,7 +225,7 @@ def _side(data: Mapping[str, object]) -> int:
 
 def _compose(root: str, words: Sequence[str], config_dir: Path | None) -> Mapping[str, object]:
     GlobalHydra.instance().clear()
-    with initialize_config_module("configs", version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         raw = OmegaConf.to_container(compose(root, overrides=[*words, *_search_path(config_dir)]), resolve=True)
     assert isinstance(raw, dict)
     return {str(k): v for k, v in raw.items()}

@@ -12,10 +12,11 @@ from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, shown, structure
 from fl_core.errors import ConfigError
+from fl_core.extensions import loading as extensions
+from fl_core.extensions.loading import Extension
 from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
-from fl_core.rounds import capabilities, extensions
-from fl_core.rounds.extensions import Extension
+from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
@@ -27,7 +28,7 @@ from fl_core.types.records import Schema
 from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.version import version
+from service_core.version import version
 
 IMAGES = {"folder", "manifest"}
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""

@@ -9,13 +9,13 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 
-from coordinator import console
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, free_port
 from coordinator.demo.report import report
 from coordinator.demo.tables import PLAIN, PRIVATE, REPAIRED
-from coordinator.lead_client import LeadClient
+from coordinator.lead import console
+from coordinator.lead.client import LeadClient
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb

@@ -9,18 +9,17 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from coordinator import console
-from coordinator.api import accuracy
 from coordinator.demo import tables
 from coordinator.demo.budgets import Spending
 from coordinator.demo.tables import LABELS, MILESTONE, PLAIN, PRIVATE, REPAIRED, SHORT, ResultTable
+from coordinator.lead import accuracy, console
 from fl_core.errors.extras import require
 from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import make_table, print_json
-from web.browser import open_file
-from web.chart import Chart, Series
-from web.rendering import make_environment
+from service_core.console import make_table, print_json
+from service_core.web.browser import open_file
+from service_core.web.chart import Chart, Series
+from service_core.web.rendering import make_environment
 
 COLOURS = {PLAIN: "#8a8a8a", REPAIRED: "#0b6e4f", PRIVATE: "#b5562b"}
 
@@ -138,7 +137,7 @@ def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 _FOLDER = Path(__file__).parent / "templates"
-_STYLE = Path(__file__).parents[2] / "web/static/page.css"
+_STYLE = Path(__file__).parents[2] / "service_core/web/static/page.css"
 
 
 def write_page(

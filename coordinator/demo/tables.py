@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from coordinator import console
-from coordinator.api import accuracy
 from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
+from coordinator.lead import accuracy, console
 from fl_core.types.records import judgements
-from privacy.reports.uncertainty import Estimate
+from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import span
+from service_core.console import span
 
 PLAIN, REPAIRED, PRIVATE = "fedavg", "fedgela", "fedgela-private"
 """The runs: FedAvg, a method made for hospitals that lack classes, and that under differential privacy."""

@@ -11,12 +11,12 @@ from typing import Any
 
 from coordinator.pki.server_certificate import ServerCertificate
 from fl_core.errors import FederationError
-from protos.audit_log.heads import SignedHead
-from protos.audit_log.lines import ALLOWED, REFUSED, Entry
-from protos.audit_log.log import FOLDER, AuditLog
-from protos.audit_log.recorder import Recorder
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import Identity, Kind, peer_of
+from protos.wire import log_heads
+from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
+from service_core.audit_log.log import FOLDER, AuditLog
+from service_core.audit_log.recorder import Recorder
+from service_core.pki.identity import Identity, Kind, peer_of
 
 log = logging.getLogger(__name__)
 _SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id")
@@ -90,7 +90,7 @@ class AuditTrail:
         if isinstance(request, pb.OpenRequest) and request.HasField("log_head"):
             who = peer_of(context.auth_context()).identity.uri
             try:
-                head = SignedHead.of_message(request.log_head, who, self.certificate.current().ca_pem)
+                head = log_heads.of_message(request.log_head, who, self.certificate.current().ca_pem)
                 if wrong := self.recorder.keep(head):
                     log.warning("E-STATE-80: %s", wrong)
             except FederationError as error:
@@ -99,7 +99,7 @@ class AuditTrail:
         if isinstance(receipt, pb.Receipt):
             own = self.recorder.signed_head(self.certificate.current())
             if own is not None:
-                receipt.log_head.CopyFrom(own.message())
+                receipt.log_head.CopyFrom(log_heads.to_message(own))
             self.recorder.record(
                 Entry(
                     receipt.silo, "update taken", f"run={receipt.run_id} round={receipt.round + 1}", bytes=receipt.size

@@ -14,8 +14,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.api.authorization import Context
-from protos.operations.health import Answer, about
-from protos.storage import disk
+from service_core.operations.health import Answer, about
+from service_core.storage import disk
 
 PROBLEMS = ("database", "disk", "scheduler", "maintenance", "stopping")
 """The words for what keeps the service from its work."""

@@ -12,10 +12,10 @@ from prometheus_client.metrics_core import Metric
 from coordinator.operations.health import PROBLEMS, Readiness
 from coordinator.storage.records import RoundRow, RunState
 from fl_core.types.enums import TaskKind
-from protos.operations import metrics
-from protos.operations.metrics import Family, Snapshot
-from protos.pki.identity import Kind
-from protos.storage.private_files import Credentials
+from service_core.operations import metrics
+from service_core.operations.metrics import Family, Snapshot
+from service_core.pki.identity import Kind
+from service_core.storage.private_files import Credentials
 
 if TYPE_CHECKING:
     from coordinator.runs.dispatcher import Dispatcher

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from coordinator.storage.records import EndedEvent
 from coordinator.storage.runs import RunStore
 from fl_core.errors import ConfigError, FederationError
-from protos.storage import private_files
+from service_core.storage import private_files
 
 log = logging.getLogger(__name__)
 STATE_FILE = "webhook.json"

@@ -19,13 +19,21 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.pki import passphrase
 from fl_core.errors import RefusedError, StateError
-from protos.pki import certificates
-from protos.pki.certificates import Clock, utc_now
-from protos.pki.identity import Address, Identity, Kind, certificate_fingerprint, check_name, identity_of, serial_of
-from protos.pki.invitation import InvitationToken
-from protos.pki.roster import Member, Revocation, Roster, SignedRoster
-from protos.storage import private_files
-from protos.storage.private_files import Credentials
+from service_core.pki import certificates
+from service_core.pki.certificates import Clock, utc_now
+from service_core.pki.identity import (
+    Address,
+    Identity,
+    Kind,
+    certificate_fingerprint,
+    check_name,
+    identity_of,
+    serial_of,
+)
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.roster import Member, Revocation, Roster, SignedRoster
+from service_core.storage import private_files
+from service_core.storage.private_files import Credentials
 
 FOLDER = "pki"
 

@@ -9,9 +9,9 @@ from coordinator.pki.authority import Authority
 from coordinator.storage.records import Lead
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, FederationError
-from protos.pki.certificates import Clock, utc_now
-from protos.pki.identity import Kind, check_name, identity_of
-from protos.storage import private_files
+from service_core.pki.certificates import Clock, utc_now
+from service_core.pki.identity import Kind, check_name, identity_of
+from service_core.storage import private_files
 
 
 @dataclass(frozen=True, slots=True)

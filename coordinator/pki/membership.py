@@ -15,10 +15,10 @@ from coordinator.storage.store import Store
 from coordinator.storage.succession import CLOCK_SKEW_S
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki import certificates
-from protos.pki.certificates import Clock, utc_now
-from protos.pki.identity import PeerCertificate, check_name, identity_of
-from protos.pki.roster import Member, RenewalLink, SignedRoster, renewal_link
+from service_core.pki import certificates
+from service_core.pki.certificates import Clock, utc_now
+from service_core.pki.identity import PeerCertificate, check_name, identity_of
+from service_core.pki.roster import Member, RenewalLink, SignedRoster, renewal_link
 
 log = logging.getLogger(__name__)
 _KEPT_PROOFS = 32

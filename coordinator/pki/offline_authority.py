@@ -12,9 +12,9 @@ from coordinator.pki.membership import Membership
 from coordinator.storage.records import Certificate
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
-from protos.pki.identity import certificate_fingerprint, colons, identity_of
-from protos.pki.offline_signing import Admission, SigningRequest
-from protos.pki.roster import Member, Roster, SignedRoster
+from service_core.pki.identity import certificate_fingerprint, colons, identity_of
+from service_core.pki.offline_signing import Admission, SigningRequest
+from service_core.pki.roster import Member, Roster, SignedRoster
 
 
 def sign(authority: Authority, members: Membership, name: str, request: SigningRequest) -> Admission:

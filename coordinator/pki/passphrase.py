@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import ConfigError, StateError
-from protos.pki import certificates
-from protos.storage import private_files
+from service_core.pki import certificates
+from service_core.storage import private_files
 
 SHORTEST = 12
 

@@ -13,10 +13,10 @@ import grpc
 
 from coordinator.pki.authority import FOLDER, Authority
 from fl_core.errors import FederationError
-from protos.pki import certificates
-from protos.pki.certificates import Clock, utc_now
-from protos.pki.identity import identity_of
-from protos.storage.private_files import Credentials
+from service_core.pki import certificates
+from service_core.pki.certificates import Clock, utc_now
+from service_core.pki.identity import identity_of
+from service_core.storage.private_files import Credentials
 
 log = logging.getLogger(__name__)
 _RENEW_AFTER = 2 / 3

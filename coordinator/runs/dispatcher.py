@@ -18,9 +18,9 @@ from coordinator.storage.records import RoundRow, Run, RunState
 from coordinator.storage.store import Store
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import PeerCertificate
-from protos.version import software
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
+from service_core.pki.identity import PeerCertificate
+from service_core.version import software
 
 log = logging.getLogger(__name__)
 _CODE = re.compile(r"E-[A-Z]+-\d\d")

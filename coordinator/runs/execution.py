@@ -33,8 +33,8 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.object_store import ObjectStore
 from protos.wire.codec import read_state
+from service_core.storage.object_store import ObjectStore
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,7 @@ from fl_core.rounds.closing import Attendance, Awaited, ClosingRule, Decision, V
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part
-from protos.console import span
+from service_core.console import span
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.2

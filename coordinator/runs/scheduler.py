@@ -30,8 +30,8 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
-from protos.storage.object_store import ObjectStore
 from protos.wire.codec import read_state
+from service_core.storage.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import PeerCertificate
+from service_core.pki.identity import PeerCertificate
 
 _RUN_CHARS = 128
 """As many as the id of a run has at most: what a heartbeat names is shown to every lead."""

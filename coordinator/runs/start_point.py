@@ -10,8 +10,8 @@ from fl_core.rounds.manifest import RunManifest, StartPoint, Weights
 from fl_core.types import tensor_maps
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
-from protos.storage.object_store import ObjectStore
 from protos.wire import codec
+from service_core.storage.object_store import ObjectStore
 
 
 def require_over(parent: Run) -> None:

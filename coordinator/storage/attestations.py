@@ -12,7 +12,7 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.schema import attestations, contributions, policies
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.sqlite import Database
+from service_core.storage.sqlite import Database
 
 _FIELDS = {
     "policy": "policy_digest",

@@ -15,7 +15,7 @@ from coordinator.storage.schema import contributions, objects, rounds, runs
 from fl_core.errors import ProtocolError, StateError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.sqlite import Database
+from service_core.storage.sqlite import Database
 
 KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)

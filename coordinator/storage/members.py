@@ -25,9 +25,9 @@ from coordinator.storage.schema import (
 )
 from coordinator.storage.succession import CLOCK_SKEW_S, renewed_at, why_revoked
 from fl_core.errors import RefusedError
-from protos.pki.identity import PeerCertificate
-from protos.pki.roster import Revocation, Roster, SignedRoster
-from protos.storage.sqlite import Database, rows_at_once
+from service_core.pki.identity import PeerCertificate
+from service_core.pki.roster import Revocation, Roster, SignedRoster
+from service_core.storage.sqlite import Database, rows_at_once
 
 _ISO = "%Y-%m-%dT%H:%M:%S+00:00"
 _ALARM_EVERY_S = 60.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
-from protos.pki.identity import PeerCertificate
+from service_core.pki.identity import PeerCertificate
 
 
 class RunState(Enum):

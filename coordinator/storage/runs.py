@@ -28,8 +28,8 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import NO_BOUND, RoundRecord
-from protos.console import counted
-from protos.storage.sqlite import Database
+from service_core.console import counted
+from service_core.storage.sqlite import Database
 
 log = logging.getLogger(__name__)
 _LEVELS = {"refused": logging.WARNING, "lost": logging.WARNING}

@@ -6,7 +6,7 @@ import sqlite3
 
 import sqlalchemy as sa
 
-from protos.storage.generation import incarnation_table
+from service_core.storage.generation import incarnation_table
 
 metadata = sa.MetaData()
 incarnation = incarnation_table(metadata)

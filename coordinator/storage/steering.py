@@ -9,7 +9,7 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import Steering
 from coordinator.storage.schema import steering
-from protos.storage.sqlite import Database
+from service_core.storage.sqlite import Database
 
 
 class SteeringStore:

@@ -12,9 +12,9 @@ from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
 from coordinator.storage.schema import IN_EVERY_VERSION, MIGRATIONS, metadata
 from coordinator.storage.steering import SteeringStore
-from protos.storage.object_store import count_objects
-from protos.storage.private_files import FolderLock, own_home
-from protos.storage.sqlite import Database
+from service_core.storage.object_store import count_objects
+from service_core.storage.private_files import FolderLock, own_home
+from service_core.storage.sqlite import Database
 
 FILE = "coordinator.sqlite"
 OBJECTS = "blobs/objects"

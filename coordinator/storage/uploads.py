@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_core.errors import UnavailableError
-from protos.storage.partial_file import partial_size, remove_recycled
+from service_core.storage.partial_file import partial_size, remove_recycled
 
 QUOTA_BYTES = 8 << 30
 """Default room for one silo's unfinished uploads."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from coordinator.storage.uploads import UploadRegistry
 from fl_core.errors import ProtocolError, UnavailableError
 from fl_core.rounds.manifest import MOST_WEIGHTS_BYTES
-from protos.storage import disk
-from protos.storage.object_store import ObjectStore
+from service_core.storage import disk
+from service_core.storage.object_store import ObjectStore
 
 QUOTA_BYTES = 2 << 30
 """Room for one lead's unfinished weights."""

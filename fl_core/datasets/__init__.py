@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fl_core.datasets import own_data
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex
 from fl_core.datasets.decoding.dicom import Window
@@ -37,7 +36,8 @@ from fl_core.datasets.sources import (
     torchvision,
 )
 from fl_core.errors import ConfigError, DataError
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
+from fl_core.extensions import user_data as own_data
 from fl_core.types.columns import Column, check_columns, width
 from fl_core.types.records import Schema
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core.datasets.catalogue import KNOWN
-from fl_core.datasets.own_data import is_own
 from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation, require_short
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
+from fl_core.extensions.user_data import is_own
 from fl_core.suggest import did_you_mean, suggest
 
 OWN = ("isic2019", "folder", "manifest", "table")

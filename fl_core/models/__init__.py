@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fl_core import rng
 from fl_core.converter import Option, read_options, shown
 from fl_core.errors import ConfigError
+from fl_core.extensions import loading as extensions
 from fl_core.models.efficientnet import EfficientNetB0
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
 from fl_core.models.small.char_lstm import CharLstm
@@ -27,7 +28,6 @@ from fl_core.models.small.mlp import DigitsMlp, MlpNet, SpiralMlp, TableMlp
 from fl_core.models.split_model import SplitModel
 from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
 from fl_core.models.wide_resnet import WideResNet2810
-from fl_core.rounds import extensions
 from fl_core.training import memory
 from fl_core.types.records import Schema
 

@@ -18,9 +18,10 @@ from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ConfigError, ProtocolError, StateError
+from fl_core.extensions import loading as extensions
 from fl_core.methods import build_written
 from fl_core.models import build_model, pretrained
-from fl_core.rounds import capabilities, extensions, sampling
+from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime

@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 import torch
 
 from fl_core.errors import FederationError
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation import tensor_messages

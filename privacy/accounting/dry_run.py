@@ -23,7 +23,7 @@ from fl_core.types.values import (
     SgdOptions,
     Tensors,
 )
-from privacy.dp_sgd.independence import blanks, check_independence, check_rows
+from privacy.mechanisms.record.independence import blanks, check_independence, check_rows
 
 StepsOf = Callable[[float], int]
 SIZE = 100.0

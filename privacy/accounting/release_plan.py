@@ -20,7 +20,7 @@ from fl_core.types.records import Schema, TrainConfig
 from privacy.accounting.accountant import History, Mechanism, solve_noise
 from privacy.accounting.dry_run import dry_run, treatment
 from privacy.accounting.record_config import COUPLED, WITHDRAWN, RecordDpConfig
-from privacy.noise import grid
+from privacy.mechanisms.noise import grid
 
 TRAIN, TEST = "train", "test"
 HOSPITAL = "hospital"

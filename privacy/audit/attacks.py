@@ -24,8 +24,8 @@ from fl_core.types.values import ClassSums
 from privacy.audit.epsilon_bounds import Floats, auc
 from privacy.audit.target import AuditTarget, ListedExamples, losses
 from privacy.audit.training import Training
-from privacy.dp_sgd.class_sums import PrivacyUnits, class_sums
-from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.mechanisms.record.class_sums import PrivacyUnits, class_sums
 
 CANDIDATES = 50
 """Images that a prototype's members are sought among, at most."""
@@ -107,8 +107,8 @@ def prototypes(
 ) -> list[Tracing]:
     """Attack prototypes of one class; the extractor was trained on a third of all images, which are public.
 
-    The release is `privacy.dp_sgd.class_sums` at the case's noise. Cases of more members than any class has are left
-    out; raises ConfigError (E-PRIV-29) when none is left.
+    The release is `privacy.mechanisms.record.class_sums` at the case's noise. Cases of more members than any class has
+    are left out; raises ConfigError (E-PRIV-29) when none is left.
     """
     order = torch.randperm(len(target.y), generator=rng.stream(seed, "tracing"))
     public, rest = order[: len(order) // 3], order[len(order) // 3 :]

@@ -19,7 +19,7 @@ from fl_core.types.values import Losses
 from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, Guesses, auc, one_run
 from privacy.audit.target import AuditTarget, ListedExamples, losses, negative_losses
 from privacy.audit.training import Training
-from privacy.noise.sources import NoiseSource
+from privacy.mechanisms.noise.sources import NoiseSource
 
 CANARIES = 500
 PUSH = 1e3

@@ -25,7 +25,7 @@ from privacy.audit.target import AuditTarget
 from privacy.audit.training import Training, memorising
 from privacy.audit.worlds import Measured, measure
 from privacy.compiled_run import CompiledRun
-from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 
 FLAGGED, QUIET = 2.0, 0.8
 """With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""

@@ -28,9 +28,9 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.audit.epsilon_bounds import Floats, mu_bound
 from privacy.audit.target import ListedExamples
-from privacy.dp_sgd.private_data import DpSgdLocalData
-from privacy.noise import grid
-from privacy.noise.sources import Keys, NoiseSource
+from privacy.mechanisms.noise import grid
+from privacy.mechanisms.noise.sources import Keys, NoiseSource
+from privacy.mechanisms.record.private_data import DpSgdLocalData
 
 KINDS = ("example", "split", "micro")
 """How gradients are bounded: per unit; per unit and per microbatch; per microbatch alone."""

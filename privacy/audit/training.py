@@ -14,8 +14,8 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, LossFn, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
-from privacy.dp_sgd.private_data import DpSgdLocalData
-from privacy.noise.sources import NoiseSource, SecureNoise
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise
+from privacy.mechanisms.record.private_data import DpSgdLocalData
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.audit.epsilon_bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
 from privacy.audit.step_checks import ZeroNoise
-from privacy.dp_sgd.private_data import DpSgdLocalData
-from privacy.noise.sources import NoiseSource, SecureNoise
-from privacy.silo_dp.config import analytic_epsilon
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise
+from privacy.mechanisms.record.private_data import DpSgdLocalData
+from privacy.mechanisms.silo.config import analytic_epsilon
 
 DELTA = 1e-5
 CONTEXT = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from fl_core.errors import StateError
 from privacy.ledger import key as ledger_key
-from protos.storage.disk import disk_error
-from protos.storage.migration import migrate
+from service_core.storage.disk import disk_error
+from service_core.storage.migration import migrate
 
 SCHEMA_VERSION = 2
 _CHAIN_VERSION = "2"

@@ -22,9 +22,9 @@ from privacy.ledger import owners
 from privacy.ledger.account import OPEN, SEEDED, Account, Budget, Entry, PlannedRelease, Refusal
 from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused, times_charged
 from privacy.ledger.hash_chain import ChainHead, now
+from privacy.ledger.sealed import Figures, seal
 from privacy.ledger.tables import digest_of_units, insert, unit_differences
 from privacy.ledger.verified_chain import VerifiedChain
-from privacy.reports.sealed import Figures, seal
 
 __all__ = ["ATTEMPTS", "Ledger", "LedgerTask", "PlannedRelease", "Status"]
 

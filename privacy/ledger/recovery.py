@@ -20,7 +20,7 @@ from privacy.ledger.account import Account, Entry
 from privacy.ledger.admission import ATTEMPTS
 from privacy.ledger.hash_chain import ChainHead, now
 from privacy.ledger.ledger import Ledger, PlannedRelease
-from privacy.reports.sealed import Figures, largest_of, most_expensive, unseal
+from privacy.ledger.sealed import Figures, largest_of, most_expensive, unseal
 
 
 class LastSeen(NamedTuple):

@@ -10,11 +10,11 @@ from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Layout
+from privacy.accounting.uncertainty import RunNoise
 from privacy.profiles.base import Config, PrivacyProfile
 from privacy.profiles.plain import PlainProfile
 from privacy.profiles.record import RecordProfile
 from privacy.profiles.silo import SiloProfile
-from privacy.reports.uncertainty import RunNoise
 
 PROFILES: dict[str, type[PrivacyProfile]] = {
     "none": PlainProfile,

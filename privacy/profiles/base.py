@@ -24,9 +24,9 @@ from privacy.accounting import ranges
 from privacy.accounting.accountant import Bound, Filter, Mechanism, epsilon_rdp, replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
+from privacy.accounting.uncertainty import NO_NOISE, EvaluationNoise, RunNoise
+from privacy.mechanisms.silo.config import SiloDpConfig
 from privacy.release_log import ReleaseLog, by_collection
-from privacy.reports.uncertainty import NO_NOISE, EvaluationNoise, RunNoise
-from privacy.silo_dp.config import SiloDpConfig
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Bound, Filter
 from privacy.accounting.release_plan import Release
+from privacy.accounting.uncertainty import EvaluationNoise
 from privacy.profiles.base import Config, PrivacyProfile, Projection
 from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
-from privacy.reports.uncertainty import EvaluationNoise
 
 
 class PlainProfile(PrivacyProfile):

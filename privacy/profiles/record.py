@@ -33,15 +33,15 @@ from privacy.accounting.release_plan import (
     ReleasePlan,
     SamplingSchedule,
 )
-from privacy.dp_sgd.class_sums import ROWS
-from privacy.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from privacy.mechanisms.record.class_sums import ROWS
 from privacy.profiles.base import AtOnce, PrivateProfile, Projection, mechanisms, one_step
 from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
-from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
 
 if TYPE_CHECKING:
-    from privacy.dp_sgd.private_data import DpSgdLocalData
+    from privacy.mechanisms.record.private_data import DpSgdLocalData
     from privacy.policy import Floors, Policy
 
 CLASSES_SHOW = (
@@ -134,7 +134,7 @@ class RecordProfile(PrivateProfile):
             progress: Progress | None = None,
             public: Examples | None = None,
         ) -> DpSgdLocalData:
-            from privacy.dp_sgd.private_data import DpSgdLocalData
+            from privacy.mechanisms.record.private_data import DpSgdLocalData
 
             training = context.round < rounds
             first, has_public = log.cached("class counts") is None, public is not None and len(public) > 0
@@ -222,7 +222,7 @@ class RecordProfile(PrivateProfile):
         return AtOnce(max(plan.rows, 2 * plan.terms.microbatch if plan.coupled else 0), ROWS)
 
     def made_up_data(self, index: int, number: int, context: RoundContext, device: torch.device) -> LocalData:
-        from privacy.dp_sgd.private_data import DpSgdLocalData
+        from privacy.mechanisms.record.private_data import DpSgdLocalData
 
         run, plan = self.run, self.plan(index)
         manifest = run.manifest

@@ -1,9 +1,9 @@
 """Silo-level differential privacy of small payloads: what all data of a hospital change is hidden.
 
-Examples are read as in a plain run; the guard of `privacy.silo_dp.guard` bounds and noises what leaves. Its release
-is charged twice. All data of a hospital move a clipped vector by at most C: a Gaussian release of noise z, charged to
-the hospital. One record moves it within the ball of radius C, by at most 2 C: a release of noise z / 2, charged to the
-records, whose RDP is at most four times the hospital's.
+Examples are read as in a plain run; the guard of `privacy.mechanisms.silo.guard` bounds and noises what leaves. Its
+release is charged twice. All data of a hospital move a clipped vector by at most C: a Gaussian release of noise z,
+charged to the hospital. One record moves it within the ball of radius C, by at most 2 C: a release of noise z / 2,
+charged to the records, whose RDP is at most four times the hospital's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, Layout, Progress, RoundContext
 from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
+from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise
+from privacy.mechanisms.silo import adaptive_clipping
+from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon
+from privacy.mechanisms.silo.guard import SiloDpGuard, coordinates, silo_level
 from privacy.profiles.base import Config, PrivateProfile, Projection, mechanisms
 from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
-from privacy.reports.uncertainty import GRID_SLACK, EvaluationNoise
-from privacy.silo_dp import adaptive_clipping
-from privacy.silo_dp.config import SiloDpConfig, analytic_epsilon
-from privacy.silo_dp.guard import SiloDpGuard, coordinates, silo_level
 
 if TYPE_CHECKING:
     from privacy.policy import Floors, Policy

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, State, Tensors
-from protos.storage.digests import file_digest
+from service_core.storage.digests import file_digest
 
 TensorPath = Sequence[str]
 _Content = tuple[dict[str, Tensor], dict[str, str]]

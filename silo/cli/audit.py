@@ -19,7 +19,7 @@ import typer
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.errors.extras import require
 from fl_core.suggest import suggest
-from protos.console import print_json
+from service_core.console import print_json
 from silo.cli import console
 from silo.cli.options import DataRootOption, JsonOption, label_space
 

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from protos.audit_log.log import FOLDER
-from protos.audit_log.restoring import copy_log, mark_restored
-from protos.console import local_time, print_json
-from protos.storage import backup as backups
-from protos.version import software
+from service_core.audit_log.log import FOLDER
+from service_core.audit_log.restoring import copy_log, mark_restored
+from service_core.console import local_time, print_json
+from service_core.storage import backup as backups
+from service_core.version import software
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
 from silo.cli.page import FILE as OPENED_PAGE

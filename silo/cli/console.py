@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
-from protos import clinical_report
-from protos.console import local_time, make_table, plain_console, print_json, printable
-from protos.pki.identity import PeerCertificate, colons
-from silo.facts.leaving import leaving
+from service_core import clinical_report
+from service_core.console import local_time, make_table, plain_console, print_json, printable
+from service_core.pki.identity import PeerCertificate, colons
+from silo.reports.leaving import leaving
 from silo.storage.store import RunRecord, Store, TaskRecord
 from silo.training import evaluation_summary
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from protos.console import local_time, print_json
-from protos.operations import checks
+from service_core.console import local_time, print_json
+from service_core.operations import checks
 from silo.cli.options import DataRootOption, HomeOption, JsonOption, label_space
 from silo.storage.home import Home
 
@@ -43,7 +43,7 @@ def doctor(
 
     invitation = None
     if token_file is not None:
-        from protos.pki.invitation import InvitationToken
+        from service_core.pki.invitation import InvitationToken
 
         invitation = InvitationToken.decode(_text(token_file).strip())
     patient = Examination(Home.at(home), data, data_root, label_space(classes), device, invitation)

@@ -16,11 +16,11 @@ from rich.status import Status
 
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import json_line, local_time, printable
-from protos.operations import logs
-from protos.operations.exit_status import ShutdownSignals
-from protos.operations.logs import FIELDS, LogFormat
-from protos.operations.notify import READY, STOPPING, notify
+from service_core.console import json_line, local_time, printable
+from service_core.operations import logs
+from service_core.operations.exit_status import ShutdownSignals
+from service_core.operations.logs import FIELDS, LogFormat
+from service_core.operations.notify import READY, STOPPING, notify
 from silo.cli.console import OUT
 from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
@@ -158,8 +158,8 @@ def serve(
 
 def _show_page(home: Home, beside: ExitStack) -> Path:
     """Serve the hospital's page until `beside` is closed; return the file that opens it."""
+    from service_core.web.serve import PageServer
     from silo.page.site import FILE, HospitalPage
-    from web.serve import PageServer
 
     shown = beside.enter_context(closing(HospitalPage(home)))
     server = beside.enter_context(PageServer(shown.site(), home.path, FILE))

@@ -17,11 +17,11 @@ from fl_core.errors import ConfigError, StateError
 from privacy.accounting.accountant import replace_one
 from privacy.ledger.hash_chain import ChainHead
 from privacy.ledger.ledger import Ledger
-from protos.console import print_json
+from service_core.console import print_json
 from silo.cli import console
 from silo.cli.console import OUT, show_rows
 from silo.cli.options import DataRootOption, HomeOption, JsonOption
-from silo.facts.leaving import Unprotected
+from silo.reports.leaving import Unprotected
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import UnprotectedUpdate
@@ -59,7 +59,7 @@ def show_ledger(
     stands how many updates of the same records left this home without privacy. The JSON object has all entries with
     their mechanisms, from which anybody can compute the same numbers.
     """
-    from silo.facts.spending import unprotected
+    from silo.reports.spending import unprotected
 
     ledger, silo_home = _ledger(home), Home.at(home)
     updates = _unprotected_updates(silo_home)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from protos import startup
+from service_core import startup
 
 
 def main() -> None:
@@ -12,8 +12,8 @@ def main() -> None:
     import gc
     import logging
 
-    from protos.console import PrintableFormatter
-    from protos.tls.connect import require_tls13, silence_grpc_logs
+    from service_core.console import PrintableFormatter
+    from service_core.tls.connect import require_tls13, silence_grpc_logs
 
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PrintableFormatter())

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from protos.operations.logs import VARIABLE, LogFormat
+from service_core.operations.logs import VARIABLE, LogFormat
 
 if TYPE_CHECKING:
-    from protos.operations.metrics_endpoint import LoopbackAddress
+    from service_core.operations.metrics_endpoint import LoopbackAddress
 
 HomeOption = Annotated[
     Path | None,
@@ -65,7 +65,7 @@ PulseFloorOption = Annotated[
 
 def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
     """Read --metrics; raises ConfigError (E-CFG-02) on an address beyond loopback, or on budgets without one."""
-    from protos.operations.metrics_endpoint import LoopbackAddress
+    from service_core.operations.metrics_endpoint import LoopbackAddress
 
     if budgets and text is None:
         raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: say where to serve them")

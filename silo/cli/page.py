@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from protos.console import print_json
-from protos.operations.exit_status import ShutdownSignals
+from service_core.console import print_json
+from service_core.operations.exit_status import ShutdownSignals
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
 from silo.identity.identity import SiloIdentity
@@ -44,9 +44,9 @@ def page(
     It works beside a running service and without one. Only this user of this machine reaches it: through a link that
     works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
     """
+    from service_core.web.browser import open_file
+    from service_core.web.serve import PageServer
     from silo.page.site import HospitalPage
-    from web.browser import open_file
-    from web.serve import PageServer
 
     silo_home = Home.at(home)
     SiloIdentity(silo_home.path).load()  # before anything is made in a home that is none

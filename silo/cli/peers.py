@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from protos.console import print_json
-from protos.pki.identity import colons, identity_of
+from service_core.console import print_json
+from service_core.pki.identity import colons, identity_of
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
 from silo.identity.identity import SiloIdentity

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fl_core.rounds import extensions
-from protos.console import local_time, print_json
+from fl_core.extensions import loading as extensions
+from service_core.console import local_time, print_json
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
 from silo.storage.home import Home
@@ -97,7 +97,7 @@ def approve(
     A decision holds for one manifest: a run that changes asks again. What a run that waits would spend is said for all
     its rounds together, at most.
     """
-    from silo.facts.questions import Known, Question
+    from silo.reports.questions import Known, Question
 
     silo_home = Home.at(home)
     store = Store(silo_home.database)

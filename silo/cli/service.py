@@ -12,14 +12,14 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from protos import startup
-from protos.audit_log import commands as audit_log
-from protos.audit_log.local_commands import record_commands
-from protos.command_line import made_command, version_option
-from protos.console import print_json
-from protos.operations import logs
-from protos.operations.exit_status import status_of
-from protos.pki.identity import colons, identity_of
+from service_core import startup
+from service_core.audit_log import commands as audit_log
+from service_core.audit_log.local_commands import record_commands
+from service_core.command_line import made_command, version_option
+from service_core.console import print_json
+from service_core.operations import logs
+from service_core.operations.exit_status import status_of
+from service_core.pki.identity import colons, identity_of
 from silo.cli import audit, backup, console, doctor, ledger, page, peers, policy
 from silo.cli.options import (
     AnswerAfterOption,

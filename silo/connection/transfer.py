@@ -17,12 +17,12 @@ import grpc
 from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage import disk
-from protos.storage.object_store import ObjectStore
-from protos.storage.partial_file import open_partial, partial_size
 from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
 from protos.wire.size_limits import MANIFEST_BYTES
+from service_core.storage import disk
+from service_core.storage.object_store import ObjectStore
+from service_core.storage.partial_file import open_partial, partial_size
 from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, to_federation_error
 from silo.storage.tasks import Attestation, OutboxEntry
 

@@ -15,13 +15,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import FederationError, RefusedError, StateError
-from protos.pki import certificates
-from protos.pki.certificates import Clock, utc_now
-from protos.pki.identity import Address, Kind, PeerCertificate, certificate_fingerprint, identity_of
-from protos.pki.invitation import InvitationToken
-from protos.pki.roster import SignedRoster
-from protos.storage import private_files
-from protos.storage.private_files import Credentials
+from service_core.pki import certificates
+from service_core.pki.certificates import Clock, utc_now
+from service_core.pki.identity import Address, Kind, PeerCertificate, certificate_fingerprint, identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.roster import SignedRoster
+from service_core.storage import private_files
+from service_core.storage.private_files import Credentials
 from silo.identity.pinned_peers import PinnedPeers, RosterChange
 
 FOLDER = "identity"
@@ -169,7 +169,7 @@ class SiloIdentity:
         return RenewalRequest(csr, self._proof(self.load(), key) if self.joined else b"")
 
     def sign(self, context: str, message: bytes) -> bytes:
-        """Sign with the key of the certificate in force (`protos.pki.certificates.verify` checks it)."""
+        """Sign with the key of the certificate in force (`service_core.pki.certificates.verify` checks it)."""
         return certificates.sign(self._current_key(), context, message)
 
     def update_roster(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:

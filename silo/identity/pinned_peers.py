@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_core.errors import ConfigError, RefusedError, StateError
-from protos.pki.identity import colons
-from protos.pki.roster import Member, Roster, SignedRoster, renewed_from
-from protos.storage import private_files
+from service_core.pki.identity import colons
+from service_core.pki.roster import Member, Roster, SignedRoster, renewed_from
+from service_core.storage import private_files
 
 
 @dataclass(frozen=True, slots=True)

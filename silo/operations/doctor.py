@@ -15,14 +15,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fl_core.errors import FederationError
-from protos.operations import checks
-from protos.operations.checks import Check, Finding
-from protos.operations.health import Answer
-from protos.pki import certificates
-from protos.pki.identity import Address, identity_of
-from protos.pki.invitation import InvitationToken
-from protos.storage.private_files import Credentials
 from protos.wire.status import from_status
+from service_core.operations import checks
+from service_core.operations.checks import Check, Finding
+from service_core.operations.health import Answer
+from service_core.pki import certificates
+from service_core.pki.identity import Address, identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.storage.private_files import Credentials
 from silo.connection.channel import connect_with
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home

@@ -11,10 +11,10 @@ from prometheus_client.metrics_core import Metric
 
 from fl_core.rounds.silo_round import SiloRound
 from fl_core.types.enums import TaskKind
-from protos.operations import metrics
-from protos.operations.metrics import Family, Snapshot
-from protos.storage.private_files import Credentials
-from protos.version import software
+from service_core.operations import metrics
+from service_core.operations.metrics import Family, Snapshot
+from service_core.storage.private_files import Credentials
+from service_core.version import software
 from silo.events import EmitEvent, Event
 
 if TYPE_CHECKING:

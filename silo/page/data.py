@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protos.storage import private_files
+from service_core.storage import private_files
 from silo.storage.home import Home, Served
 
 FILE = "data-check.json"

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from protos.audit_log.local_commands import recording
-from silo.facts.questions import Known, Question
+from service_core.audit_log.local_commands import recording
+from service_core.web.site import Action, ChangedError
+from silo.reports.questions import Known, Question
 from silo.storage.approvals import Approval
 from silo.storage.home import Home
 from silo.storage.store import Store
-from web.site import Action, ChangedError
 
 PAGE = "page"
 COMMAND = "approve"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from web.site import Download
+from service_core.web.site import Download
 
 SUMMARY = "audit.json"
 _MOST_BYTES = 16 << 20

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_core.errors import FederationError
-from protos.audit_log.local_commands import recording
-from protos.audit_log.log import FOLDER, LogFolder
-from protos.audit_log.verification import last_lines
-from protos.operations import checks
-from protos.operations.checks import Finding, Level
-from protos.pki.identity import colons, identity_of
-from silo.facts.leaving import leaving
-from silo.facts.questions import Known
-from silo.facts.spending import Spending, spending
+from service_core.audit_log.local_commands import recording
+from service_core.audit_log.log import FOLDER, LogFolder
+from service_core.audit_log.verification import last_lines
+from service_core.operations import checks
+from service_core.operations.checks import Finding, Level
+from service_core.pki.identity import colons, identity_of
+from service_core.web.rendering import moment
+from service_core.web.site import Action, Parameters, Site, View
 from silo.identity.identity import SiloIdentity
 from silo.operations.doctor import Examination
 from silo.operations.heartbeat import Health
@@ -27,10 +26,11 @@ from silo.page.data import FILE as DATA_CHECK
 from silo.page.data import DataCheck
 from silo.page.decisions import PAGE, Decisions
 from silo.page.pictures import picture, pictures
+from silo.reports.leaving import leaving
+from silo.reports.questions import Known
+from silo.reports.spending import Spending, spending
 from silo.storage.home import SERVED, Home
 from silo.storage.store import Contact, Store
-from web.rendering import moment
-from web.site import Action, Parameters, Site, View
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger

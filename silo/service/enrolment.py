@@ -12,15 +12,15 @@ import grpc
 
 from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki import certificates
-from protos.pki.certificates import Clock, utc_now
-from protos.pki.identity import Address, PeerCertificate, certificate_fingerprint, colons
-from protos.pki.invitation import InvitationToken
-from protos.pki.offline_signing import Admission, SigningRequest
-from protos.pki.roster import SignedRoster
-from protos.storage import private_files
-from protos.storage.private_files import Credentials
-from protos.tls.diagnosis import Diagnosis
+from service_core.pki import certificates
+from service_core.pki.certificates import Clock, utc_now
+from service_core.pki.identity import Address, PeerCertificate, certificate_fingerprint, colons
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.offline_signing import Admission, SigningRequest
+from service_core.pki.roster import SignedRoster
+from service_core.storage import private_files
+from service_core.storage.private_files import Credentials
+from service_core.tls.diagnosis import Diagnosis
 from silo.connection.channel import Connect, Connection, ConnectionManager, connect_with, diagnose_channel
 from silo.connection.retry import to_federation_error
 from silo.events import EmitEvent, error_event, event

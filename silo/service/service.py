@@ -20,18 +20,18 @@ from fl_core.rounds.silo_round import run_silo_round
 from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
 from privacy.profiles import PROFILES
-from protos.audit_log.heads import SignedHead
-from protos.audit_log.lines import ALLOWED, REFUSED, Entry
-from protos.audit_log.log import FOLDER, AuditLog
-from protos.audit_log.recorder import Recorder
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import counted
-from protos.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
-from protos.pki.identity import Address, Identity, Kind
-from protos.storage.object_store import ObjectStore
-from protos.storage.private_files import private_folder
-from protos.tls.diagnosis import Diagnosis
-from protos.version import PROTOCOL, software
+from protos.wire import log_heads
+from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
+from service_core.audit_log.log import FOLDER, AuditLog
+from service_core.audit_log.recorder import Recorder
+from service_core.console import counted
+from service_core.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
+from service_core.pki.identity import Address, Identity, Kind
+from service_core.storage.object_store import ObjectStore
+from service_core.storage.private_files import private_folder
+from service_core.tls.diagnosis import Diagnosis
+from service_core.version import PROTOCOL, software
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken
@@ -359,7 +359,7 @@ class AuditTrail:
     def head(self) -> pb.LogHead | None:
         """Return the end of this log, signed, for the coordinator to keep."""
         head = self.recorder.signed_head(self.identity.current_credentials())
-        return None if head is None else head.message()
+        return None if head is None else log_heads.to_message(head)
 
     def keep(self, receipt: bytes, emit: EmitEvent) -> None:
         """Keep the end of the coordinator's log that came with a receipt; emit what is wrong with it."""
@@ -367,7 +367,7 @@ class AuditTrail:
         if not message.HasField("log_head"):
             return  # of a coordinator of an earlier version
         try:
-            head = SignedHead.of_message(message.log_head, self.coordinator, self.identity.authority_pem())
+            head = log_heads.of_message(message.log_head, self.coordinator, self.identity.authority_pem())
             if wrong := self.recorder.keep(head):
                 raise StateError("E-STATE-80", wrong)
         except FederationError as error:

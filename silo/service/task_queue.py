@@ -11,8 +11,8 @@ from typing import Any
 from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, RefusedError, SchemaError
 from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import printable
 from protos.wire.tasks import TaskKey
+from service_core.console import printable
 from silo.connection.retry import CancelToken, Pace
 from silo.events import EmitEvent, event
 from silo.storage.store import Store

@@ -17,10 +17,10 @@ from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.admission import ATTEMPTS
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.console import counted
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
+from service_core.console import counted
 from silo.connection.retry import CancelledError
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Delete, Select, and_, delete, func, litera
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.errors import ConfigError, RefusedError
-from protos.storage.sqlite import Database
+from service_core.storage.sqlite import Database
 from silo.storage.schema import approvals
 
 LATEST = "latest"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fl_core.errors import ConfigError, StateError
-from protos.pki.identity import Address
-from protos.storage import private_files
+from service_core.pki.identity import Address
+from service_core.storage import private_files
 
 VARIABLE = "CONSILIUM_SILO_HOME"
 OBJECTS = "objects"

@@ -10,9 +10,9 @@ from pathlib import Path
 from fl_core.errors import StateError, UnavailableError
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, State
-from protos.storage.object_store import ObjectStore
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
+from service_core.storage.object_store import ObjectStore
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
 

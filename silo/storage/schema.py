@@ -6,7 +6,7 @@ import sqlite3
 
 from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, MetaData, String, Table
 
-from protos.storage.generation import incarnation_table
+from service_core.storage.generation import incarnation_table
 
 metadata = MetaData()
 incarnation = incarnation_table(metadata)

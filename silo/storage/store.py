@@ -32,10 +32,10 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
-from privacy.reports.uncertainty import EvaluationNoise
-from protos.storage.object_store import count_objects
-from protos.storage.sqlite import Database
+from privacy.accounting.uncertainty import EvaluationNoise
 from protos.wire.tasks import TaskKey
+from service_core.storage.object_store import count_objects
+from service_core.storage.sqlite import Database
 from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.schema import (

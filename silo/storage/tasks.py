@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fl_core.types.clinical import ClinicalMetrics
-from privacy.reports.uncertainty import EvaluationNoise
+from privacy.accounting.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
 

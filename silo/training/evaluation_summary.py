@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from privacy.reports import uncertainty
-from privacy.reports.uncertainty import NOTHING, Estimate
-from protos import clinical_report
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import NOTHING, Estimate
+from service_core import clinical_report
 from silo.storage.tasks import Evaluation
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fl_core.datasets import SiloDataset
 from fl_core.errors import DataError, FederationError, RefusedError, StateError
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
@@ -23,7 +23,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger.hash_chain import ChainHead
 from privacy.policy import ACCURACY, BY_HAND, NOTHING, Policy, check_labels
 from privacy.release_log import InMemoryReleaseLog
-from protos.storage import private_files
+from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.store import Store
@@ -118,7 +118,7 @@ class HospitalControls:
         self.check(seen)
 
     def _require_own(self, seen: Attestation) -> None:
-        from privacy.reports.sealed import unseal
+        from privacy.ledger.sealed import unseal
 
         if not self.home.ledger.exists() and not self.home.ledger_key.exists():
             return  # all is lost: the coordinator's word is all there is

@@ -9,7 +9,7 @@ import shlex
 from fl_core.errors import RefusedError, StateError
 from privacy import policy_file
 from privacy.policy import Policy
-from protos.storage import private_files
+from service_core.storage import private_files
 from silo.storage.home import Home
 
 UNUSABLE = ("E-POLICY-01", "E-POLICY-10", "E-POLICY-13")

@@ -7,9 +7,9 @@ import math
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from privacy.compiled_run import CompiledRun
-from silo.facts.leaving import NO_PRIVACY, Leaves
-from silo.facts.run_request import RunRequest
-from silo.facts.spending import charges_of
+from silo.reports.leaving import NO_PRIVACY, Leaves
+from silo.reports.run_request import RunRequest
+from silo.reports.spending import charges_of
 
 
 def leaves_of(manifest: RunManifest) -> Leaves:

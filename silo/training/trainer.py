@@ -39,10 +39,10 @@ from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd.class_sums import PrivacyUnits
-from protos.storage.digests import file_digest
-from protos.version import version
+from privacy.mechanisms.record.class_sums import PrivacyUnits
 from protos.wire.tasks import TaskKey
+from service_core.storage.digests import file_digest
+from service_core.version import version
 from silo.connection.retry import CancelledError
 from silo.storage.outbox import TrainingResult
 from silo.storage.tasks import Evaluation

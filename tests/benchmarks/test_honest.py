@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.honest.__main__ import SETTINGS, Case, measure, table
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation.runner import build_simulation
+from coordinator.simulate.runner import build_simulation
 from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from privacy.compiled_run import CompiledRun
 

@@ -15,8 +15,8 @@ from benchmarks.paper import curves, report, run, study, tables
 from benchmarks.paper.measures import MEASURES, curve
 from benchmarks.run_store import complete, read, seeded
 from coordinator.config.hydra_config import choices, compose_simulation
-from coordinator.simulation.checkpoints import Checkpoints
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulate.checkpoints import Checkpoints
+from coordinator.simulate.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import RoundContext

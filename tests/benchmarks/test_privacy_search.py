@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.privacy_budget import search
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from fl_core import datasets
 from fl_core.models import build_model
 

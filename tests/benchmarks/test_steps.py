@@ -19,7 +19,7 @@ from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from privacy.dp_sgd.per_sample_gradients import MODES
+from privacy.mechanisms.record.per_sample_gradients import MODES
 
 SMALL = Setting("digits_cnn", {}, shape=(1, 8, 8), batch=20, schedule=TrainConfig(lr=1.0))
 MACHINE = {"processor", "device", "threads", "python", "torch"}

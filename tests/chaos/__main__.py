@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from service_core.tls.connect import require_tls13, silence_grpc_logs
 
 require_tls13()  # before anything imports gRPC
 silence_grpc_logs()

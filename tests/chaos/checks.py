@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from fl_core.errors import FederationError
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger

@@ -21,7 +21,7 @@ from fl_core import datasets
 from fl_core.errors import FederationError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
-from protos.pki.identity import Address
+from service_core.pki.identity import Address
 from silo.storage.home import Home
 from tests.chaos.plan import COORDINATOR, DATA, FEDERATION, LATENCY_S, SILOS, THROTTLED_BYTES_S, Fault, RunPlan
 from tests.chaos.proxy import Proxy

@@ -12,7 +12,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-from protos.tls.connect import require_tls13, silence_grpc_logs
+from service_core.tls.connect import require_tls13, silence_grpc_logs
 
 
 def shift(seconds: float) -> None:

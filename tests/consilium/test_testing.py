@@ -17,7 +17,7 @@ from consilium.extending import ArrayData, FedAvg, HeadOptions, LocalResult, Los
 from consilium.testing import check_data, check_method, check_model, check_partition
 from consilium.testing.cases import MethodCase, run_checks
 from consilium.testing.methods import CHECKS
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
 
 
 def broken_by(check: Callable[[], None]) -> str:

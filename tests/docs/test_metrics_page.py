@@ -11,7 +11,7 @@ import yaml
 from coordinator.operations import metrics as coordinator_metrics
 from coordinator.operations.health import PROBLEMS
 from coordinator.storage.records import RunState
-from protos.operations import metrics
+from service_core.operations import metrics
 from silo.operations import metrics as silo_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

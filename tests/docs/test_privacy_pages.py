@@ -22,11 +22,11 @@ from coordinator.cli.main import build
 from fl_core.errors.catalogue import EXPLANATIONS
 from privacy.accounting.accountant import replace_one
 from privacy.accounting.record_config import RecordDpConfig
-from privacy.noise.discrete_gaussian import LEAST, TOTAL_VARIATION
-from privacy.noise.grid import SLACK
+from privacy.mechanisms.noise.discrete_gaussian import LEAST, TOTAL_VARIATION
+from privacy.mechanisms.noise.grid import SLACK
+from privacy.mechanisms.silo.config import SiloDpConfig, analytic_delta, analytic_noise
 from privacy.policy import Policy
 from privacy.profiles import PROFILES
-from privacy.silo_dp.config import SiloDpConfig, analytic_delta, analytic_noise
 from silo.cli.service import app as silo
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from tests.support import processes
 from tests.support.distributions import install
 from tests.support.processes import world

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.hydra_config import compose_simulation, compose_spec
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from coordinator.storage.store import Store
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until

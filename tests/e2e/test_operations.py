@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli.main import build
-from coordinator.lead_client import ADDRESS_FILE
+from coordinator.lead.client import ADDRESS_FILE
 from fl_core.errors import DataError, RefusedError, UnavailableError
-from protos.operations.exit_status import status_of
-from protos.operations.metrics_endpoint import LoopbackAddress
+from service_core.operations.exit_status import status_of
+from service_core.operations.metrics_endpoint import LoopbackAddress
 from silo.cli.service import run
 from tests.support import until
 from tests.support.coordinator import World
@@ -125,7 +125,7 @@ def test_a_reader_that_has_gone_is_no_traceback():
 def test_a_second_signal_ends_a_service_at_once(tmp_path, number, status):
     program = (
         "import os, signal, sys\n"
-        "from protos.operations.exit_status import ShutdownSignals\n"
+        "from service_core.operations.exit_status import ShutdownSignals\n"
         "with ShutdownSignals():\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         f"    os.kill(os.getpid(), {int(number)})\n"

@@ -13,7 +13,7 @@ import pytest
 from dp_accounting import rdp
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from fl_core import datasets
 from privacy.accounting.accountant import ORDERS
 from privacy.ledger.ledger import Ledger

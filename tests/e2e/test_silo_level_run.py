@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from fl_core import datasets
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.ledger.ledger import Ledger

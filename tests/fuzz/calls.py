@@ -21,9 +21,9 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import build_manifest
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki import certificates
-from protos.pki.identity import Kind
-from protos.version import PROTOCOL
+from service_core.pki import certificates
+from service_core.pki.identity import Kind
+from service_core.version import PROTOCOL
 from tests.fuzz.mutations import any_bytes, changed
 from tests.support.coordinator import FAST, World, channel
 

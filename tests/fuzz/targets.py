@@ -35,19 +35,19 @@ from privacy.ledger import key
 from privacy.ledger.account import Account
 from privacy.ledger.hash_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
+from privacy.ledger.sealed import Figures, seal, unseal
 from privacy.policy import Policy
-from privacy.reports.sealed import Figures, seal, unseal
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki import certificates
-from protos.pki.identity import Address, identity_of
-from protos.pki.invitation import InvitationToken
-from protos.pki.offline_signing import Admission, SigningRequest
-from protos.pki.roster import SignedRoster
-from protos.storage.generation import Generation, GenerationFile
 from protos.wire import codec, receipts, status
 from protos.wire.bundle_file import BundleFile
 from protos.wire.chunks import append_chunk
 from protos.wire.tasks import TaskKey
+from service_core.pki import certificates
+from service_core.pki.identity import Address, identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.offline_signing import Admission, SigningRequest
+from service_core.pki.roster import SignedRoster
+from service_core.storage.generation import Generation, GenerationFile
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training.hospital_controls import HospitalControls

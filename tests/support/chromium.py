@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from service_core.web.serve import PageServer
 from tests.support import until
-from web.serve import PageServer
 
 CHROMIUM = Path("/usr/bin/chromium")
 PATIENCE_MS = 20_000

@@ -30,13 +30,13 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki import certificates
-from protos.pki.identity import Identity, Kind, PeerCertificate, identity_of
-from protos.pki.invitation import InvitationToken
-from protos.storage.private_files import Credentials
-from protos.tls.diagnosis import Diagnosis
-from protos.version import PROTOCOL
 from protos.wire import codec
+from service_core.pki import certificates
+from service_core.pki.identity import Identity, Kind, PeerCertificate, identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.storage.private_files import Credentials
+from service_core.tls.diagnosis import Diagnosis
+from service_core.version import PROTOCOL
 from silo.connection.transfer import RetryPolicy
 from silo.events import Event
 from silo.identity.identity import SiloIdentity

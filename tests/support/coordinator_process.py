@@ -72,7 +72,7 @@ class Server:
 
 def main() -> None:
     home = Path(sys.argv[1])
-    from protos.tls.connect import require_tls13
+    from service_core.tls.connect import require_tls13
 
     require_tls13()
 
@@ -85,7 +85,7 @@ def main() -> None:
     from coordinator.pki.server_certificate import server_credentials
     from coordinator.storage.records import MembershipStatus
     from fl_core.errors import RefusedError
-    from protos.pki.identity import Kind, peer_of
+    from service_core.pki.identity import Kind, peer_of
 
     lock = threading.Lock()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
 
 METHOD = """
 from dataclasses import dataclass

@@ -25,10 +25,10 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import Layout, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki.invitation import InvitationToken
-from protos.tls.diagnosis import Diagnosis
-from protos.version import PROTOCOL, version
 from protos.wire.codec import pack_state
+from service_core.pki.invitation import InvitationToken
+from service_core.tls.diagnosis import Diagnosis
+from service_core.version import PROTOCOL, version
 from silo.events import Event
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, SiloSettings

@@ -25,10 +25,10 @@ from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Part, RoundContext, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage.object_store import ObjectStore
-from protos.version import PROTOCOL, software
 from protos.wire import codec
 from protos.wire.tasks import FROM_WIRE, TaskKey
+from service_core.storage.object_store import ObjectStore
+from service_core.version import PROTOCOL, software
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation

@@ -14,9 +14,9 @@ from privacy.accounting.accountant import Mechanism
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
-from protos.audit_log.lines import Entry
-from protos.audit_log.log import FOLDER, AuditLog
 from protos.wire.tasks import TaskKey
+from service_core.audit_log.lines import Entry
+from service_core.audit_log.log import FOLDER, AuditLog
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, Served
 from silo.storage.store import Store

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from coordinator.lead_client import LeadClient, credentials_of
-from coordinator.reports.page.exports import Exporter
-from coordinator.reports.page.overview import OwnCertificates
-from coordinator.reports.page.service_watch import ServiceWatch
-from coordinator.reports.page.site import LeadPage, own_certificates
+from coordinator.lead.client import LeadClient, credentials_of
+from coordinator.lead.page.exports import Exporter
+from coordinator.lead.page.overview import OwnCertificates
+from coordinator.lead.page.service_watch import ServiceWatch
+from coordinator.lead.page.site import LeadPage, own_certificates
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.web.serve import PageServer
 from tests.support.web import Browser
-from web.serve import PageServer
 
 
 @dataclass

@@ -6,7 +6,7 @@ import json
 import math
 import time
 
-from coordinator.api import accuracy
+from coordinator.lead import accuracy
 from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.lead_page import MadeUpService

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos.operations.metrics_endpoint import LoopbackAddress
+from service_core.operations.metrics_endpoint import LoopbackAddress
 
 
 def ask(at: LoopbackAddress, raw: bytes, seconds: float = 10.0) -> tuple[int, str]:

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from coordinator.pki.authority import Authority
-from protos.pki.invitation import InvitationToken
-from protos.pki.roster import Member, SignedRoster
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.roster import Member, SignedRoster
 from silo.connection.channel import channel_credentials
 from silo.identity.identity import SiloIdentity
 
@@ -59,7 +59,7 @@ def roster(ca: Authority, members, version: int, revoked=()) -> SignedRoster:
 
 def certified(ca: Authority, name: str) -> bytes:
     """Make a silo's certificate whose key nobody keeps."""
-    from protos.pki import certificates
+    from service_core.pki import certificates
 
     return ca.sign_silo(certificates.make_request(certificates.new_key()), name)
 

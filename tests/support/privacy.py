@@ -25,11 +25,11 @@ from fl_core.types.values import AS_SCHEDULED, Losses, LossFn, Part, RoundContex
 from privacy import profiles
 from privacy.accounting.record_config import RecordDpConfig, round_to_two_digits
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
-from privacy.dp_sgd.class_sums import PrivacyUnits
-from privacy.dp_sgd.private_data import DpSgdLocalData
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
-from privacy.noise.sources import SeededNoise
+from privacy.mechanisms.noise.sources import SeededNoise
+from privacy.mechanisms.record.class_sums import PrivacyUnits
+from privacy.mechanisms.record.private_data import DpSgdLocalData
 from silo.storage.home import Home
 from tests.support.fake_coordinator import MEMBERS, manifest
 from tests.support.federations import SCHEMA, Given

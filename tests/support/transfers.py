@@ -27,11 +27,11 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage import digests
-from protos.storage.object_store import ObjectStore
 from protos.wire import codec, receipts
 from protos.wire.chunks import CHUNK_BYTES, append_chunk, read_chunks
 from protos.wire.tasks import FROM_WIRE, TaskKey, contribution_id
+from service_core.storage import digests
+from service_core.storage.object_store import ObjectStore
 from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.storage.tasks import OutboxEntry

@@ -7,9 +7,9 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
+from service_core.web.guard import OPENING, cookie_name
+from service_core.web.serve import PageServer
 from tests.support import until
-from web.guard import OPENING, cookie_name
-from web.serve import PageServer
 
 
 @dataclass(frozen=True)

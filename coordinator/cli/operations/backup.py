@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from coordinator import console
 from coordinator.cli.options import Home, Json, home_of
+from coordinator.lead import console
 from coordinator.storage.store import FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError
-from protos.audit_log.log import FOLDER
-from protos.audit_log.restoring import copy_log, mark_restored
-from protos.console import local_time, print_json
-from protos.storage import backup as backups
-from protos.version import software
+from service_core.audit_log.log import FOLDER
+from service_core.audit_log.restoring import copy_log, mark_restored
+from service_core.console import local_time, print_json
+from service_core.storage import backup as backups
+from service_core.version import software
 
 _PARTIAL = "blobs/partial"
 AUTHORITY_KEY = "pki/ca.key"

@@ -13,16 +13,16 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.options import Home, Json, home_of
-from coordinator.lead_client import ADDRESS_FILE, LeadClient
+from coordinator.lead.client import ADDRESS_FILE, LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.storage.store import FILE, LOCK_FILE
 from fl_core.errors import UnavailableError
-from protos.console import print_json, printable
-from protos.operations import checks
-from protos.operations.checks import Check, Finding
-from protos.pki import certificates
-from protos.pki.identity import identity_of
-from protos.storage.private_files import Credentials, FolderLock
+from service_core.console import print_json, printable
+from service_core.operations import checks
+from service_core.operations.checks import Check, Finding
+from service_core.pki import certificates
+from service_core.pki.identity import identity_of
+from service_core.storage.private_files import Credentials, FolderLock
 
 Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` is to listen on.")]
 

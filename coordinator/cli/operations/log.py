@@ -7,8 +7,8 @@ from pathlib import Path
 from coordinator.cli.options import home_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
-from protos.audit_log.commands import Side, make_app
-from protos.pki.identity import Identity, Kind
+from service_core.audit_log.commands import Side, make_app
+from service_core.pki.identity import Identity, Kind
 
 
 def _side(home: Path | None) -> Side:

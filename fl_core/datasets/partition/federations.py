@@ -26,11 +26,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fl_core import rng
-from fl_core.datasets.partition import by_class, by_client, own
+from fl_core.datasets.partition import by_class, by_client
 from fl_core.datasets.partition.by_class import Indices, Labels
-from fl_core.datasets.partition.own import OwnPartition
 from fl_core.errors import ConfigError
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
+from fl_core.extensions import user_partition as own
+from fl_core.extensions.user_partition import OwnPartition
 from fl_core.suggest import suggest
 
 FORMS = (

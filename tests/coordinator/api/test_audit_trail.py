@@ -5,13 +5,13 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from protos.audit_log.heads import SignedHead
-from protos.audit_log.lines import Entry, Line
-from protos.audit_log.log import LogFolder
-from protos.audit_log.verification import read_lines, verify
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.wire import receipts
+from protos.wire import log_heads, receipts
+from service_core.audit_log.heads import SignedHead
+from service_core.audit_log.lines import Entry, Line
+from service_core.audit_log.log import LogFolder
+from service_core.audit_log.verification import read_lines, verify
 from tests.support.coordinator import CONSORTIUM, World, channel
 from tests.support.transfers import DATA, fetch, open_request, open_round, send, update_bytes
 
@@ -72,7 +72,7 @@ def test_the_ends_of_both_logs_cross_and_a_false_one_is_not_kept(world):
     got = {}
     for name in (first, second):  # the second one shows the first one's
         request = open_request(name, offer, update_bytes())
-        request.log_head.CopyFrom(mine.message())
+        request.log_head.CopyFrom(log_heads.to_message(mine))
         stub = world.transfer(name)
         stub.Open(request, timeout=20)
         got[name] = send(stub, name, offer, update_bytes())
@@ -87,5 +87,5 @@ def test_the_ends_of_both_logs_cross_and_a_false_one_is_not_kept(world):
         ("allowed", "", 9),
         ("refused", "E-ID-14", None),
     ]
-    heads = [SignedHead.of_message(r.log_head, OWN, world.people[first].ca_pem) for r in got.values()]
+    heads = [log_heads.of_message(r.log_head, OWN, world.people[first].ca_pem) for r in got.values()]
     assert verify(LogFolder(world.home / "audit"), heads).agreed == 2

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.api.authorization import authorize
 from coordinator.storage.records import MembershipStatus
-from protos.pki.identity import Identity, Kind, PeerCertificate
+from service_core.pki.identity import Identity, Kind, PeerCertificate
 from tests.support.pki import today
 
 CLOCK = today()

@@ -10,9 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from coordinator import console
-from coordinator.api import accuracy
 from coordinator.api.messages import round_info
+from coordinator.lead import accuracy, console
 from coordinator.storage.records import RoundRow
 from fl_core.errors import ProtocolError
 from fl_core.training.clinical import clinical_counts, clinical_metrics

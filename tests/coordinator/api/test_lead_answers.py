@@ -9,15 +9,15 @@ import grpc
 import pytest
 from rich.console import Console
 
-from coordinator import console
 from coordinator.api.control import data_offer
-from coordinator.lead_client import LeadClient
+from coordinator.lead import console
+from coordinator.lead.client import LeadClient
 from coordinator.storage.records import DataOffer
 from fl_core.errors import ConfigError, ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import Address
 from protos.wire import status
 from protos.wire.channel_options import MAX_MESSAGE_BYTES
+from service_core.pki.identity import Address
 from tests.support import until
 from tests.support.coordinator import HELLO, Line, World
 from tests.support.federations import NAMES, manifest

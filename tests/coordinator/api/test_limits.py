@@ -24,11 +24,11 @@ from coordinator.storage.members import MemberStore
 from coordinator.storage.store import Store
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki import certificates
-from protos.pki.identity import Kind
-from protos.pki.invitation import InvitationToken
-from protos.storage.private_files import Credentials
-from protos.version import PROTOCOL
+from service_core.pki import certificates
+from service_core.pki.identity import Kind
+from service_core.pki.invitation import InvitationToken
+from service_core.storage.private_files import Credentials
+from service_core.version import PROTOCOL
 from tests.support import until
 from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, online, running
 from tests.support.federations import NAMES

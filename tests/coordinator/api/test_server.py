@@ -15,7 +15,7 @@ from coordinator.api.control import ControlService
 from coordinator.api.lead import LeadService
 from coordinator.api.server import ADDRESS_FILE, CoordinatorServer, EnrolmentService
 from coordinator.api.transfer import TransferService
-from coordinator.lead_client import LeadClient
+from coordinator.lead.client import LeadClient
 from coordinator.pki.membership import Membership
 from coordinator.storage.records import RunState
 from coordinator.storage.store import LOCK_FILE
@@ -23,13 +23,13 @@ from fl_core.errors import ConfigError, FederationError, StateError, Unavailable
 from fl_core.types import tensor_maps
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki import certificates
-from protos.pki.certificates import RENEWAL, renewal_message
-from protos.pki.identity import identity_of
-from protos.pki.invitation import InvitationToken
-from protos.pki.roster import SignedRoster, renewed_from
-from protos.storage.private_files import Credentials
 from protos.wire.codec import read_state
+from service_core.pki import certificates
+from service_core.pki.certificates import RENEWAL, renewal_message
+from service_core.pki.identity import identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.roster import SignedRoster, renewed_from
+from service_core.storage.private_files import Credentials
 from tests.support import until
 from tests.support.coordinator import World, channel, running
 from tests.support.federations import NAMES, manifest, shares

@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coordinator.api.accuracy import clinical_message
 from coordinator.cli.export import check_detail, export_model, model_card
-from coordinator.console import software_text
-from coordinator.lead_client import LeadClient
+from coordinator.lead.accuracy import clinical_message
+from coordinator.lead.client import LeadClient
+from coordinator.lead.console import software_text
 from coordinator.pki.authority import Authority
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods import build_method
@@ -31,8 +31,8 @@ from fl_core.types.records import Schema
 from fl_core.types.values import Part, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki.identity import Address
 from protos.wire.codec import write_state
+from service_core.pki.identity import Address
 from tests.support.coordinator import running
 from tests.support.federations import SCHEMA, manifest, same, shares
 

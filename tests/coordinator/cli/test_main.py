@@ -13,7 +13,7 @@ import typer
 from typer.main import get_command
 
 from coordinator.cli.main import COMMANDS, build
-from protos.version import software
+from service_core.version import software
 
 COMPLETED = [
     ("coordinator sh", "1", "show"),

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.lead_client import LeadClient
-from coordinator.reports.run_log import AuditTail, run_lines
+from coordinator.lead.client import LeadClient
+from coordinator.lead.run_log import AuditTail, run_lines
 from coordinator.storage.records import RunState
-from protos.audit_log.lines import Entry
-from protos.audit_log.log import FOLDER, AuditLog
+from service_core.audit_log.lines import Entry
+from service_core.audit_log.log import FOLDER, AuditLog
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest
 from tests.support.processes import here

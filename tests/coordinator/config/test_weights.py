@@ -20,19 +20,19 @@ from coordinator.config import weights
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import build_manifest, manifest_from
 from coordinator.config.run_spec import RunSpec
-from coordinator.lead_client import LeadClient
+from coordinator.lead.client import LeadClient
 from coordinator.pki.leads import Leads
-from coordinator.simulation import runner
-from coordinator.simulation.engine import SimulationEngine
+from coordinator.simulate import runner
+from coordinator.simulate.engine import SimulationEngine
 from coordinator.storage.weights import UNUSED
 from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.models import build_model
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.digests import file_digest, write_all
 from protos.wire import codec
 from protos.wire.chunks import read_chunks
+from service_core.storage.digests import file_digest, write_all
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, online
 from tests.support.federations import schema
@@ -334,7 +334,7 @@ def test_a_console_whose_weights_another_one_brings_whole_before_its_first_piece
             again.send_weights(digest, file)
         return read_chunks(*of)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("coordinator.lead_client.read_chunks", overtaken)
+    monkeypatch.setattr("coordinator.lead.client.read_chunks", overtaken)
     client.send_weights(digest, file)
     again.close()
     assert len(sent) == 2
@@ -359,9 +359,9 @@ def test_a_full_disk_says_disk_and_the_upload_goes_on_where_it_was(
         sent.append(len(data))
         write_all(file, data)
 
-    monkeypatch.setattr("coordinator.lead_client._WATCH_PATIENCE_S", 0.0)
+    monkeypatch.setattr("coordinator.lead.client._WATCH_PATIENCE_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr("protos.storage.partial_file.write_all", full)
+        patch.setattr("service_core.storage.partial_file.write_all", full)
         with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
             client.send_weights(digest, file)
     assert client._lead.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == sent[0]

@@ -10,7 +10,7 @@ import pytest
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo import RUNS, budgets
 from coordinator.demo.report import COLOURS, LABELS, PLAIN, PRIVATE, REPAIRED, report
-from coordinator.simulation.runner import build_simulation
+from coordinator.simulate.runner import build_simulation
 from fl_core import datasets
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest

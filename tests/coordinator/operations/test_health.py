@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.operations.health import Readiness, ask
 from coordinator.storage.store import FILE
-from protos.storage import disk
+from service_core.storage import disk
 from tests.support import until
 from tests.support.coordinator import channel
 

@@ -13,9 +13,9 @@ from cryptography.x509.verification import PolicyBuilder, Store
 
 from coordinator.pki.authority import Authority
 from fl_core.errors import ConfigError, RefusedError, StateError
-from protos.pki import certificates
-from protos.pki.identity import Identity, Kind, identity_of
-from protos.storage import private_files
+from service_core.pki import certificates
+from service_core.pki.identity import Identity, Kind, identity_of
+from service_core.storage import private_files
 from tests.support.pki import authority, certified, today
 
 

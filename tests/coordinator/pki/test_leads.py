@@ -13,14 +13,14 @@ import pytest
 
 from coordinator.api.limits import Limits
 from coordinator.cli.main import build
-from coordinator.lead_client import LeadClient
+from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import FILE, Store
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import identity_of
+from service_core.pki.identity import identity_of
 from tests.support.coordinator import DENIED, World, credentials, running
 from tests.support.federations import NAMES
 from tests.support.transfers import open_round

@@ -9,14 +9,14 @@ import grpc
 import pytest
 
 from coordinator.cli import authority, consortium
-from coordinator.lead_client import LeadClient
+from coordinator.lead.client import LeadClient
 from coordinator.pki.membership import Membership
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki.identity import colons
-from protos.pki.offline_signing import Admission, SigningRequest
-from protos.pki.roster import SignedRoster
+from service_core.pki.identity import colons
+from service_core.pki.offline_signing import Admission, SigningRequest
+from service_core.pki.roster import SignedRoster
 from silo.cli.service import run as silo
 from silo.identity.identity import SiloIdentity
 from tests.support import until

@@ -16,8 +16,8 @@ from coordinator.pki.leads import Leads
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, StateError
-from protos.pki import certificates
-from protos.pki.invitation import InvitationToken
+from service_core.pki import certificates
+from service_core.pki.invitation import InvitationToken
 from tests.support.pki import today
 
 SECRET = "correct horse battery"

@@ -11,10 +11,10 @@ import pytest
 
 from coordinator.pki.authority import Authority
 from fl_core.errors import RefusedError, UnavailableError
-from protos.pki.identity import Address
-from protos.pki.invitation import InvitationToken
-from protos.storage.private_files import Credentials
-from protos.tls.connect import diagnose
+from service_core.pki.identity import Address
+from service_core.pki.invitation import InvitationToken
+from service_core.storage.private_files import Credentials
+from service_core.tls.connect import diagnose
 from silo.connection.channel import channel_credentials, diagnose_channel
 from tests.support.coordinator_process import Server
 from tests.support.pki import HOST, authority, call, join, refused_call, today

@@ -12,7 +12,7 @@ from cryptography import x509
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import Looks, ServerCertificate
 from fl_core.errors import StateError
-from protos.pki.identity import identity_of, serial_of
+from service_core.pki.identity import identity_of, serial_of
 from silo.connection.channel import channel_credentials
 from tests.support import until
 from tests.support.coordinator_process import Server

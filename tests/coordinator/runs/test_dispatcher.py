@@ -18,7 +18,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.version import software
+from service_core.version import software
 from tests.support.coordinator import session
 
 TASK = Task(SiloTaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)

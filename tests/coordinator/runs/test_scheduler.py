@@ -26,10 +26,10 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part, PartSpec
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.version import PROTOCOL, software
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
 from protos.wire.tasks import TaskKey, contribution_id
+from service_core.version import PROTOCOL, software
 from tests.support import until
 from tests.support.coordinator import FAST, Clock, Line, World, events, heard, online, running
 from tests.support.federations import NAMES, manifest, same, shares

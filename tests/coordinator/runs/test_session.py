@@ -17,8 +17,8 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki.invitation import InvitationToken
-from protos.version import PROTOCOL
+from service_core.pki.invitation import InvitationToken
+from service_core.version import PROTOCOL
 from tests.support import until
 from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, credentials, online, running
 from tests.support.federations import NAMES, manifest

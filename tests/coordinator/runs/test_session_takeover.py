@@ -16,7 +16,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.pki.identity import Identity, Kind, PeerCertificate
+from service_core.pki.identity import Identity, Kind, PeerCertificate
 from tests.support import until
 from tests.support.coordinator import DENIED, HELLO, Line, World, channel, credentials, instance, running
 from tests.support.federations import NAMES, manifest

@@ -27,8 +27,8 @@ from fl_core.types import tensor_maps
 from fl_core.types.records import Schema
 from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.object_store import ObjectStore
 from protos.wire import codec
+from service_core.storage.object_store import ObjectStore
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, online, running
 from tests.support.federations import METHOD_OPTIONS, NAMES, SCHEMA, manifest, same, shares

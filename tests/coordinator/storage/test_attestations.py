@@ -12,8 +12,8 @@ from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.version import PROTOCOL
 from protos.wire import receipts
+from service_core.version import PROTOCOL
 from tests.support import until
 from tests.support.coordinator import World, channel
 from tests.support.federations import manifest

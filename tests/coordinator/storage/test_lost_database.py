@@ -13,7 +13,7 @@ import pytest
 from coordinator.cli.operations import backup
 from coordinator.storage.store import FILE, OBJECTS, Store
 from fl_core.errors import StateError, UnavailableError
-from protos.storage.object_store import ObjectStore, count_objects
+from service_core.storage.object_store import ObjectStore, count_objects
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest
 

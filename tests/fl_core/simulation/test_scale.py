@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.simulation.engine import FileStateStore
+from coordinator.simulate.engine import FileStateStore
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model

@@ -18,8 +18,8 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Part, RoundContext, State
-from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
+from service_core.storage.object_store import ObjectStore
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Evaluation

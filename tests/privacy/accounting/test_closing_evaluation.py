@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulation import runner
+from coordinator.simulate import runner
 from fl_core.methods import build_method
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan

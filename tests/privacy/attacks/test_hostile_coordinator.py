@@ -11,7 +11,7 @@ from benchmarks.audit.faults import FAULTS
 from privacy.audit import hostile
 from privacy.audit.step_checks import ZeroNoise
 from privacy.audit.worlds import Measured, measure
-from privacy.noise.sources import NoiseSource, SeededNoise
+from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
 QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation")
 LONG = ("augmentation", "dropout", "batch shape", "worst record")

@@ -19,7 +19,7 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, Losses, LossFn
 from privacy import profiles
 from privacy.accounting.dry_run import dry_run
-from privacy.dp_sgd.independence import check_independence, check_rows
+from privacy.mechanisms.record.independence import check_independence, check_rows
 from tests.support.federations import SCHEMA
 
 PLAIN = TrainConfig(lr=0.1, batch_size=1000, epochs=3)

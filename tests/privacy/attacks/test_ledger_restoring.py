@@ -15,7 +15,7 @@ from privacy.ledger.admission import ATTEMPTS
 from privacy.ledger.hash_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import LastSeen, charge_unknown_spending
-from privacy.reports.sealed import MOST, PAD, Figures, seal, unseal
+from privacy.ledger.sealed import MOST, PAD, Figures, seal, unseal
 
 SKIN, LUNG = "skin/train", "lung/train"
 SMALL, LARGE = Mechanism(40.0), Mechanism(9.0)

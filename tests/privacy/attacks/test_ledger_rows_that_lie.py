@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import console
 from coordinator.api.control import data_offer
+from coordinator.lead import console
 from fl_core.errors import ProtocolError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from coordinator import console
 from coordinator.api.messages import run_info, stored_result_noise
 from coordinator.cli import runs as lead
 from coordinator.cli.export import model_card
-from coordinator.simulation.runner import Result
+from coordinator.lead import console
+from coordinator.simulate.runner import Result
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from privacy.profiles import result_noise
 from tests.support.accuracies import PERSONAL, SUMS, machine, truthful

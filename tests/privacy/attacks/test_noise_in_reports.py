@@ -15,11 +15,11 @@ from rich.console import Console
 from coordinator.cli import research
 from coordinator.demo import budgets
 from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
-from coordinator.simulation.privacy_ablation import table as ablation_table
-from coordinator.simulation.runner import Result
-from privacy.ablation.checks import Estimate
+from coordinator.simulate.ablation.__main__ import table as ablation_table
+from coordinator.simulate.ablation.checks import Estimate
+from coordinator.simulate.runner import Result
+from privacy.accounting.uncertainty import EvaluationNoise
 from privacy.profiles import result_noise
-from privacy.reports.uncertainty import EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli import console as show
 from silo.storage.tasks import Evaluation

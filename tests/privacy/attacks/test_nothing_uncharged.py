@@ -25,12 +25,12 @@ from fl_core.types.values import Bundle, ClassSums
 from privacy import profiles
 from privacy.accounting.release_plan import ReleaseAllowance
 from privacy.compiled_run import CompiledRun
-from privacy.dp_sgd import private_data
-from privacy.noise import grid, sources
-from privacy.noise.sources import NoiseSource
+from privacy.mechanisms.noise import grid, sources
+from privacy.mechanisms.noise.sources import NoiseSource
+from privacy.mechanisms.record import private_data
+from privacy.mechanisms.silo.guard import SiloDpGuard
 from privacy.profiles import record
 from privacy.release_log import InMemoryReleaseLog
-from privacy.silo_dp.guard import SiloDpGuard
 from tests.support import some
 from tests.support.federations import FED, Given, manifest, same_bundle, shares
 
@@ -148,7 +148,7 @@ def test_with_open_eyes_the_same_two_hospitals_differ() -> None:
 def test_t_43_what_leaves_under_silo_level_privacy_depends_on_data_through_the_guard_alone(
     method: str, terms: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from privacy.silo_dp import adaptive_clipping
+    from privacy.mechanisms.silo import adaptive_clipping
 
     run = run_of(method, "dp_silo_small", False, allow_large=True, **terms)
     if method == "local" and terms:  # it sends nothing whose norm a clip could follow

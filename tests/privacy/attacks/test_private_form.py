@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from coordinator.cli.main import build
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from coordinator.console import private_form
-from coordinator.simulation import runner
+from coordinator.lead.console import private_form
+from coordinator.simulate import runner
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities

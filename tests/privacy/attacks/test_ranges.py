@@ -22,8 +22,8 @@ from privacy import profiles
 from privacy.accounting import ranges
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
-from privacy.silo_dp import adaptive_clipping
-from privacy.silo_dp.config import SiloDpConfig
+from privacy.mechanisms.silo import adaptive_clipping
+from privacy.mechanisms.silo.config import SiloDpConfig
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training.hospital_controls import HospitalControls

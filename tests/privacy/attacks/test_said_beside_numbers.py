@@ -20,10 +20,10 @@ from fl_core.types.values import Part
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
-from privacy.silo_dp import adaptive_clipping
+from privacy.mechanisms.silo import adaptive_clipping
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.version import PROTOCOL
 from protos.wire import codec
+from service_core.version import PROTOCOL
 from silo.connection.session import PULSE_CEILING_S, pulse_period
 from silo.service.service import SiloSettings, data_offer
 from silo.service.task_queue import public_reason

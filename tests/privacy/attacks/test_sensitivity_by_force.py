@@ -213,5 +213,5 @@ def test_the_measurement_sees_draws_by_place(condition: str) -> None:
 def test_the_measurement_sees_a_missing_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     (call,) = captured("fedavg", {}, dropout=False)
     force = Force(call, Coupling.EXAMPLE)
-    monkeypatch.setattr("privacy.noise.grid.factors", lambda squares, bound: torch.ones_like(squares))
+    monkeypatch.setattr("privacy.mechanisms.noise.grid.factors", lambda squares, bound: torch.ones_like(squares))
     assert force.moved(torch.full((1, 8, 8), 50.0), 3, 0) > force.accounted

@@ -19,9 +19,9 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import Losses, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
-from privacy.dp_sgd.draws import Draws
-from privacy.dp_sgd.private_data import DpSgdLocalData
-from privacy.noise.sources import SecureNoise
+from privacy.mechanisms.noise.sources import SecureNoise
+from privacy.mechanisms.record.draws import Draws
+from privacy.mechanisms.record.private_data import DpSgdLocalData
 from tests.support.fake_coordinator import Hospital
 from tests.support.federations import SCHEMA, Given
 from tests.support.privacy import HOSPITAL, TEST, TRAIN, NoNoise, budgeted, hospital_level, private

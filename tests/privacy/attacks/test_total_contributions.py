@@ -20,12 +20,12 @@ from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import ClassSums, Losses
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan, SamplingSchedule
-from privacy.dp_sgd import layer_gradients
-from privacy.dp_sgd.class_sums import KeyedUnits, PrivacyUnits, class_sums, filled, unit_shares
-from privacy.dp_sgd.draws import Draws, is_stochastic, record_keys
-from privacy.dp_sgd.per_sample_gradients import MODES, PADDING, clipped, per_unit
-from privacy.noise import grid
-from privacy.noise.sources import SecureNoise, SeededNoise
+from privacy.mechanisms.noise import grid
+from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
+from privacy.mechanisms.record import layer_gradients
+from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_sums, filled, unit_shares
+from privacy.mechanisms.record.draws import Draws, is_stochastic, record_keys
+from privacy.mechanisms.record.per_sample_gradients import MODES, PADDING, clipped, per_unit
 from tests.support.federations import Given
 from tests.support.privacy import NoNoise, ce, examples, model_of, plan_of, private_data
 

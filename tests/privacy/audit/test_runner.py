@@ -25,7 +25,7 @@ from privacy.audit.runner import Setting
 from privacy.audit.step_checks import Scale, SensitivityCheck
 from privacy.audit.target import AuditTarget, ListedExamples
 from privacy.audit.training import Training, memorising
-from privacy.noise.sources import SeededNoise
+from privacy.mechanisms.noise.sources import SeededNoise
 
 INF = math.inf
 seeds = pytest.mark.parametrize("seed", range(5))

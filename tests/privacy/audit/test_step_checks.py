@@ -14,8 +14,8 @@ from privacy.audit import canaries, step_checks
 from privacy.audit.epsilon_bounds import mu_bound
 from privacy.audit.step_checks import KINDS, Step
 from privacy.audit.training import Training
-from privacy.noise import grid
-from privacy.noise.sources import SecureNoise, SeededNoise
+from privacy.mechanisms.noise import grid
+from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 
 SEEDS = range(5)
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,8 @@ from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Part
-from protos.storage import digests
 from protos.wire import codec
+from service_core.storage import digests
 
 KINDS = (
     torch.bool,

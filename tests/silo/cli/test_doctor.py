@@ -11,7 +11,7 @@ import pytest
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from privacy.ledger.ledger import Ledger
-from protos.pki.identity import Address
+from service_core.pki.identity import Address
 from silo.cli.service import run
 from silo.storage.home import Home
 from tests.support.coordinator import World, enrolled

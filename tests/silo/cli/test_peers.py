@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from protos.pki.identity import colons, identity_of
+from service_core.pki.identity import colons, identity_of
 from silo.cli import console
 from silo.cli.service import run
 from tests.support.pki import authority, certified, join, member, roster, today

@@ -7,8 +7,8 @@ import pytest
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.storage import digests, disk
 from protos.wire.chunks import CHUNK_BYTES
+from service_core.storage import digests, disk
 from silo.connection.transfer import RetryPolicy, Transfer
 from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, still
 

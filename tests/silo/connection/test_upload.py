@@ -9,7 +9,7 @@ import pytest
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage import digests
+from service_core.storage import digests
 from silo.connection.transfer import RetryPolicy
 from tests.support import until
 from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, receipt_for

@@ -14,9 +14,9 @@ from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import identity_of
-from protos.pki.invitation import InvitationToken
-from protos.pki.roster import SignedRoster
+from service_core.pki.identity import identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.roster import SignedRoster
 from silo.identity.identity import SiloIdentity
 from tests.support.pki import authority, today
 

@@ -5,10 +5,10 @@ import stat
 import pytest
 
 from fl_core.errors import RefusedError, StateError
-from protos.pki import certificates
-from protos.pki.identity import Identity, Kind, certificate_fingerprint, identity_of
-from protos.pki.invitation import InvitationToken
-from protos.storage import private_files
+from service_core.pki import certificates
+from service_core.pki.identity import Identity, Kind, certificate_fingerprint, identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
 from tests.support.pki import authority, certified, join, member, roster, today
 
@@ -252,7 +252,7 @@ def test_own_new_key_counts_once_the_roster_says_so(ca, silo):
     request = silo.renewal_request()
     cert = ca.renew(request.csr_pem, silo.current_credentials().cert_pem, request.proof)
     silo.install(cert, ca.ca_pem)
-    from protos.pki.roster import renewal_link
+    from service_core.pki.roster import renewal_link
 
     signed = roster(ca, [member(ca, cert, [renewal_link(old, request.proof)])], 2)
     assert silo.update_roster(signed, accept_additions=False).rekeyed == ("center3",)

@@ -9,9 +9,9 @@ import pytest
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
-from protos.pki.identity import identity_of
-from protos.pki.invitation import InvitationToken
-from protos.pki.roster import SignedRoster
+from service_core.pki.identity import identity_of
+from service_core.pki.invitation import InvitationToken
+from service_core.pki.roster import SignedRoster
 from silo.identity.identity import SiloIdentity
 from tests.support.pki import authority, today
 

@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from coordinator.pki.authority import Authority
-from protos.pki.identity import Address, identity_of
-from protos.tls.connect import diagnose
+from service_core.pki.identity import Address, identity_of
+from service_core.tls.connect import diagnose
 from silo.connection.channel import diagnose_channel
 from tests.support.coordinator_process import Server
 from tests.support.pki import HOST, authority, join, refused_call, today

@@ -11,6 +11,8 @@ from shutil import copytree
 
 import pytest
 
+from service_core.web.rendering import size
+from service_core.web.serve import PageServer
 from silo.cli.service import run as silo
 from silo.page.site import HospitalPage
 from silo.storage.home import Home
@@ -20,8 +22,6 @@ from tests.support.chromium import Visit, chromium
 from tests.support.hospital_page import furnished
 from tests.support.privacy import SEEDED_POLICY, TRAIN, budgeted, private
 from tests.support.web import address_of
-from web.rendering import size
-from web.serve import PageServer
 
 ASKS, OTHER = "fedmr-digits-7f3c", "fedavg-digits-90d2"
 PNG = bytes.fromhex(

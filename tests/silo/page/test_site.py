@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from protos.audit_log.lines import Entry
-from protos.audit_log.log import FOLDER, AuditLog, LogFolder
-from protos.audit_log.verification import last_lines, verify
+from service_core.audit_log.lines import Entry
+from service_core.audit_log.log import FOLDER, AuditLog, LogFolder
+from service_core.audit_log.verification import last_lines, verify
+from service_core.web.serve import PageServer
 from silo.cli.service import run as silo
 from silo.page.site import HospitalPage
 from silo.storage.home import Home, Served
@@ -22,7 +23,6 @@ from tests.support.fake_coordinator import enrolled, manifest
 from tests.support.hospital_page import POLICY, RUN, asks, furnished, took_part
 from tests.support.privacy import TEST, TRAIN
 from tests.support.web import Browser
-from web.serve import PageServer
 
 ASKS = "fedmr-digits-7f3c"
 HOSTILE = "\x1b]0;x\x07\u202e</td><script>alert(1)</script>\u2066 =cmd|' \x00" + "y" * 2000

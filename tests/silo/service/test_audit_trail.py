@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from protos.audit_log.heads import SignedHead
-from protos.audit_log.lines import Entry, Line
-from protos.audit_log.log import LogFolder
-from protos.audit_log.verification import read_lines, verify
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage.private_files import Credentials
+from protos.wire import log_heads
+from service_core.audit_log.heads import SignedHead
+from service_core.audit_log.lines import Entry, Line
+from service_core.audit_log.log import LogFolder
+from service_core.audit_log.verification import read_lines, verify
+from service_core.storage.private_files import Credentials
 from tests.support import until
 from tests.support.fake_coordinator import Hospital
 from tests.support.transfers import CONSORTIUM, authority, receipt_for
@@ -35,7 +36,7 @@ def answering_with(monkeypatch, *heads: SignedHead) -> None:
     def receipt(opened: pb.OpenRequest, holder: str, **other: object) -> pb.Receipt:
         made = receipt_for(opened, holder, **other)
         if left:
-            made.log_head.CopyFrom(left.pop(0).message())
+            made.log_head.CopyFrom(log_heads.to_message(left.pop(0)))
         return made
 
     monkeypatch.setattr("tests.support.transfers.receipt_for", receipt)
@@ -51,7 +52,7 @@ def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cro
     hospital.start()
     round_of(hospital, 0)
     (opened,) = hospital.transfer.opened.values()
-    sent = SignedHead.of_message(opened.log_head, SILO, authority().ca_pem)
+    sent = log_heads.of_message(opened.log_head, SILO, authority().ca_pem)
     hospital.stop()
     found = entries(hospital)
     task = "run=run-1 round=1 kind=train"

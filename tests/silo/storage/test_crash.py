@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
-from protos.storage import digests
+from service_core.storage import digests
 from silo.storage.store import Store
 from tests.support.hospital import B, key, opened, stage, value
 

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from fl_core.errors import StateError
-from protos.storage.object_store import count_objects
+from service_core.storage.object_store import count_objects
 from silo.cli import backup
 from silo.storage.store import Store
 from tests.support import until

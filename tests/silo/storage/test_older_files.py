@@ -17,7 +17,7 @@ import pytest
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.wire.tasks import TaskKey
-from silo.facts.leaving import leaving
+from silo.reports.leaving import leaving
 from silo.storage import store as stores
 from silo.storage.schema import MIGRATIONS
 from silo.storage.store import Store

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from fl_core.types.enums import TaskKind
-from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
+from service_core.storage.object_store import ObjectStore
 from tests.support import until
 from tests.support.fake_coordinator import Hospital
 

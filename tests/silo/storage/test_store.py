@@ -13,9 +13,9 @@ from fl_core.errors import StateError
 from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part
-from protos.storage import digests
-from protos.storage.object_store import ObjectStore
 from protos.wire.tasks import TaskKey
+from service_core.storage import digests
+from service_core.storage.object_store import ObjectStore
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import UnprotectedUpdate

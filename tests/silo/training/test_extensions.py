@@ -12,7 +12,7 @@ from coordinator.config.manifest_builder import build_manifest, manifest_from
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
 from fl_core.errors import ConfigError, FederationError, RefusedError
-from fl_core.rounds import extensions
+from fl_core.extensions import loading as extensions
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home

@@ -17,8 +17,8 @@ from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.bundle_file import BundleFile
-from silo.facts.leaving import leaving
-from silo.facts.spending import unprotected
+from silo.reports.leaving import leaving
+from silo.reports.spending import unprotected
 from silo.service.task_queue import public_reason
 from silo.storage.home import Home
 from silo.training import evaluation_summary

@@ -17,9 +17,9 @@ from fl_core.training import memory
 from fl_core.types.records import TrainConfig
 from privacy.accounting.accountant import aggregated
 from privacy.compiled_run import CompiledRun
+from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.record import release_plan
 from privacy.profiles.silo import silo_releases
-from privacy.silo_dp.guard import silo_level
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.training import trainer
 from tests.support import until

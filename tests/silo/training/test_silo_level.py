@@ -17,10 +17,10 @@ from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
+from privacy.mechanisms.silo import adaptive_clipping
+from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
-from privacy.silo_dp import adaptive_clipping
-from privacy.silo_dp.guard import silo_level
 from protos.wire.bundle_file import BundleFile
 from silo.storage.home import Home
 from silo.training.hospital_controls import describe_request

@@ -12,8 +12,8 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
 from privacy.accounting.accountant import aggregated
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage import digests
 from protos.wire.codec import pack_state
+from service_core.storage import digests
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched

@@ -9,7 +9,7 @@ import pytest
 from coordinator.api.limits import Limits, Rate
 from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.pki.identity import Kind
+from service_core.pki.identity import Kind
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES
 from tests.support.transfers import open_round

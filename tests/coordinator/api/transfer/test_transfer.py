@@ -11,8 +11,8 @@ import pytest
 
 from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.storage import disk
 from protos.wire import receipts
+from service_core.storage import disk
 from tests.support import until
 from tests.support.coordinator import FAST, World, running
 from tests.support.federations import NAMES

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli.main import build
-from protos.storage.digests import file_digest
+from service_core.storage.digests import file_digest
 from tests.support.coordinator import World
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coordinator.console import percent
-from coordinator.simulation.runner import Result
+from coordinator.lead.console import percent
+from coordinator.simulate.runner import Result
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.local_only import LocalOnly
@@ -16,7 +16,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import TrainConfig
-from privacy.reports.uncertainty import RunNoise
+from privacy.accounting.uncertainty import RunNoise
 from tests.support.federations import FED, QData, Scalar, manifest, same, shares
 
 

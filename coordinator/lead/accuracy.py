@@ -1,0 +1,117 @@
+"""What was measured, in messages to a lead: accuracies with the intervals of their noise, and clinical metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fl_core.errors import ProtocolError
+from fl_core.types.clinical import CALIBRATION_BINS, CLINICAL, ClinicalMetrics, Range, ReliabilityBin
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core import clinical_report
+
+
+def set_estimates(info: pb.RunInfo, rounds: Sequence[Sums]) -> None:
+    """Set the newest and the best accuracy of a run whose evaluation is noisy."""
+    estimates = uncertainty.accuracy(*rounds[-1]) if rounds else NOTHING, uncertainty.best(rounds)
+    info.accuracy, info.best_accuracy = (-1.0 if e.point is None else e.point for e in estimates)
+    for estimate, target in zip(estimates, (info.accuracy_estimate, info.best_estimate), strict=True):
+        if estimate != NOTHING:
+            target.point, target.low, target.high = (v or 0.0 for v in (estimate.point, estimate.low, estimate.high))
+            target.withheld = estimate.withheld
+
+
+def newest(info: pb.RunInfo) -> Estimate:
+    return _read(info.accuracy_estimate) if info.HasField("accuracy_estimate") else plain(info.accuracy)
+
+
+def best(info: pb.RunInfo) -> Estimate:
+    return _read(info.best_estimate) if info.HasField("best_estimate") else plain(info.best_accuracy)
+
+
+def noise_of(info: pb.RoundInfo) -> EvaluationNoise | None:
+    """Return the noise on a round's sums; None where they are counts."""
+    noise = info.noise
+    return EvaluationNoise(noise.std, noise.draws, noise.suppressed) if info.HasField("noise") else None
+
+
+def of_round(info: pb.RoundInfo) -> Estimate:
+    """Estimate the accuracy of the model before the round's training."""
+    return uncertainty.accuracy(info.correct, info.examples, noise_of(info))
+
+
+def by_class(info: pb.RoundInfo) -> list[Estimate]:
+    return uncertainty.by_class(info.correct, info.examples, noise_of(info))
+
+
+def balanced(info: pb.RoundInfo) -> Estimate:
+    """Estimate the mean accuracy over the classes that have test examples."""
+    return uncertainty.balanced(info.correct, info.examples, noise_of(info))
+
+
+def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
+    nothing = Range(math.nan, math.nan)
+    return pb.ClinicalMetrics(
+        confusion=[n for row in found.confusion for n in row],
+        auc_low=[(r or nothing).low for r in found.auc],
+        auc_high=[(r or nothing).high for r in found.auc],
+        bin_examples=[b.examples for b in found.bins],
+        bin_correct=[b.correct for b in found.bins],
+        bin_confidence=[b.confidence for b in found.bins],
+    )
+
+
+def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
+    """Read a round's; None where none were measured. Raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    if not info.HasField("clinical"):
+        return None
+    found, c = info.clinical, len(info.correct)
+    auc = [None if math.isnan(low) else Range(low, high) for low, high in zip(found.auc_low, found.auc_high)]  # noqa: B905
+    bins = tuple(map(ReliabilityBin, found.bin_examples, found.bin_correct, found.bin_confidence))
+    sound = (
+        len(found.confusion) == c * c
+        and len(found.auc_low) == len(found.auc_high) == c
+        and len(found.bin_examples) == len(found.bin_correct) == len(found.bin_confidence) == CALIBRATION_BINS
+        and all(r is None or 0 <= r.low <= r.high <= 1 for r in auc)
+        and all(b.correct <= b.examples and 0 <= b.confidence <= b.examples * (1 + 1e-6) for b in bins)
+    )
+    if not sound:
+        raise ProtocolError(
+            "E-WIRE-06",
+            f"expected clinical metrics of {c} classes, found numbers that no evaluation gives: both sides must run "
+            "one version",
+        )
+    return ClinicalMetrics(tuple(tuple(found.confusion[k * c : (k + 1) * c]) for k in range(c)), tuple(auc), bins)
+
+
+def no_clinical(info: pb.RoundInfo, metrics: str) -> str:
+    """Say why a round has accuracies alone; empty where its run asks for no more."""
+    if info.HasField("noise"):
+        return clinical_report.NOT_MEASURED
+    return clinical_report.NOT_SENT if metrics == CLINICAL else ""
+
+
+def sums_json(correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None) -> dict[str, object]:
+    """Return the sums as they were released, per class, with the standard deviation of their noise; null: no number."""
+    std = noise.std * math.sqrt(noise.draws) if noise else 0.0
+    counts = {"correct": [_number(v) for v in correct], "examples": [_number(v) for v in examples]}
+    return {**counts, "noise_std": _number(std)}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def plain(accuracy: float) -> Estimate:
+    """Estimate from a number without an interval: -1 is none yet, any other outside [0, 1] is withheld."""
+    return NOTHING if accuracy == -1 else uncertainty.accuracy([accuracy], [1.0], None)
+
+
+def _read(message: pb.Estimate) -> Estimate:
+    if message.withheld:
+        return Estimate(withheld=message.withheld)
+    if not 0 <= message.low <= message.point <= message.high <= 1:
+        return Estimate(withheld=uncertainty.IMPOSSIBLE)
+    return Estimate(message.point, message.low, message.high)

@@ -1,0 +1,238 @@
+"""The gRPC client of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from coordinator.operations.health import ask
+from coordinator.pki.authority import FOLDER, Authority
+from fl_core.errors import ConfigError, FederationError, ProtocolError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
+from protos.wire import status
+from protos.wire.channel_options import LEAD_OPTIONS
+from protos.wire.chunks import append_chunk, read_chunks
+from service_core.operations.health import Answer
+from service_core.pki.identity import Address
+from service_core.storage.digests import file_digest
+from service_core.storage.private_files import Credentials
+from service_core.tls import connect
+
+ADDRESS_FILE = "service.json"
+"""Where the service listens, in its home; written once it does."""
+Reply = TypeVar("Reply")
+MAIN_LEAD, LEAD_ENV = "lead", "CONSILIUM_LEAD"
+_DEADLINE_S = 20.0
+_SUBMIT_DEADLINE_S = 120.0  # the service builds the model and runs it dry once
+_WATCH_RETRY_S = 1.0
+_WATCH_PATIENCE_S = 120.0
+_DAMAGED = 2
+"""Uploads that are begun anew because other bytes arrived."""
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where a service on all addresses is reached from here
+
+
+def is_live(event: pb.Event) -> bool:
+    """Tell whether an event says what silos do now: it is not stored, and comes after all that are."""
+    return event.kind == "silo" and not event.silo
+
+
+def credentials_of(home: Path, lead: str | None = None) -> Credentials:
+    """Read the key and the certificate of a lead, as `LeadClient.open`; raises ConfigError (E-ID-11) without one."""
+    authority = Authority.open(home)
+    names = sorted(p.stem.removeprefix("lead-") for p in (home / FOLDER).glob("lead-*.pem"))
+    lead = lead or os.environ.get(LEAD_ENV) or (MAIN_LEAD if MAIN_LEAD in names else None)
+    if not names or (lead is not None and lead not in names):
+        raise ConfigError(
+            "E-ID-11", f"expected a lead's certificate in {home / FOLDER}, found {', '.join(names) or 'none'}"
+        )
+    return authority.lead_credentials(lead or names[0])
+
+
+class LeadClient:
+    """Commands to a running coordinator. Every error is a FederationError, also that of a failed connection."""
+
+    def __init__(self, address: Address, credentials: Credentials) -> None:
+        self.address = address
+        self._credentials = credentials
+        secure = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.cert_pem)
+        self._channel = grpc.secure_channel(str(address), secure, LEAD_OPTIONS)
+        self._lead = rpc.LeadStub(self._channel)
+        self._transfer = rpc.TransferStub(self._channel)
+
+    @classmethod
+    def open(cls, home: Path, lead: str | None = None) -> LeadClient:
+        """Connect to the service that runs on a home, as a lead whose certificate is there.
+
+        lead: whose; else the one that CONSILIUM_LEAD names, else the one that `coordinator init` made.
+        Raises UnavailableError (E-NET-01) when no service runs there; ConfigError (E-ID-11) without a certificate.
+        """
+        credentials = credentials_of(home, lead)
+        try:
+            about = json.loads((home / ADDRESS_FILE).read_text())
+            host, port = Address.parse(about["address"]).host, int(about["port"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            raise UnavailableError(
+                "E-NET-01", f"expected a coordinator running on {home}, found none: start it (coordinator serve)"
+            ) from None
+        return cls(Address(_LOCAL.get(host, host), port), credentials)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def send_weights(self, digest: str, file: Path) -> None:
+        """Send weights until the service has them all; after a cut only what is missing.
+
+        Raises UnavailableError when no byte gets through for two minutes; ProtocolError (E-WIRE-01) where the service
+        is of a version that takes none.
+        """
+        size, best, since, damaged = file.stat().st_size, -1, time.monotonic(), 0
+        while True:
+            try:
+                have = self._open_weights(digest, size)
+                if have >= size:
+                    return
+                if have > best:
+                    best, since = have, time.monotonic()
+                with self._errors():
+                    self._lead.PutWeights(read_chunks(file, digest, have))
+            except ProtocolError as error:
+                damaged += (
+                    1  # or, with E-WIRE-06, open no longer: another console of this lead may have brought the rest
+                )
+                if error.code not in ("E-WIRE-04", "E-WIRE-06") or damaged > _DAMAGED:
+                    raise
+            except UnavailableError:
+                if time.monotonic() - since > _WATCH_PATIENCE_S:
+                    raise
+                threading.Event().wait(_WATCH_RETRY_S)
+
+    def _open_weights(self, digest: str, size: int) -> int:
+        try:
+            return self._call(self._lead.OpenWeights, pb.OpenWeightsRequest(digest=digest, size=size)).have
+        except FederationError as error:
+            cause = error.__cause__
+            if not isinstance(cause, grpc.Call) or cause.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            raise ProtocolError(
+                "E-WIRE-01", "expected a service that takes weights, found an older one: upgrade the coordinator"
+            ) from error
+
+    def submit(self, spec_json: str, request_id: str, start_from: str = "") -> pb.RunInfo:
+        """Submit a configuration. start_from: the id of a run whose last model it starts from."""
+        request = pb.SubmitRequest(spec_json=spec_json, request_id=request_id, start_from=start_from)
+        return self._call(self._lead.Submit, request, _SUBMIT_DEADLINE_S)
+
+    def runs(self) -> Sequence[pb.RunInfo]:
+        return self._call(self._lead.Runs, pb.RunsRequest()).runs
+
+    def show(self, run: str = "latest") -> pb.RunDetail:
+        return self._call(self._lead.Show, pb.RunQuery(run_id=run))
+
+    def abort(self, run: str) -> pb.RunInfo:
+        return self._call(self._lead.Abort, pb.RunQuery(run_id=run))
+
+    def resume(self, run: str, quorum: int = 0) -> pb.RunInfo:
+        """Let a paused or failed run go on; raises StateError (E-RUN-11) when it is neither. quorum: 0: as before."""
+        return self._call(self._lead.Resume, pb.ResumeRequest(run_id=run, quorum=quorum))
+
+    def exclude(self, run: str, silo: str, readmit: bool = False) -> pb.RunInfo:
+        """Go on without a silo, or ask it again."""
+        return self._call(self._lead.Exclude, pb.ExcludeRequest(run_id=run, silo=silo, readmit=readmit))
+
+    def extend(self, run: str, hours: float) -> pb.RunInfo:
+        """Give the open round more time; raises StateError (E-RUN-11) when none is open."""
+        return self._call(self._lead.Extend, pb.ExtendRequest(run_id=run, hours=hours))
+
+    def silos(self) -> pb.SiloList:
+        return self._call(self._lead.Silos, pb.SilosRequest())
+
+    def health(self) -> Answer:
+        """Ask whether the service can do its work, what time it has and of which version it is."""
+        with self._errors():
+            return ask(self._channel)
+
+    def watch(self, run: str = "latest", after: int = 0) -> Iterator[pb.Event]:
+        """Yield a run's events until it ends; reconnects for up to two minutes, then raises UnavailableError."""
+        run_id, last = self.show(run).info.run_id, after
+        away_since: float | None = None
+        while True:
+            try:
+                with self._errors():
+                    call = self._lead.Watch(pb.WatchRequest(run_id=run_id, after=last))
+                    try:
+                        for event in call:
+                            last, away_since = max(last, event.number), None
+                            yield event
+                    finally:
+                        call.cancel()
+                if self.show(run_id).info.state not in ("waiting", "running"):
+                    return
+            except UnavailableError:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > _WATCH_PATIENCE_S:
+                    raise
+            threading.Event().wait(_WATCH_RETRY_S)
+
+    def events(self, run: str, after: int = 0) -> list[pb.Event]:
+        """Return what has happened in a run so far, from an event number on."""
+        found = []
+        with self._errors():
+            call = self._lead.Watch(pb.WatchRequest(run_id=run, after=after), timeout=_DEADLINE_S)
+            try:
+                for event in call:
+                    if is_live(event):  # what is stored has come
+                        break
+                    found.append(event)
+            finally:
+                call.cancel()
+        return found
+
+    def fetch(self, digest: str, path: Path, limit: int) -> None:
+        """Write an object to a file; raises ProtocolError (E-WIRE-04) when other bytes arrive, or more than `limit`."""
+        have = 0
+        try:
+            with path.open("wb") as file, self._errors():
+                for chunk in self._transfer.Get(pb.GetRequest(digest=digest)):
+                    have = append_chunk(chunk, file, have)
+                    if have > limit:
+                        raise ProtocolError("E-WIRE-04", f"expected at most {limit} bytes, found more: nothing is kept")
+            if file_digest(path) != digest:
+                raise ProtocolError(
+                    "E-WIRE-04", f"expected the object {digest[:16]}, found other bytes: fetch it again"
+                )
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def _call(self, method: Callable[..., Reply], request: object, seconds: float = _DEADLINE_S) -> Reply:
+        with self._errors():
+            return method(request, timeout=seconds)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: grpc.RpcError) -> FederationError:
+        """Return the error that the service raised, or why it could not be reached."""
+        if not isinstance(error, grpc.Call):
+            return UnavailableError("E-NET-01", f"the call failed: {error}")
+        answer = status.from_status(error.code().name, error.details())
+        if isinstance(answer, ProtocolError) and not answer.code.startswith("E-WIRE"):
+            answer = ConfigError(answer.code, answer.message)  # the same status on the wire; what the caller asked for
+        if answer.code != "E-NET-01" or error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return answer
+        own = self._credentials
+        diagnosis = connect.diagnose(self.address.host, self.address.port, own.ca_pem, own.cert_pem, own.key_pem)
+        return answer if diagnosis.ok else diagnosis.error()

@@ -1,0 +1,255 @@
+"""What the page of a run shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from coordinator.lead import accuracy, console
+from coordinator.lead.curves import Curve, text
+from coordinator.lead.page.overview import RunRow, State, away, run_row
+from coordinator.lead.page.run_record import MOST_ROUNDS, TITLES, RunRecord
+from coordinator.lead.page.service_watch import FollowedRun
+from fl_core.converter import ConversionError, parse_json
+from fl_core.types.records import judgements
+from privacy.accounting.uncertainty import NOTHING
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import span
+
+_TROUBLE = ("refused", "lost", "cut", "forgetting", "waiting", "warning", "excluded", "extended", "ended")
+_MOST_TROUBLE, _MOST_HOSPITALS = 50, 200
+
+
+@dataclass(frozen=True, slots=True)
+class HospitalRow:
+    """What a hospital did for a run, and what it stated with its newest update."""
+
+    name: str
+    rounds: str
+    excluded: bool
+    newest_reason: str
+    bytes_up: int
+    seconds: str
+    policy: str
+    ledger: str
+    restored: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """An event that somebody may have to look into."""
+
+    at: float
+    kind: str
+    where: str
+    silo: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run as its page shows it. info: the newest of it   scores: measure, final, best, mean of the last rounds."""
+
+    info: pb.RunInfo
+    row: RunRow
+    record: RunRecord
+    headline: str
+    below: str
+    privacy: str
+    open: OpenRound | None
+    scores: tuple[tuple[str, str, str, str], ...]
+    aggregator: str
+    rounds_left_out: int
+    hospitals: tuple[HospitalRow, ...]
+    hospitals_left_out: int
+    trouble: tuple[Trouble, ...]
+
+
+def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
+    """Collect what is known of a run. info: the newest; raises ProtocolError (E-WIRE-06) as `RunRecord`."""
+    record = followed.record
+    curves, members = record.compared.curves, record.compared.members
+    head, below = headline(info, curves.get("accuracy"))
+    hospitals = _hospitals(members, record.detail, info)
+    return RunFacts(
+        info=info,
+        row=run_row(info),
+        record=record,
+        headline=head,
+        below=below,
+        privacy=_privacy(record.detail.manifest_json),
+        open=open_round(info, members, followed.events, now),
+        scores=tuple(
+            (TITLES[n], text(n, c.scores.final), text(n, c.scores.best), text(n, c.scores.last))
+            for n, c in curves.items()
+        ),
+        aggregator=_sentence(console.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
+        rounds_left_out=max(0, len(record.detail.rounds) - MOST_ROUNDS),
+        hospitals=tuple(hospitals[:_MOST_HOSPITALS]),
+        hospitals_left_out=max(0, len(hospitals) - _MOST_HOSPITALS),
+        trouble=_trouble(followed.events, info.rounds),
+    )
+
+
+def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
+    """Say how the run stands: in one sentence, and what explains it."""
+    newest = accuracy.newest(info)
+    reached = "" if newest == NOTHING else f"Newest accuracy: {newest.text()}."
+    if info.state == "finished":
+        if newest.withheld:
+            return "Finished", f"How good the model is, is withheld: {newest.withheld}."
+        if newest.point is None:
+            return "Finished", "Nothing was measured of the model."
+        best = "" if curve is None else f" Best over rounds: {curve.scores.best.text()}."
+        return (
+            f"Finished: {newest.text()}",
+            f"of all hospitals' test images are classified correctly by the shared model.{best}",
+        )
+    if info.state in ("paused", "failed", "aborted"):
+        after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
+        return after, f"{info.reason or 'No reason was given.'} {reached}"
+    if away(info):
+        closes = f"{info.waiting.there} updates are there, {info.waiting.needed} close it."
+        return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
+    if info.state == "running":
+        return f"{info.closed} of {info.rounds} rounds are done", reached
+    return "It waits for its turn", "It begins when the runs before it are over."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -> list[HospitalRow]:
+    took, missed, sent = Counter[str](), Counter[str](), Counter[str]()
+    seconds: dict[str, list[float]] = {}
+    reasons: dict[str, str] = {}
+    for r in detail.rounds:
+        if r.kind != pb.TRAIN:
+            continue
+        took.update(r.included)
+        missed.update(r.missing.keys())
+        reasons.update(r.missing)
+        for arrival in r.arrivals:
+            sent[arrival.silo] += arrival.bytes
+            seconds.setdefault(arrival.silo, []).append(arrival.at_unix - r.opened_unix)
+    stated = {d.silo: d.stated for d in detail.declarations}
+    rows = []
+    for name in members:
+        said = stated.get(name)
+        rows.append(
+            HospitalRow(
+                name=name,
+                rounds=f"{took[name]} of {took[name] + missed[name]}",
+                excluded=name in info.excluded,
+                newest_reason=reasons.get(name, ""),
+                bytes_up=sent[name],
+                seconds=span(median(seconds[name])) if name in seconds else "",
+                policy="none stated" if said is None else said.policy_digest[:12] or "no policy",
+                ledger="" if said is None else f"entry {said.ledger_seq}" if said.ledger_seq else "no ledger",
+                restored="" if said is None or not said.ledger_restored else f"put back {said.ledger_restored} times",
+            )
+        )
+    return rows
+
+
+def _trouble(events: Sequence[pb.Event], rounds: int) -> tuple[Trouble, ...]:
+    found = [
+        Trouble(e.at_unix, e.kind, console.place(e, rounds), e.silo, e.text)
+        for e in events
+        if e.kind in _TROUBLE and not (e.kind == "ended" and e.text == "finished")
+    ]
+    return tuple(reversed(found[-_MOST_TROUBLE:]))
+
+
+def _privacy(manifest: str) -> str:
+    """Say what a run promises about privacy. manifest: JSON."""
+    try:
+        chosen = dict(parse_json(manifest))["privacy"]  # type: ignore[call-overload]
+        name, options = str(chosen["name"]), dict(chosen["options"])
+    except (ConversionError, KeyError, TypeError, ValueError):
+        return "What it promises about privacy is written in a form that this version does not know."
+    if name == "none":
+        return "It promises nothing about privacy: this coordinator can read each hospital's update."
+    asked = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
+    how_much = f" ({asked})" if asked else ""
+    return f"Profile {name}{how_much}: the most that it may spend at each hospital whose policy allows that."
+
+
+# ---- the open round --------------------------------------------------------------------------------------------------
+
+MOST_BARS = 200
+_LONGEST_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A hospital in the open round.
+
+    width: of its bar, in percent of the time that is shown   alone: the classes that depend on it, as a sentence.
+    """
+
+    name: str
+    state: State
+    when: str
+    width: float = 0.0
+    size: int = 0
+    alone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRound:
+    """The open round. rule: how many updates close it   left_out: hospitals that are not shown."""
+
+    number: int
+    since: float
+    rule: str
+    bars: tuple[Bar, ...]
+    left_out: int
+
+
+def open_round(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], now: float) -> OpenRound | None:
+    """Describe the open round, hospital by hospital, those that are awaited first; None between rounds."""
+    if not info.HasField("waiting"):
+        return None
+    waiting = info.waiting
+    passed = _bounded(now - waiting.opened_unix) if waiting.opened_unix else 0.0
+    bars = list(_bars(info, members, events, max(passed, 1.0)))
+    rule = f"{waiting.there} updates are there, {waiting.needed} close it"
+    shown = tuple(bars[:MOST_BARS])
+    return OpenRound(waiting.round + 1, waiting.opened_unix, rule, shown, len(bars) - len(shown))
+
+
+def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], passed: float) -> Iterator[Bar]:
+    waiting = info.waiting
+    came = {a.silo: a for a in waiting.arrivals}
+    awaited = {s.name: s for s in waiting.silos}
+    refused = {e.silo: e.text for e in events if e.kind == "refused" and e.round == waiting.round and e.silo}
+    for name in dict.fromkeys([*awaited, *came, *refused, *members]):
+        if name in came:
+            took = _bounded(came[name].at_unix - waiting.opened_unix)
+            width = round(100 * min(took / passed, 1.0), 2)
+            yield Bar(name, State("good", "update is there"), f"after {span(took)}", width, came[name].bytes)
+        elif name in awaited:
+            yield _awaited(awaited[name])
+        elif name in refused:
+            yield Bar(name, State("bad", "refused"), refused[name])
+        else:
+            yield Bar(name, State("off", "excluded" if name in info.excluded else "not awaited"), "")
+
+
+def _awaited(silo: pb.AwaitedSilo) -> Bar:
+    alone = f"nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
+    left = f"{span(_bounded(silo.left_s))} more"
+    if silo.online:
+        return Bar(silo.name, State("wait", "awaited"), left, 100.0, alone=alone)
+    return Bar(
+        silo.name, State("bad", "awaited, away"), f"{left}, away {span(_bounded(silo.offline_s))}", 100.0, alone=alone
+    )
+
+
+def _bounded(seconds: float) -> float:
+    """Return a duration that can be written; what is none is 0."""
+    return min(seconds, _LONGEST_S) if seconds > 0 else 0.0

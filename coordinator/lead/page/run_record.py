@@ -1,0 +1,153 @@
+"""The closed rounds of a run, with what follows from them, computed once: intervals of noisy sums take a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from coordinator.lead import accuracy, console
+from coordinator.lead.comparison import ComparedRun
+from coordinator.lead.curves import Curve, by_class, curves_of_sums
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core import clinical_report
+from service_core.console import span
+from service_core.web.chart import MOST_SERIES, Chart, Series
+
+TITLES = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced",
+    "macro_auc": "macro AUC",
+    "pa": "personal",
+    "pm_l": "personal, all",
+    "pm_v": "personal, even",
+}
+MOST_ROUNDS = 60
+_MOST_NAMES, _MOST_PACES = 100, 200
+_MOST_CLASSES = 4 * MOST_SERIES
+_LONGEST_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRow:
+    """A closed round. judged: (hospital, why) of updates that are missing or were cut."""
+
+    number: str
+    accuracy: str
+    balanced: str
+    there: str
+    judged: tuple[tuple[str, str], ...]
+    bytes_up: int
+    seconds: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clinical:
+    """What medicine asks of the newest model. by_class: rows under `head`; confusion: class, then predictions."""
+
+    sentence: str
+    head: tuple[str, ...]
+    by_class: tuple[tuple[str, ...], ...]
+    classes: tuple[str, ...]
+    confusion: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as the service told it. Its properties raise ProtocolError (E-WIRE-06) on what no service tells."""
+
+    detail: pb.RunDetail
+
+    @cached_property
+    def compared(self) -> ComparedRun:
+        return ComparedRun.of(self.detail)
+
+    @cached_property
+    def chart(self) -> Chart | None:
+        return chart_of("Measured on all test images", {TITLES[n]: c for n, c in self.compared.curves.items()})
+
+    @cached_property
+    def class_charts(self) -> tuple[Chart, ...]:
+        """Draw the accuracy of each class, as many in one chart as a reader tells apart."""
+        curves = zip(self.compared.classes, by_class(self.detail.rounds, _MOST_CLASSES), strict=False)
+        found = [(name, curve) for name, curve in curves if curve.measured]
+        groups = [dict(found[k : k + MOST_SERIES]) for k in range(0, len(found), MOST_SERIES)]
+        charts = [chart_of("Of the test images of each class, classified correctly", group) for group in groups]
+        return tuple(chart for chart in charts if chart is not None)
+
+    @cached_property
+    def pace(self) -> Chart | None:
+        """Draw how long each hospital's update took to be there, over the rounds of training; the slowest first."""
+        trained = [r for r in self.detail.rounds if r.kind == pb.TRAIN and r.arrivals]
+        took = {r.round + 1: {a.silo: _seconds(a.at_unix - r.opened_unix) for a in r.arrivals} for r in trained}
+        x = sorted(took)
+        if not x:
+            return None
+        longest = {name: max(took[k].get(name) or 0.0 for k in x) for name in self.compared.members}
+        slow = sorted(longest, key=longest.__getitem__, reverse=True)[:_MOST_PACES]
+        series = [Series(name, [took[k].get(name) for k in x]) for name in slow]
+        return Chart("Seconds until each hospital's update was there", "round", x, series)
+
+    @cached_property
+    def rounds(self) -> tuple[RoundRow, ...]:
+        """The newest rounds, the last one first."""
+        return tuple(_round(r) for r in reversed(self.detail.rounds[-MOST_ROUNDS:]))
+
+    @property
+    def not_measured(self) -> str:
+        """Say why the newest model has accuracies alone; empty where it has more, or the run asks for no more."""
+        if self.clinical is not None or not self.detail.rounds:
+            return ""
+        said = accuracy.no_clinical(self.detail.rounds[-1], self.compared.metrics)
+        return said and f"{said[:1].upper()}{said[1:]}."
+
+    @cached_property
+    def clinical(self) -> Clinical | None:
+        classes, rounds = self.compared.classes, self.detail.rounds
+        found = accuracy.clinical_of(rounds[-1]) if rounds else None
+        if found is None or len(classes) != len(found.confusion):
+            return None
+        sentence = clinical_report.sentence(found, sum(rounds[-1].examples))
+        return Clinical(
+            sentence=f"{sentence[:1].upper()}{sentence[1:]}",
+            head=clinical_report.CLASS_HEAD,
+            by_class=tuple(clinical_report.class_rows(found, classes)),
+            classes=classes,
+            confusion=tuple(clinical_report.confusion_rows(found, classes)),
+        )
+
+
+def chart_of(title: str, found: Mapping[str, Curve]) -> Chart | None:
+    """Draw curves over rounds, in percent; None before there is a point."""
+    x = sorted({behind for curve in found.values() for behind in curve.rounds})
+    if not x:
+        return None
+    series = [Series(name, _at(x, dict(zip(c.rounds, _points(c), strict=True)))) for name, c in found.items()]
+    return Chart(f"{title} (%)", "rounds of training", x, series, limits=(0.0, 100.0))
+
+
+def _points(curve: Curve) -> list[float | None]:
+    return [None if value.point is None else 100 * value.point for value in curve.values]
+
+
+def _at(x: Sequence[int], values: Mapping[int, float | None]) -> list[float | None]:
+    return [values.get(each) for each in x]
+
+
+def _round(info: pb.RoundInfo) -> RoundRow:
+    took = info.closed_unix - info.opened_unix
+    measured = {name: curve.values[0] for name, curve in curves_of_sums([info]).items()}
+    return RoundRow(
+        number=console.round_text(info.round, info.kind),
+        accuracy=measured["accuracy"].text(),
+        balanced=measured["balanced_accuracy"].text(),
+        there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
+        judged=tuple(console.judged_updates(info)[:_MOST_NAMES]),
+        bytes_up=sum(a.bytes for a in info.arrivals),
+        seconds=span(took) if info.closed_unix and took >= 0 else "",
+    )
+
+
+def _seconds(value: float) -> float | None:
+    return value if math.isfinite(value) and 0 <= value <= _LONGEST_S else None

@@ -1,0 +1,106 @@
+"""Curves of runs as a picture."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.lead.comparison import MOST_RUNS
+from coordinator.lead.curves import Curve, curves, text
+from fl_core.errors import ConfigError
+from fl_core.errors.extras import require
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg")
+TITLES = {
+    "accuracy": "Accuracy",
+    "balanced_accuracy": "Balanced accuracy (mean over classes)",
+    "macro_auc": "Macro AUC (one class against the rest)",
+    "pa": "Personal models, own test images",
+    "pm_l": "Personal models, all test images, classes as they are at each hospital",
+    "pm_v": "Personal models, all test images",
+}
+LINES = (("#0072b2", "-"), ("#c44a00", "--"), ("#00785a", ":"), ("#7b4f9d", "-."))
+"""Colours that are told apart with any eyes, and each with a dash of its own."""
+_NAME_CHARS = 60
+
+
+def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) -> list[str]:
+    """Draw a panel for each measure with a curve for each run, and return the measures that were drawn.
+
+    measures: those to draw; none: the global accuracy and the balanced one. out: a .png or a .svg file.
+    What noise hides is a gap; other noisy values have the band of their interval.
+    Raises ConfigError (E-CFG-02) on another kind of file, too many runs, or a measure that no run has.
+    """
+    kind = out.suffix.lower().lstrip(".")
+    if kind not in FORMATS or not out.parent.is_dir():
+        raise ConfigError(
+            "E-CFG-02", f"--out: expected a .png or .svg file in a folder that is there, found {out}: name another file"
+        )
+    if len({detail.info.run_id for detail in details}) < len(details) or len(details) > MOST_RUNS:
+        raise ConfigError("E-CFG-02", f"expected at most {MOST_RUNS} runs, each once, found {len(details)}: name fewer")
+    found = [curves(detail.rounds) for detail in details]
+    drawn = [m for m in (measures or ("accuracy", "balanced_accuracy")) if any(m in each for each in found)]
+    if not drawn or (measures and set(drawn) != set(measures)):
+        there = sorted({name for each in found for name in each})
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected measures that one of these runs has, found {', '.join(measures) or 'none'}: "
+            + (f"there are {', '.join(there)}" if there else "no round is closed yet"),
+        )
+    names = [_name(detail.info) for detail in details]
+    out.write_bytes(_picture(drawn, names, found, kind))
+    return drawn
+
+
+def _name(info: pb.RunInfo) -> str:
+    text = printable(f"{info.run_id} ({info.method})")
+    return text if len(text) <= _NAME_CHARS else f"{text[:_NAME_CHARS]}..."
+
+
+def _picture(measures: Sequence[str], names: Sequence[str], found: Sequence[dict[str, Curve]], kind: str) -> bytes:
+    require("matplotlib", "plots", "pictures of runs")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.5 + 5.5 * len(measures), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(measures), squeeze=False, sharey=True)[0]
+    for axes, measure in zip(panels, measures, strict=True):
+        for number, (name, of_run) in enumerate(zip(names, found, strict=True)):
+            if measure in of_run:
+                _draw(axes, of_run[measure], name, number)
+        _dress(axes, measure)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _draw(axes: Axes, curve: Curve, name: str, number: int) -> None:
+    colour, dash = LINES[number % len(LINES)][0], LINES[number % len(LINES)][1]
+    low, middle, high = (
+        [math.nan if (v := getattr(value, end)) is None else 100 * v for value in curve.values]
+        for end in ("low", "point", "high")
+    )
+    label = f"{name}: {text(curve.measure, curve.scores.final)} at the end"
+    axes.plot(curve.rounds, middle, dash, color=colour, linewidth=2, label=label, marker="." if len(low) < 2 else "")
+    if any(not value.exact for value in curve.values):
+        axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _dress(axes: Axes, measure: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="rounds of training", ylabel="%", ylim=(0, 100))
+    axes.set_title(TITLES.get(measure, measure))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0)
+    legend = axes.legend(loc="lower right", frameon=False, fontsize="small")
+    for entry in legend.get_texts():
+        entry.set_parse_math(False)  # a name is no formula

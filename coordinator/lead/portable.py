@@ -1,0 +1,217 @@
+"""A run's model as ONNX and as a program of plain torch (`.pt2`), which classify without any code of ours.
+
+Both take images as people have them: float32 (N, C, H, W) in [0, 1], RGB, of the side that the file names. What
+hospitals do to such an image before the model sees it (mean and standard deviation) is inside the graph. Cropping and
+resizing are the caller's, for libraries differ in them: the file says how it was done in training.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
+from fl_core.errors import ConfigError
+from fl_core.extensions import loading as extensions
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.values import State
+from privacy.compiled_run import CompiledRun
+
+ONNX, TORCH = "onnx", "torch"
+FORMATS = (ONNX, TORCH)
+SUFFIX: Mapping[str, str] = {ONNX: ".onnx", TORCH: ".pt2"}
+TOLERANCE = 1e-4
+"""Within which the written file must give the logits of the model that it was made from."""
+_IMAGES = ("folder", "manifest", "isic2019")
+_PREPROCESSING = (
+    "RGB (or grey, as the input's channels say), the shorter side resized to the input's side (isic2019: 1.12 times "
+    "that), the centre cropped, divided by 255; mean and std are in the graph"
+)
+_INSTALL = "pip install 'consilium-fl[onnx]'"
+
+
+class _FromImages(nn.Module):
+    """A classifier of images in [0, 1]."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.network((images - self.mean) / self.std)
+        return logits
+
+
+def normalisation(data: str) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation per channel that a data set's images are normalised by, if any."""
+    if data in _IMAGES:
+        return IMAGENET_MEAN, IMAGENET_STD
+    known = KNOWN.get(data) or extensions.loaded("data", data)
+    return tuple(getattr(known, "mean", ())), tuple(getattr(known, "std", ()))
+
+
+def classifier(manifest: RunManifest, server: State) -> nn.Module:
+    """Make the model that the run evaluates, for images in [0, 1]; raises ConfigError (E-CFG-08) where it has none."""
+    run = CompiledRun(manifest)
+    run.method.exported(server)  # refuses a method without a model of the federation's own
+    network = run.method.global_model(run.new_model(), run.method.broadcast(server))
+    mean, std = normalisation(manifest.data)
+    return (_FromImages(network, mean, std) if mean else network).eval()
+
+
+def facts(manifest: RunManifest, run: str, model_digest: str, licence: str = "") -> dict[str, str]:
+    """Say what a file holds; texts, as ONNX keeps them. licence: in the lead's words."""
+    mean, std = normalisation(manifest.data)
+    facts = {
+        "run": run,
+        "model_digest": model_digest,
+        "manifest_digest": manifest.digest(),
+        "architecture": manifest.model.name,
+        "classes": json.dumps(list(manifest.schema.classes)),
+        "input": json.dumps(["N", *manifest.schema.shape]),
+        "preprocessing": _PREPROCESSING if len(manifest.schema.shape) == 3 else "as the data set gives its examples",
+        "mean": json.dumps(list(mean)),
+        "std": json.dumps(list(std)),
+        "privacy": manifest.privacy.name,
+        "licence": licence or "not stated: this file grants nothing",
+    }
+    if manifest.start is not None:
+        facts["start"] = str(manifest.start)
+    return facts
+
+
+def require(formats: Sequence[str]) -> None:
+    """Raise ConfigError before anything is fetched: E-CFG-02 on an unknown format, E-CFG-08 without its packages."""
+    for kind in formats:
+        if kind not in FORMATS:
+            raise ConfigError("E-CFG-02", f"expected --format of safetensors, {', '.join(FORMATS)}, found {kind!r}")
+    if ONNX in formats:
+        for name in ("onnx", "onnxscript", "onnxruntime"):
+            _require(name)
+
+
+def write(kind: str, manifest: RunManifest, server: State, named: Mapping[str, str], file: Path) -> None:
+    """Write a model whose batch may have any size.
+
+    Raises ConfigError (E-CFG-08) where the extra is not installed, and on a model that cannot be written like this;
+    after writing, the file's answer to random images is held against the model's.
+    """
+    require([kind])
+    network = classifier(manifest, server)
+    images = torch.rand(3, *manifest.schema.shape, generator=torch.Generator().manual_seed(0))
+    try:
+        with _quiet():
+            size = torch.export.Dim("N", min=1)
+            program = torch.export.export(network, (images,), dynamic_shapes=({0: size},))
+            if kind == TORCH:
+                torch.export.save(program, file, extra_files={"consilium.json": json.dumps(named, sort_keys=True)})
+            else:
+                _write_onnx(program, images, named, file)
+    except ConfigError:
+        raise
+    except Exception as error:  # torch's exporters raise what their passes do
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a model that can be written as {kind}, found that {manifest.model.name} cannot "
+            f"({type(error).__name__}): take safetensors",
+        ) from error
+    with _quiet():
+        _check(kind, network, images[:1], file)
+        _check(kind, network, images, file)
+
+
+def _write_onnx(program: torch.export.ExportedProgram, images: Tensor, named: Mapping[str, str], file: Path) -> None:
+    import onnx
+
+    made = torch.onnx.export(
+        program, (images,), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
+    )
+    assert made is not None
+    model = made.model_proto
+    for entry in list(model.metadata_props):
+        model.metadata_props.remove(entry)
+    for key, value in sorted(named.items()):
+        model.metadata_props.add(key=f"consilium.{key}", value=value)
+    model.producer_name = "consilium"
+    onnx.checker.check_model(model)
+    onnx.save_model(model, str(file))
+
+
+def _check(kind: str, network: nn.Module, images: Tensor, file: Path) -> None:
+    with torch.no_grad():
+        wanted = network(images)
+    if kind == TORCH:
+        with torch.no_grad():
+            found = torch.export.load(file).module()(images)
+    else:
+        session = _require("onnxruntime").InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        (answer,) = session.run(["logits"], {"images": images.numpy()})
+        found = torch.from_numpy(answer)
+    if not torch.allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE):
+        file.unlink()
+        apart = float((found - wanted).abs().max())
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a {kind} file with the model's logits, found {apart:.1e} between them: take safetensors",
+        )
+
+
+def _require(name: str) -> Any:  # noqa: ANN401
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            "E-CFG-08", f"expected {name} for --format onnx, found no such package: {_INSTALL}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporters' notes on their passes off the terminal."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporters, about their own parts
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def lines(kind: str, file: str, manifest: RunManifest) -> list[str]:
+    """Return the lines of a model card that load a file and classify with it."""
+    shape = ", ".join(map(str, manifest.schema.shape))
+    classes = json.dumps(list(manifest.schema.classes))
+    if kind == TORCH:
+        body = [
+            "import torch",
+            f'model = torch.export.load("{file}").module()',
+            f"images = torch.rand(2, {shape})  # yours: float32 in [0, 1], RGB",
+            "logits = model(images)",
+            f"print([{classes}[k] for k in logits.argmax(1)])",
+        ]
+    else:
+        body = [
+            "import numpy, onnxruntime",
+            f'session = onnxruntime.InferenceSession("{file}")',
+            f"images = numpy.random.rand(2, {shape}).astype(numpy.float32)  # yours: in [0, 1], RGB",
+            '(logits,) = session.run(["logits"], {"images": images})',
+            f"print([{classes}[k] for k in logits.argmax(1)])",
+        ]
+    return ["", f"## {file}", "", "```python", *body, "```", ""]

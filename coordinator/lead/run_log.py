@@ -1,0 +1,112 @@
+"""The events of a run and the lines of the audit log that name it, by time."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.lead.client import LeadClient, is_live
+from fl_core.errors import FederationError
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.audit_log.lines import ALLOWED, MAX_LINE, Line
+from service_core.audit_log.log import FOLDER, LogFolder
+
+_LOOK_S = 0.5
+_LOOKS = ("Lead/Show", "Lead/Watch")
+"""Calls of leads that only look, this one's among them: `coordinator log show` has them."""
+_ABOUT = re.compile(r"(?:^|\s)run(?:_id)?=(\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One of both."""
+
+    at: float
+    event: pb.Event | None = None
+    audit: Line | None = None
+
+
+@dataclass(slots=True)
+class AuditTail:
+    """Reads the lines of the audit log of a home that name a run, each once. names: the run's id, and its name.
+
+    Left out is when a lead only looked at it, unless that was refused.
+    A line that is still being written is read when it is whole; what is no line is passed over: `log verify` tells.
+    """
+
+    home: Path
+    names: frozenset[str]
+    since: float = 0.0
+    _file: int = 0
+    _offset: int = field(default=0)
+
+    def fresh(self) -> Iterator[Line]:
+        folder = LogFolder(self.home / FOLDER)
+        for number in folder.numbers():
+            if number < self._file:
+                continue
+            if number > self._file:
+                self._file, self._offset = number, 0
+            with folder.file(number).open("rb") as file:
+                file.seek(self._offset)
+                while (raw := file.readline(MAX_LINE)).endswith(b"\n"):
+                    self._offset = file.tell()
+                    if (line := self._read(raw)) is not None:
+                        yield line
+
+    def _read(self, raw: bytes) -> Line | None:
+        if b"run=" not in raw and b"run_id=" not in raw:
+            return None
+        try:
+            line = Line.decode(raw)
+        except ValueError:
+            return None
+        named = self.names.intersection(_ABOUT.findall(line.entry.about))
+        looked = line.entry.what in _LOOKS and line.entry.outcome == ALLOWED
+        return line if named and not looked and line.at >= self.since else None
+
+
+def run_lines(client: LeadClient, home: Path, run: str, follow: bool) -> Iterator[RunLine]:
+    """Yield what is known of a run, oldest first, and with `follow` what is added until the run has ended.
+
+    Raises ConfigError (E-RUN-10) on a run that is not there, UnavailableError when the service stays away.
+    """
+    info = client.show(run).info
+    tail = AuditTail(home, frozenset((info.run_id, info.name)), int(info.created_unix))
+    events = client.events(info.run_id)
+    lines = [RunLine(event.at_unix, event=event) for event in events]
+    lines += [RunLine(line.at, audit=line) for line in tail.fresh()]
+    yield from sorted(lines, key=lambda line: line.at)
+    if follow:
+        yield from _followed(client, info.run_id, max((event.number for event in events), default=0), tail)
+
+
+def _followed(client: LeadClient, run_id: str, last: int, tail: AuditTail) -> Iterator[RunLine]:
+    arrived: queue.Queue[pb.Event | FederationError | None] = queue.Queue()
+
+    def watch() -> None:
+        try:
+            for event in client.watch(run_id, last):
+                arrived.put(event)
+            arrived.put(None)
+        except FederationError as error:
+            arrived.put(error)
+
+    threading.Thread(target=watch, daemon=True).start()
+    over = False
+    while not over:
+        try:
+            found = arrived.get(timeout=_LOOK_S)
+        except queue.Empty:
+            pass
+        else:
+            if isinstance(found, FederationError):
+                raise found
+            over = found is None
+            if found is not None and not is_live(found):
+                yield RunLine(found.at_unix, event=found)
+        yield from (RunLine(line.at, audit=line) for line in tail.fresh())

@@ -1,0 +1,330 @@
+"""What a simulation leaves: a table of its rounds, a picture, a model, and a folder with all of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import yaml
+from safetensors.torch import save
+
+from coordinator.config.run_spec import RunSpec
+from fl_core.errors import ConfigError, StateError
+from fl_core.errors.extras import require
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.clinical import ClinicalMetrics
+from fl_core.types.enums import TaskKind
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import Estimate
+from service_core.console import printable
+from service_core.storage import private_files
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from coordinator.simulate.runner import Result
+
+CONFIG, MANIFEST, SUMMARY, MODEL, PLOT = "config.yaml", "manifest.json", "summary.json", "model.safetensors", "plot.png"
+HISTORY, PARQUET = "history", "*.parquet"
+_EARLIER_NAMES = {"auc_macro": "macro_auc"}
+_LARGEST = 64 << 20
+"""Bytes of a file of results that is read back; ours are far smaller."""
+
+
+class Measured(NamedTuple):
+    """One number of a table. round: rounds done before it was measured, 0 for the initial model.
+
+    class_: of the label space, empty where it is about all of them   value: None where there is none or noise hides it;
+    low, high: the interval of the noise of privacy, equal to the value where there is none.
+    """
+
+    round: int
+    measure: str
+    class_: str
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+COLUMNS = ("round", "measure", "class", "value", "low", "high")
+
+
+def history(result: Result) -> list[Measured]:
+    """List all numbers of a simulation, by round.
+
+    | measure                           | of the model after so many rounds                                    |
+    |-----------------------------------|-----------------------------------------------------------------------|
+    | accuracy, balanced_accuracy       | on the test set that the summary names                                |
+    | class_accuracy                    | the same, one row per class                                           |
+    | macro_auc, calibration_error      | on that test set, where the run measures them (docs/metrics.md)       |
+    | specificity, auc                  | the same, one row per class                                           |
+    | cohort_accuracy                   | on the test sets of the round's silos, where that is another set      |
+    | pa, pm_l, pm_v, ga (and ..._std)  | of personal models, mean and standard deviation over silos            |
+    """
+    return [row for k in range(len(result.records)) for row in _of_round(result, k)]
+
+
+def _of_round(result: Result, k: int) -> Iterator[Measured]:
+    record, sums = result.records[k], result.sums[k]
+    yield _estimated(k, "accuracy", "", uncertainty.accuracy(*sums))
+    yield _estimated(k, "balanced_accuracy", "", uncertainty.balanced(*sums))
+    for name, found in zip(result.manifest.schema.classes, uncertainty.by_class(*sums), strict=False):
+        yield _estimated(k, "class_accuracy", name, found)
+    if (clinical := (result.measured or result.records)[k].clinical) is not None:
+        yield from _of_evaluation(k, clinical, result.manifest.schema.classes)
+    if result.measured:
+        noise = result.noise.of(record.included)
+        yield _estimated(k, "cohort_accuracy", "", uncertainty.accuracy(record.correct, record.examples, noise))
+    personal = (result.measured or result.records)[k].personal
+    done = record.round + (record.kind is TaskKind.TRAIN)  # personal models are those after the round's training
+    for name, value in uncertainty.shown_scores(personal, result.noise.scores).items():
+        yield Measured(done, name, "", value, value, value)
+
+
+def _of_evaluation(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[Measured]:
+    macro, error = found.macro_auc, found.calibration_error
+    yield Measured(done, "macro_auc", "", macro and macro.middle, macro and macro.low, macro and macro.high)
+    yield Measured(done, "calibration_error", "", error, error, error)
+    for name, value, area in zip(classes, found.specificity, found.auc, strict=True):
+        yield Measured(done, "specificity", name, value, value, value)
+        yield Measured(done, "auc", name, area and area.middle, area and area.low, area and area.high)
+
+
+def _estimated(done: int, measure: str, class_: str, found: Estimate) -> Measured:
+    return Measured(done, measure, class_, found.point, found.low, found.high)
+
+
+def by_silo(result: Result) -> list[dict[str, object]]:
+    """List how many examples of each class each silo had: silo, split, class, examples."""
+    classes = result.manifest.schema.classes
+    return [
+        {"silo": member.name, "split": split, "class": name, "examples": n}
+        for member, counts in zip(result.manifest.members, result.counts, strict=True)
+        for split, of_split in zip(("train", "test"), counts, strict=True)
+        for name, n in zip(classes, of_split, strict=True)
+    ]
+
+
+# ---- a folder --------------------------------------------------------------------------------------------------------
+
+
+class ResultFolder:
+    """The folder of `coordinator simulate --out`.
+
+    config.yaml     the composed configuration, under the words that composed it
+    manifest.json   the run's manifest, whose digest the summary names
+    summary.json    what `--json` prints
+    history.csv     the rounds (`history`), and history.parquet where pyarrow is there
+    silos.csv       examples per silo and class
+    model.safetensors   what the method needs to classify (Method.exported)
+    plot.png        accuracy by round, where matplotlib is there
+    checkpoints/    from which the same command goes on (`checkpoints.Checkpoints`)
+
+    Guarantees: results of another configuration are never overwritten; each file is whole or not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def claim(self, spec: RunSpec, manifest: RunManifest, words: Sequence[str] = ()) -> None:
+        """Write configuration and manifest before the first round.
+
+        Raises ConfigError (E-CFG-08) where the folder holds another configuration, with the keys that differ, and
+        (E-CFG-02) where it is none; StateError (E-STATE-22) where its configuration cannot be read.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError("E-CFG-02", f"--out: expected a folder, found the file {self.folder}: name another place")
+        if differ := self.differences(spec):
+            raise ConfigError(
+                "E-CFG-08",
+                f"--out: expected a new folder or results of this configuration in {self.folder}, found another one "
+                f"({', '.join(differ)}): name another folder",
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        said = f"# coordinator simulate {printable(shlex.join(words))}\n" if words else ""
+        self._write(CONFIG, said + yaml.safe_dump(plain(spec)))
+        self._write(MANIFEST, manifest.to_json() + "\n")
+
+    def differences(self, spec: RunSpec) -> list[str]:
+        """Name the keys in which the folder's configuration differs from `spec`, with both values; none without one."""
+        found = self.configuration()
+        if found is None:
+            return []
+        wanted, have = _flat(plain(spec)), _flat(found)
+        changed = [key for key in sorted({*wanted, *have}) if wanted.get(key) != have.get(key)]
+        return [f"{key}: {have.get(key, 'nothing')!r} there, {wanted.get(key, 'nothing')!r} here" for key in changed]
+
+    def configuration(self) -> Mapping[str, object] | None:
+        """Read the configuration in the folder; raises StateError (E-STATE-22) on a damaged one."""
+        file = self.folder / CONFIG
+        if not file.exists():
+            return None
+        try:
+            raw = _plain_yaml(_read(file))
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+            raise _damaged(file) from error
+        if not isinstance(raw, dict):
+            raise _damaged(file)
+        return {str(key): value for key, value in raw.items()}
+
+    def finished(self, spec: RunSpec, software: str) -> Mapping[str, object] | None:
+        """Return the summary of a run that this version finished here under this configuration; None without one."""
+        if self.configuration() is None or self.differences(spec) or not (self.folder / SUMMARY).exists():
+            return None
+        try:
+            summary = json.loads(_read(self.folder / SUMMARY))
+            made = json.loads(_read(self.folder / MANIFEST))["software"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _damaged(self.folder / SUMMARY) from error
+        return summary if made == software and isinstance(summary, dict) else None
+
+    def write(self, result: Result) -> list[str]:
+        """Write the results, the summary last, and return the names of the files."""
+        rows, written = [dict(zip(COLUMNS, row, strict=True)) for row in history(result)], [CONFIG, MANIFEST]
+        written += write_table(self.folder, HISTORY, rows)
+        written += write_table(self.folder, "silos", by_silo(result))
+        if result.method.has_global_model:
+            private_files.write_public(self.folder / MODEL, model_bytes(result))
+            written.append(MODEL)
+        if PLOT not in left_out():
+            private_files.write_public(self.folder / PLOT, png(draw(result)))
+            written.append(PLOT)
+        self._write(SUMMARY, json.dumps(result.summary(), sort_keys=True, indent=1) + "\n")
+        return [*written, SUMMARY]
+
+    def _write(self, name: str, text: str) -> None:
+        private_files.write_public(self.folder / name, text.encode())
+
+
+def plain(spec: RunSpec) -> dict[str, object]:
+    """Turn a configuration into plain values, as JSON has them."""
+    found: dict[str, object] = json.loads(spec.to_json())
+    return found
+
+
+def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Write rows of equal keys as NAME.csv and, where pyarrow is there, NAME.parquet; return the files' names."""
+    text = io.StringIO()
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    table = csv.DictWriter(text, head, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    private_files.write_public(folder / f"{name}.csv", text.getvalue().encode())
+    if PARQUET in left_out():
+        return [f"{name}.csv"]
+    import pyarrow
+    from pyarrow import parquet
+
+    packed = io.BytesIO()
+    columns = {key: [row.get(key) for row in rows] for key in head}
+    parquet.write_table(pyarrow.table(columns), packed)
+    private_files.write_public(folder / f"{name}.parquet", packed.getvalue())
+    return [f"{name}.csv", f"{name}.parquet"]
+
+
+def typed(row: Mapping[str, str]) -> dict[str, object]:
+    """Give a row of history.csv its types back."""
+    measure = _EARLIER_NAMES.get(row["measure"], row["measure"])
+    found: dict[str, object] = {**row, "round": int(row["round"]), "measure": measure}
+    return found | {name: float(row[name]) if row[name] else None for name in ("value", "low", "high")}
+
+
+def left_out() -> dict[str, str]:
+    """Name the files that cannot be written here, with the extra that each needs."""
+    needed = {PARQUET: ("pyarrow", "tables"), PLOT: ("matplotlib", "plots")}
+    return {file: f"consilium-fl[{extra}]" for file, (module, extra) in needed.items() if find_spec(module) is None}
+
+
+def model_bytes(result: Result) -> bytes:
+    """Write the final model as safetensors, with what is needed to build it again in the metadata."""
+    manifest = result.manifest
+    facts = {
+        "method": manifest.method.name,
+        "model": manifest.model.name,
+        "method_options": manifest.method.options,
+        "model_options": manifest.model.options,
+        "shape": list(manifest.schema.shape),
+        "classes": list(manifest.schema.classes),
+        "manifest_digest": manifest.digest(),
+        "model_digest": result.model_digest,
+    }
+    tensors = {name: v.detach().cpu().contiguous() for name, v in result.method.exported(result.server).items()}
+    return save(tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
+
+
+def png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    return picture.getvalue()
+
+
+def draw(result: Result) -> Figure:
+    """Draw accuracy and balanced accuracy by round, with the band of privacy's noise where there is one."""
+    require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    class Picture(Figure):
+        """A figure that a notebook shows by itself, whatever its backend."""
+
+        def _repr_png_(self) -> bytes:
+            return png(self)
+
+    figure = Picture(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    rows = history(result)
+    for measure in ("accuracy", "balanced_accuracy", "pa"):
+        series = [row for row in rows if row.measure == measure]
+        if not any(row.value is not None for row in series):
+            continue
+        low, middle, high = ([_percent(row[place]) for row in series] for place in (4, 3, 5))
+        rounds = [row.round for row in series]
+        (line,) = axes.plot(rounds, middle, linewidth=2, label=measure.replace("_", " "))
+        if low != high:  # what is withheld is a gap
+            axes.fill_between(rounds, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    manifest = result.manifest
+    axes.set(xlabel="rounds done", ylabel="accuracy (%)", ylim=(0, 100))
+    axes.set_title(printable(f"{manifest.name}, {len(manifest.members)} silos, seed {manifest.seed}"), parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if axes.lines:
+        axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def _percent(share: object) -> float:
+    return 100 * share if isinstance(share, float | int) else float("nan")
+
+
+def _plain_yaml(text: str) -> object:
+    """Read plain values; aliases, which we never write, can make of a short file more than memory holds."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise ValueError("expected plain values, found an alias")
+    return yaml.safe_load(text)
+
+
+def _read(file: Path) -> str:
+    with file.open("rb") as stream:
+        raw = stream.read(_LARGEST + 1)
+    if len(raw) > _LARGEST:
+        raise ValueError(f"more than {_LARGEST} bytes")
+    return raw.decode()
+
+
+def _damaged(file: Path) -> StateError:
+    return StateError("E-STATE-22", f"expected what a simulation wrote, found something else in {file}: move it away")
+
+
+def _flat(raw: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(raw, Mapping) or not raw:
+        return {prefix: raw}
+    found: dict[str, object] = {}
+    for key, value in raw.items():
+        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -1,0 +1,1 @@
+"""Methods, models, data sets and partitions of other distributions: found, identified, imported where allowed."""

@@ -1,0 +1,130 @@
+"""A data set of somebody else's: a class below `ArrayData`, in another distribution or in a notebook."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from fl_core.datasets.augmentation import Augmentation
+from fl_core.datasets.partition.federations import SiloIndices
+from fl_core.datasets.sources import arrays
+from fl_core.datasets.sources.arrays import FullDataset, SplitArrays
+from fl_core.errors import ConfigError, DataError
+from fl_core.extensions import loading as extensions
+from fl_core.types.records import Schema
+
+Split = tuple[Tensor | ArrayLike, Tensor | ArrayLike]
+"""x (n, *shape), bytes or floats, and y (n,), positions in the classes."""
+
+
+class ArrayData(ABC):
+    """A data set that fits in memory.
+
+    shape: of one example; (channels, height, width) of an image   classes: the label space, in order
+    augmentation: what training does to images where `train.augment` is on   mean, std: per channel, of images in [0, 1]
+    model: the model that suits it, where no other is chosen.
+
+    `read` is called once per process. Images are uint8, everything else float32; a hospital reads its own examples, and
+    a simulation divides the same among its silos.
+    """
+
+    shape: ClassVar[tuple[int, ...]]
+    classes: ClassVar[tuple[str, ...]]
+    augmentation: ClassVar[Augmentation] = Augmentation()
+    mean: ClassVar[tuple[float, ...]] = ()
+    std: ClassVar[tuple[float, ...]] = ()
+    model: ClassVar[str] = ""
+
+    @abstractmethod
+    def read(self, root: Path | None) -> tuple[Split, Split]:
+        """Return train and test; root: the folder of --data-root or CONSILIUM_DATA_ROOT, None without one."""
+
+
+def require(name: str, value: object) -> None:
+    """Raise ConfigError (E-CFG-02) on what is no data set: before anything is read."""
+    kind = value if isinstance(value, type) else type(value)
+    if not issubclass(kind, ArrayData):
+        raise ConfigError("E-CFG-02", f"{name}: expected a class below ArrayData, found {kind.__name__}")
+    schema = schema_of(value)
+    sound = all(type(side) is int and 0 < side < 2**31 for side in schema.shape) and schema.shape
+    if not sound or len(set(schema.classes)) < 2 or len(set(schema.classes)) < len(schema.classes):
+        raise ConfigError(
+            "E-CFG-02",
+            f"{name}: expected a shape of whole numbers > 0 and at least 2 different classes, found {schema}",
+        )
+
+
+def schema_of(value: object) -> Schema:
+    shape, classes = getattr(value, "shape", ()), getattr(value, "classes", ())
+    return Schema(tuple(shape), tuple(map(str, classes)))
+
+
+def is_own(name: str) -> bool:
+    return extensions.loaded("data", name) is not None
+
+
+def schema(name: str) -> Schema | None:
+    """Return the schema of a loaded data set; None where none has this name."""
+    found = extensions.loaded("data", name)
+    return None if found is None else schema_of(found)
+
+
+def forget() -> None:
+    """Drop what was read: another data set or partition may have the same name from now on."""
+    arrays.forget()
+
+
+def read(name: str, root: Path | None) -> FullDataset:
+    """Read a loaded data set; raises DataError (E-DATA-05, E-DATA-07) on arrays that are not what its class says."""
+    found = extensions.loaded("data", name)
+    made = found() if isinstance(found, type) else found
+    assert isinstance(made, ArrayData)
+    expected = schema_of(made)
+    try:
+        train, test = made.read(root)
+        halves = _split(name, expected, "train", *train), _split(name, expected, "test", *test)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            "E-DATA-07", f"{name}: expected ((x, y), (x, y)) of train and test, found {type(error).__name__}: {error}"
+        ) from error
+    return FullDataset(name, expected.classes, *halves, made.augmentation, made.mean, made.std)
+
+
+def _split(name: str, expected: Schema, split: str, x: object, y: object) -> SplitArrays:
+    values, labels = torch.as_tensor(x), torch.as_tensor(y)
+    if values.dtype != torch.uint8:
+        values = values.float()
+    if tuple(values.shape[1:]) != expected.shape or labels.shape != values.shape[:1]:
+        raise DataError(
+            "E-DATA-07",
+            f"{name}, {split}: expected x (n, {', '.join(map(str, expected.shape))}) and y (n,), found "
+            f"{tuple(values.shape)} and {tuple(labels.shape)}",
+        )
+    if values.dtype == torch.float32 and not bool(torch.isfinite(values).all()):
+        raise DataError("E-DATA-07", f"{name}, {split}: expected finite numbers, found NaN or infinity: clean them")
+    if labels.is_floating_point() and not bool((labels == labels.round()).all()):
+        raise DataError("E-DATA-05", f"{name}, {split}: expected whole labels, found fractions: round or correct them")
+    whole = labels.to(torch.int64)
+    if len(whole) and not 0 <= int(whole.min()) <= int(whole.max()) < len(expected.classes):
+        raise DataError(
+            "E-DATA-05",
+            f"{name}, {split}: expected labels from 0 to {len(expected.classes) - 1}, found {int(whole.min())} to "
+            f"{int(whole.max())}: correct them or name the classes",
+        )
+    return SplitArrays(values.contiguous().cpu(), whole.cpu().numpy().astype(np.int64))
+
+
+def everything(name: str, root: Path | None, classes: Sequence[str] | None) -> arrays.Share:
+    """Take a whole data set as one hospital's own."""
+    whole = arrays.cached(read, name, root)
+    indices = SiloIndices(np.arange(len(whole.train.y)), np.arange(len(whole.test.y)))
+    return arrays.Share(whole, indices, tuple(classes or whole.classes), name)

@@ -1,0 +1,161 @@
+"""A partition of somebody else's: a frozen dataclass with `silos` and `partition`, in another package or a notebook."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fl_core import rng
+from fl_core.converter import ConversionError, read_options
+from fl_core.datasets.partition.by_class import Indices, Labels
+from fl_core.errors import ConfigError
+from fl_core.extensions import loading as extensions
+
+Shares = Sequence[tuple[ArrayLike, ArrayLike] | ArrayLike]
+"""One entry per silo: positions in the train and in the test labels; or those in the train labels alone, and the test
+examples of each class are then divided as its training examples were."""
+_TEXT = re.compile(r"([\w.]+:\w+)(?:\(([^()/#@]*)\))?", re.ASCII)
+
+
+class OwnPartition(Protocol):
+    """How the examples of a data set are divided among silos; its fields are its options.
+
+    silos: how many there are.
+    """
+
+    silos: int
+
+    def partition(self, train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
+        """Divide: a function of these arguments alone, the same in every process; seed: `federation.partition_seed`."""
+        ...
+
+
+def require(name: str, value: object) -> None:
+    """Raise ConfigError (E-CFG-02) on what is no partition."""
+    made = value() if isinstance(value, type) else value
+    if not callable(getattr(made, "partition", None)) or not _is_count(getattr(made, "silos", None)):
+        raise ConfigError(
+            "E-CFG-02", f"{name}: expected a partition, with silos >= 1 and partition(train, test, n_classes, seed)"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= 1_000_000
+
+
+def parsed(body: str) -> tuple[OwnPartition, str] | None:
+    """Read "package:Name(silos=5,alpha=0.3)" where it names a loaded partition; None where it is no such text.
+
+    Returns the partition and its canonical text: options that differ from their defaults, in the order of the fields.
+    """
+    match = _TEXT.fullmatch(body)
+    if match is None:
+        return None
+    found = extensions.loaded("partition", match[1])
+    if found is None:
+        raise extensions.unknown("partition", match[1], ())
+    if not isinstance(found, type):  # what the process was given has no options
+        return found, match[1]  # type: ignore[return-value]
+    options = {}
+    for entry in filter(None, (match[2] or "").split(",")):
+        key, _, value = entry.partition("=")
+        try:
+            options[key.strip()] = json.loads(value)
+        except ValueError:
+            options[key.strip()] = value.strip()
+    return made(match[1], options)
+
+
+def made(name: str, options: dict[str, object]) -> tuple[OwnPartition, str]:
+    """Make a loaded partition from its options; raises ConfigError (E-CFG-01, E-CFG-02, E-CFG-08)."""
+    found = extensions.loaded("partition", name)
+    if not isinstance(found, type):
+        return found, name  # type: ignore[return-value]
+    try:
+        one: OwnPartition = read_options(found, name, options)
+    except ConversionError as error:
+        raise ConfigError("E-CFG-02", str(error)) from error
+    if not _is_count(one.silos):
+        raise ConfigError("E-CFG-08", f"{name}: expected at least one silo, found {one.silos!r}: raise the number")
+    assert is_dataclass(one)
+    values = {f.name: getattr(one, f.name) for f in fields(one)}
+    said = ",".join(
+        f"{f.name}={_plain(name, f.name, values[f.name])}" for f in fields(one) if values[f.name] != f.default
+    )
+    return one, f"{name}({said})" if said else name
+
+
+def _plain(name: str, option: str, value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not re.fullmatch(r"[\w.+-]+", text, re.ASCII):
+        raise ConfigError("E-CFG-02", f"{name}.{option}: expected a number or a word, found {value!r}: change it")
+    return text
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The shares themselves, as somebody holds them in hand."""
+
+    silos: int
+    shares: tuple[tuple[Indices, Indices], ...]
+
+    def partition(self, train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
+        del train, test, n_classes, seed
+        return self.shares
+
+
+def checked(
+    text: str, shares: Shares, silos: int, labels: tuple[Labels, Labels], n_classes: int, seed: int
+) -> list[tuple[Indices, Indices]]:
+    """Take what a partition answered: pairs of positions.
+
+    Raises ConfigError (E-CFG-08) on another number of silos, and on positions that are no whole numbers, outside the
+    data or twice in one silo.
+    """
+    found = list(shares)
+    if len(found) != silos:
+        raise ConfigError("E-CFG-08", f"{text}: expected shares of {silos} silos, found {len(found)}: correct `silos`")
+    paired = [entry for entry in found if isinstance(entry, tuple) and len(entry) == 2]
+    if paired and len(paired) != len(found):
+        raise ConfigError("E-CFG-08", f"{text}: expected (train, test) of every silo or of none, found both")
+    if paired:
+        both = [[_positions(text, k, entry[half], labels[half]) for k, entry in enumerate(paired)] for half in (0, 1)]
+        return list(zip(*both, strict=True))
+    train = [_positions(text, k, np.asarray(entry), labels[0]) for k, entry in enumerate(found)]
+    return list(zip(train, divided_alike(train, labels, n_classes, seed), strict=True))
+
+
+def _positions(text: str, silo: int, given: ArrayLike, labels: Labels) -> Indices:
+    index = np.asarray(given)
+    if index.size == 0:
+        return np.empty(0, np.int64)
+    sound = index.ndim == 1 and np.issubdtype(index.dtype, np.integer)
+    if not sound or index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) < len(index):
+        raise ConfigError(
+            "E-CFG-08",
+            f"{text}, silo {silo}: expected different positions from 0 to {len(labels) - 1}, found {given!r:.80}: "
+            "correct the partition",
+        )
+    return index.astype(np.int64)
+
+
+def divided_alike(train: Sequence[Indices], labels: tuple[Labels, Labels], n_classes: int, seed: int) -> list[Indices]:
+    """Divide the test examples of each class in the proportions of its training examples; nobody's stay out.
+
+    Guarantees: the parts are disjoint, and a silo without training examples of a class gets no test example of it.
+    """
+    parts: list[list[Indices]] = [[] for _ in train]
+    for c in range(n_classes):
+        index = rng.numpy_stream(seed, "partition", "own", "test", c).permutation(np.flatnonzero(labels[1] == c))
+        held = np.array([(labels[0][part] == c).sum() for part in train], dtype=np.int64)
+        if held.sum():
+            ends = (np.cumsum(held) * len(index)) // held.sum()
+            for part, share in zip(parts, np.split(index, ends[:-1]), strict=True):
+                part.append(share)
+    return [np.sort(np.concatenate([*part, np.empty(0, np.int64)])).astype(np.int64) for part in parts]

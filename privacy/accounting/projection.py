@@ -1,0 +1,57 @@
+"""What a run will cost each hospital, before anyone starts: its releases follow from public facts alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TypedDict
+
+from fl_core.rounds.manifest import RunManifest
+from privacy.compiled_run import CompiledRun
+from privacy.mechanisms.noise.discrete_gaussian import TOTAL_VARIATION
+from privacy.profiles.base import Projection
+
+
+class Preview(TypedDict):
+    """The projection of a run as plain values; epsilon and epsilon_most are the largest."""
+
+    profile: str
+    method: str
+    rounds: int
+    epsilon_target: float | None
+    delta: float | None
+    epsilon: float | None
+    epsilon_most: float | None
+    reserve_rounds: int
+    delta_of_sampling: float | None
+    silos: list[dict[str, Any]]
+
+
+def preview(run: CompiledRun) -> Preview:
+    manifest, terms, silos = run.manifest, run.profile.terms, run.profile.project()
+    return {
+        "profile": manifest.privacy.name,
+        "method": manifest.method.name,
+        "rounds": manifest.rounds,
+        "epsilon_target": terms.epsilon if terms else None,
+        "delta": terms.delta if terms else None,
+        "epsilon": max((s.epsilon for s in silos), default=None),
+        "epsilon_most": max((s.epsilon_most for s in silos), default=None),
+        "reserve_rounds": terms.reserve_rounds if terms else 0,
+        "delta_of_sampling": sampling_delta(manifest, silos) if silos else None,
+        "silos": [asdict(s) for s in silos],
+    }
+
+
+def sampling_delta(manifest: RunManifest, silos: Sequence[Projection]) -> float:
+    """Bound what noise from tables of finite precision adds to delta over a whole run: (1 + e^eps) t.
+
+    t: the distance of one number's noise from the discrete Gaussian, times all numbers of all releases.
+    """
+    numbers = sum(
+        math.prod(shape) for part in manifest.layout.values() for shape in (*part.shapes.values(), part.weight_shape)
+    )
+    releases = max(s.steps + 4 * (s.rounds + 1) for s in silos) * 2  # twice: a reserve repeats at most as much again
+    largest = max(s.epsilon_most for s in silos)
+    return min(1.0, (1 + math.exp(min(largest, 700.0))) * numbers * releases * TOTAL_VARIATION)

@@ -1,0 +1,137 @@
+"""Where randomness comes from: the operating system's entropy in deployment, a seed in tests and simulations."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_core import rng
+from privacy.mechanisms.noise import discrete_gaussian as discrete
+
+
+class NoiseSource(Protocol):
+    """A source of randomness for mechanisms."""
+
+    private: bool
+    """Whether what it protects may be called private."""
+
+    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
+        """Draw int64 noise of standard deviation `sigma`, in units of the grid that it is added on."""
+        ...
+
+    def uniform(self, n: int) -> Tensor:
+        """Draw float64 uniforms of [0, 1) (n,)."""
+        ...
+
+    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
+        """Draw a uniform for each unit (n,): a source that repeats derives it from the unit's key and `about` alone."""
+        ...
+
+    def seed(self, *about: str | int) -> int:
+        """Draw a seed of 63 bits for a library's generator; a source that repeats derives it from `about` alone."""
+        ...
+
+
+class Keys(Protocol):
+    """Units that have keys: numbers by which a source that repeats tells them apart, wherever they stand."""
+
+    def __len__(self) -> int: ...
+
+    def keys(self) -> NDArray[np.uint64]:
+        """Return a key per unit (n,); made when it is asked for, which a secret source never does."""
+        ...
+
+
+class _Bytes(ABC):
+    """Numbers from a stream of random bytes."""
+
+    @abstractmethod
+    def _bytes(self, n: int) -> bytes:
+        """Give the next n bytes."""
+
+    def uniform(self, n: int) -> Tensor:
+        """Draw float64 uniforms of [0, 1) with 53 random bits each (n,)."""
+        words = np.frombuffer(self._bytes(8 * n), dtype="<u8") >> np.uint64(11)
+        return torch.from_numpy(words.astype(np.float64) * 2.0**-53)
+
+    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
+        """Draw int64 noise; raises ConfigError (E-PRIV-20) where the grid is too coarse or too fine for it."""
+        return discrete.discrete_gaussian(self._bytes, math.prod(shape), sigma).reshape(shape)
+
+
+class SecureNoise(_Bytes):
+    """A ChaCha20 keystream under a key from the operating system.
+
+    Guarantees: two instances, and two calls, never use the same keystream; the state is nowhere written.
+    """
+
+    private = True
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        key, nonce = os.urandom(32), os.urandom(16)
+        self._stream = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a source of noise cannot be copied or stored: a second copy would repeat its noise")
+
+    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:  # noqa: ARG002
+        return self.uniform(len(units))
+
+    def seed(self, *about: str | int) -> int:  # noqa: ARG002
+        return int.from_bytes(self._bytes(8), "little") >> 1
+
+    def _bytes(self, n: int) -> bytes:
+        if os.getpid() != self._process:  # a fork has a copy of the stream
+            self._begin()
+        return self._stream.update(bytes(n))
+
+
+class SeededNoise(_Bytes):
+    """Reproducible noise for tests and simulations; nothing made with it is private. Other paths give other noise."""
+
+    private = False
+
+    def __init__(self, seed: int, *path: str | int) -> None:
+        self._seed, self._path = seed, path
+        self._generator = rng.numpy_stream(seed, *path)
+
+    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
+        """Derive each unit's uniform from its key: a unit that comes or goes changes no other's."""
+        return torch.from_numpy((_mixed(units.keys() ^ np.uint64(self.seed(*about))) >> np.uint64(11)) * 2.0**-53)
+
+    def seed(self, *about: str | int) -> int:
+        """Derive a seed; the same for the same `about`, whatever was drawn before."""
+        return rng.derive(self._seed, *self._path, *about)
+
+    def _bytes(self, n: int) -> bytes:
+        return self._generator.bytes(n)
+
+
+def poisson_sample(noise: NoiseSource, units: Keys, rate: float, *about: str | int) -> Tensor:
+    """Draw each of n units with probability `rate`, independently; return the indices drawn, possibly none."""
+    return torch.nonzero(noise.uniform_of(units, *about) < rate).flatten()
+
+
+def random_groups(noise: NoiseSource, units: Keys, groups: int, *about: str | int) -> Tensor:
+    return (noise.uniform_of(units, *about) * groups).long().clamp_(max=groups - 1)
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix the bits of each word (the finaliser of SplitMix64): good enough for tests, and no more."""
+    with np.errstate(over="ignore"):
+        z = words + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

@@ -1,0 +1,138 @@
+"""Randomness inside a unit's contribution: augmentation, dropout, stochastic depth, a unit's own sub-sample.
+
+It is secret, fresh, and independent of which other units are there, and never follows from the run's public seed. In
+tests, where the source repeats, it is a function of (seed, step, the record's content), never of a place in a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fl_core import rng
+from fl_core.types.values import Examples, LossFn
+from privacy.mechanisms.noise.sources import NoiseSource
+
+_KEYS: WeakKeyDictionary[Examples, NDArray[np.uint64]] = WeakKeyDictionary()
+"""Keys of the records of data sets that are in memory: their contents are hashed once."""
+_BATCH = 256
+_HEAD, _WORDS = 24, 624
+"""Of the state of torch's Mersenne Twister: bytes before its words, and how many of 8 bytes these are."""
+DrawPath = tuple[str | int, ...]
+"""What a draw is for, within a round of a silo: ("sgd", 0, "step", 12)."""
+
+
+class Draws:
+    """What one call of `sgd` draws beside its sample and its noise.
+
+    unit_by_unit: each unit is computed by itself, so that a layer's draws can follow from its content; only where the
+    source repeats and the model draws at all.
+    """
+
+    def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, path: DrawPath, stochastic: bool) -> None:
+        self.path = path
+        self._noise, self._examples = noise, examples
+        self._augment = augment
+        self._secret = torch.Generator().manual_seed(noise.seed(*path, "augment")) if augment else None
+        if self._secret is not None and noise.private:
+            _fill(self._secret, noise)
+        self.unit_by_unit = stochastic and not noise.private
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        with rng.torch_scope(self._noise.seed(*self.path, "layers")):
+            if self._noise.private:
+                _fill(torch.default_generator, self._noise)
+            yield
+
+    def for_units(self, index: Tensor, step: int) -> AbstractContextManager[None]:
+        if not self.unit_by_unit:
+            return nullcontext()
+        return self._for(step, "unit", *map(int, np.sort(self._keys(index))))
+
+    def for_group(self, group: int, step: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._noise.private else self._for(step, "group", group)
+
+    def read(self, index: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Read the records at `index` (B,), augmented where the schedule says so."""
+        if not self._augment or not len(index):
+            return self._examples.batch(index)
+        if self._noise.private:
+            return self._examples.batch(index, self._secret)
+        keys = self._keys(index)
+        pairs = [self._examples.batch(i, self._own(step, k)) for i, k in zip(torch.split(index, 1), keys, strict=True)]
+        return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+
+    def subset(self, members: Tensor, most: int, step: int) -> Tensor:
+        keys = () if self._noise.private else map(int, np.sort(self._keys(members)))
+        seed = self._noise.seed(*self.path, "step", step, "subset", *keys)
+        return members[torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))[:most]]
+
+    def _own(self, step: int, key: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._noise.seed(*self.path, "step", step, "augment", int(key)))
+
+    def _for(self, step: int, *about: str | int) -> AbstractContextManager[None]:
+        return rng.torch_scope(self._noise.seed(*self.path, "step", step, "layers", *about))
+
+    def _keys(self, index: Tensor) -> NDArray[np.uint64]:
+        found: NDArray[np.uint64] = record_keys(self._examples)[index.numpy()]
+        return found
+
+
+def record_keys(examples: Examples) -> NDArray[np.uint64]:
+    """Return a key for each record (n,): of its file's name where it is a file, else of its content."""
+    found = _KEYS.get(examples)
+    if found is None:
+        paths = getattr(examples, "paths", None)
+        names = _contents(examples) if paths is None else (str(p).encode() for p in paths)
+        found = np.array([_key(name) for name in names], dtype=np.uint64)
+        _KEYS[examples] = found
+    return found
+
+
+def _fill(generator: torch.Generator, noise: NoiseSource) -> None:
+    """Make all of a CPU generator's state secret: a seed would give it 32 bits, few enough to try them all."""
+    state = generator.get_state()
+    words = (noise.uniform(_WORDS) * 2.0**32).long()
+    state[_HEAD : _HEAD + 8 * _WORDS] = words.view(torch.uint8)
+    generator.set_state(state)
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    before = model.training
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+def is_stochastic(model: nn.Module, loss: LossFn, x: Tensor, y: Tensor) -> bool:
+    with rng.torch_scope(0), torch.no_grad(), _training(model):
+        before = _states(x.device)
+        loss(model, x, y)
+        return any(not torch.equal(a, b) for a, b in zip(before, _states(x.device), strict=True))
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
+
+
+def _contents(examples: Examples) -> Iterator[bytes]:
+    for index in torch.split(torch.arange(len(examples)), _BATCH):
+        x, y = examples.batch(index)
+        for row, label in zip(x, y.tolist(), strict=True):
+            yield row.contiguous().numpy().tobytes() + str(label).encode()
+
+
+def _key(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")

@@ -1,0 +1,266 @@
+"""A hospital's examples with record-level differential privacy: noisy training, and noisy sums.
+
+Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep Learning with Differential Privacy", CCS 2016,
+Algorithm 1, with Poisson samples of constant rate and a constant divisor:
+
+    S     = sum over drawn units of clip_C1(gradient)
+            [ + sum over M microbatches of clip_C2(B / M times the gradient of coupled terms) ]
+    grad  = (round(S / g) + N) g / B,   N integer noise of parameter s / g,   s = z (C1 + 2 C2) (1 + slack)
+
+then penalty, `clip_norm`, shift, weight decay, momentum: computed from these integers (grid.py, which also states the
+slack).
+
+A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
+coupled terms of a loss see microbatches to which every drawn unit is assigned at random, so that one unit moves one
+microbatch: its clipped gradient by at most 2 C2. Sums over classes are joint releases of (sum, count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.errors import RefusedError
+from fl_core.training.local_data import PlainLocalData
+from fl_core.training.optimizers import correct_gradient, effective_steps, make_optimizers
+from fl_core.types.enums import Split
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import (
+    AS_SCHEDULED,
+    ClassSums,
+    Examples,
+    Losses,
+    LossFn,
+    Query,
+    RoundContext,
+    SgdOptions,
+    Tensors,
+)
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
+from privacy.mechanisms.noise import grid, sources
+from privacy.mechanisms.noise.sources import NoiseSource
+from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, filled
+from privacy.mechanisms.record.draws import DrawPath, Draws, is_stochastic
+from privacy.mechanisms.record.model_check import validate
+from privacy.mechanisms.record.per_sample_gradients import (
+    PADDING,
+    ClippedGradientEngine,
+    Gradients,
+    clipped,
+    per_unit,
+    trainable,
+)
+from privacy.release_log import InMemoryReleaseLog, ReleaseLog
+
+
+class DpSgdLocalData:
+    """`LocalData` under record-level differential privacy, for one round.
+
+    Guarantees: every release is taken from `allowance` before an example is read; sizes and steps follow from the
+    declared size alone; an empty draw is a step like any other; a unit whose numbers are not finite contributes zero
+    and raises nothing; no unit moves another's share; with infinite clips, no noise and the same batches the gradients
+    are those of `PlainLocalData`.
+    """
+
+    def __init__(
+        self,
+        train: Examples,
+        test: Examples,
+        config: TrainConfig,
+        context: RoundContext,
+        plan: ReleasePlan,
+        allowance: ReleaseAllowance,
+        noise: NoiseSource,
+        device: torch.device | None = None,
+        log: ReleaseLog | None = None,
+        public: Examples | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.lr = config.lr * config.lr_decay**context.round
+        self.batch_size = config.batch_size
+        self._plain = PlainLocalData(train, test, config, context, device, public=public)
+        self._split = {Split.TRAIN: train, Split.TEST: test}
+        self._units = {split: PrivacyUnits.of(examples) for split, examples in self._split.items()}
+        self._config, self._context, self._plan, self._allowance, self._noise = config, context, plan, allowance, noise
+        self._device = device or torch.device("cpu")
+        self._log = log or InMemoryReleaseLog()
+        self._progress = progress or (lambda *_: None)
+        self._calls = 0
+
+    def planned_steps(self, epochs: float | None = None) -> int:
+        return self._plan.rates.steps(self._config.epochs if epochs is None else epochs)
+
+    def effective_steps(self, steps: int, mu: float = 0.0) -> float:
+        return effective_steps(self._config, steps, self.lr * mu)
+
+    def size(self) -> float:
+        """Return the declared number of units, 1 with uniform weights: the true one never leaves."""
+        return 1.0 if self._plan.terms.weights == "uniform" else float(self._plan.units)
+
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
+        """Train `model` in place with noisy clipped gradients and return the steps taken.
+
+        Raises ConfigError (E-PRIV-14) on a layer that mixes examples; RefusedError: E-PRIV-15 on a call that was not
+        planned, E-PRIV-16 on a coupled term of a method that declares none.
+        """
+        validate(model)
+        planned = self.planned_steps(options.epochs) if options.steps is None else options.steps
+        for release in self._plan.training(planned):
+            self._allowance.take(release)
+        draws, grouped = self._draws(model, loss), self._split[Split.TRAIN].groups is not None
+        with _trainable_only(model, options.only) as named:
+            optimizers = make_optimizers(named, options.lr_scale * self.lr, self._config, options.no_momentum)
+            model.train()
+            with draws.scope(), per_unit(model, grouped=grouped) as engine:
+                for step in range(planned):
+                    self._gradient(engine, model, loss, step, draws)
+                    self._add_data_free_terms(model, named, options)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    self._progress(step + 1, planned)
+        return planned
+
+    def _draws(self, model: nn.Module, loss: LossFn) -> Draws:
+        path: DrawPath = ("sgd", self._calls)
+        self._calls += 1
+        train, stochastic = self._split[Split.TRAIN], False
+        if not self._noise.private:
+            x, y = train.batch(torch.zeros(0, dtype=torch.long))
+            blank = x.new_zeros(2, *x.shape[1:]).to(self._device), y.new_zeros(2).to(self._device)
+            stochastic = is_stochastic(model, loss, *blank)
+        return Draws(self._noise, train, self._config.augment, path, stochastic)
+
+    def _gradient(self, engine: ClippedGradientEngine, model: nn.Module, loss: LossFn, step: int, draws: Draws) -> None:
+        plan, terms, params = self._plan, self._plan.terms, trainable(model)
+        total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+        units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
+        about = (*draws.path, "step", step)
+        drawn = sources.poisson_sample(self._noise, units, plan.rate, *about, "sample")
+        coupled = plan.is_coupled(step)
+        micro = coupled and terms.coupled == "micro"
+        # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
+        weight = 1.0 if micro else plan.batch / plan.groups
+        subset = partial(draws.subset, most=terms.max_per_unit, step=step) if terms.max_per_unit else None
+
+        def losses(index: Tensor, rows: int = 1) -> Losses:
+            x, y = draws.read(index, step)
+            return self._checked(loss(model, filled(x, rows).to(self._device), filled(y, rows).to(self._device)))
+
+        if not micro:
+            rows = 1 if draws.unit_by_unit else plan.rows  # a unit that is computed by itself has a shape of its own
+            for index, unit in units.units.chunks(drawn, 0 if draws.unit_by_unit else rows, subset):
+                number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
+                losses_of = partial(lambda i: losses(i, rows).per_example, index)
+                with draws.for_units(index, step):
+                    _add(total, engine.clipped_sum(losses_of, number.to(self._device), terms.clip, len(drawn)))
+        if coupled:
+            group_of = sources.random_groups(self._noise, units.at(drawn), plan.groups, *about, "groups")
+            for group in range(plan.groups):
+                for index, _ in units.units.chunks(drawn[group_of == group], None, subset):
+                    with draws.for_group(group, step):
+                        found = losses(index)
+                    term = found.objective() if micro else found.coupled
+                    if term is not None and term.requires_grad:
+                        _add(total, clipped(term * weight, params, terms.clip if micro else terms.coupled_clip))
+        self._release(total, params, plan.groups if micro else plan.batch)
+
+    def _release(self, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
+        g = grid.step(self._plan.terms.clip, sum(p.numel() for p in params))
+        for p, s in zip(params, total, strict=True):
+            noisy = grid.add_noise(grid.rounded(s.cpu(), g), g, self._plan.std, self._noise)
+            p.grad = (noisy / divisor).to(p)
+
+    def _checked(self, losses: Losses) -> Losses:
+        if losses.coupled is not None and not self._plan.coupled and self._plan.terms.coupled != "off":
+            raise RefusedError(
+                "E-PRIV-16",
+                "the loss has a coupled term, and the method declares Coupling.EXAMPLE: its term would be left out",
+            )
+        return losses
+
+    def _add_data_free_terms(self, model: nn.Module, named: dict[str, nn.Parameter], options: SgdOptions) -> None:
+        """Add what does not depend on examples: after the noise, before the momentum buffer."""
+        if options.penalty is not None:
+            params = list(named.values())
+            found = torch.autograd.grad(options.penalty(model), params, allow_unused=True)
+            for p, g in zip(params, found, strict=True):
+                if g is not None and p.grad is not None:
+                    p.grad.add_(g)
+        correct_gradient(named, self._config.clip_norm, options)
+
+    def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
+        """Release a sum over the units of a split with noise; public test examples are summed as they are.
+
+        Raises RefusedError: E-PRIV-15 on a release that was not planned, E-PRIV-16 on a query without a joint bound.
+        Rounds without a release of prototypes give zeros of weight 0.
+        """
+        public = split is Split.TEST and self._plan.terms.test_data == "public"
+        if split is Split.GLOBAL or public:
+            return self._plain.sum(query, bound=bound, split=split)
+        if not isinstance(query, ClassSums):
+            raise RefusedError(
+                "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
+            )
+        plan, terms = self._plan, self._plan.terms
+        if split is Split.TRAIN and not plan.sends_prototypes(self._context.round):
+            width = self._width(query)
+            return {"sum": torch.zeros(query.n_classes, width), "count": torch.zeros(query.n_classes)}
+        release = plan.prototypes if split is Split.TRAIN else plan.metrics
+        self._allowance.take(release)
+        bound = terms.prototype_bound if bound is None else bound
+        weight = terms.count_weight * bound if split is Split.TRAIN else bound
+        few = terms.min_count if split is Split.TRAIN else 0.0
+        return class_sums(
+            query,
+            self._split[split],
+            self._units[split],
+            bound,
+            weight,
+            release.mechanism.noise,
+            self._noise,
+            few=few,
+            device=self._device,
+        )
+
+    def _width(self, query: ClassSums) -> int:
+        """Return the width of a query's vectors without reading an example of the hospital."""
+        shape = self._split[Split.TRAIN].batch(torch.zeros(0, dtype=torch.long))[0].shape[1:]
+        blank = torch.zeros(2, *shape, device=self._device)
+        return int(query.vectors(blank, torch.zeros(2, dtype=torch.long, device=self._device)).shape[1])
+
+    def class_counts(self) -> Tensor:
+        """Release the number of units per class (C,) once, with noise; the release is cached."""
+        found = self._log.cached("class counts")
+        if found is None:
+            self._allowance.take(self._plan.class_counts)
+            found = class_counts(
+                self._split[Split.TRAIN],
+                self._units[Split.TRAIN],
+                self._context.n_classes,
+                self._plan.class_counts.mechanism.noise,
+                self._noise,
+            )
+            self._log.cache("class counts", found)
+        return found
+
+
+def _add(total: Gradients, more: Sequence[Tensor]) -> None:
+    for t, m in zip(total, more, strict=True):
+        t.add_(m)
+
+
+@contextmanager
+def _trainable_only(model: nn.Module, only: Callable[[str], bool] | None) -> Iterator[dict[str, nn.Parameter]]:
+    """Freeze the other parameters meanwhile, so that no gradient of theirs is computed, clipped or noised."""
+    frozen = [p for name, p in model.named_parameters() if p.requires_grad and only is not None and not only(name)]
+    for p in frozen:
+        p.requires_grad_(False)
+    try:
+        yield {name: p for name, p in model.named_parameters() if p.requires_grad}
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)

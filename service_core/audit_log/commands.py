@@ -1,0 +1,168 @@
+"""`coordinator log` and `silo log`: read and check this side's audit log. The same commands for both sides."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fl_core.errors import ConfigError
+from service_core.audit_log.lines import REFUSED, Line
+from service_core.audit_log.log import FOLDER, LogFolder
+from service_core.audit_log.verification import heads_in, read_lines, verify
+from service_core.console import local_time, plain_console, print_json, printable
+
+OUT = plain_console(soft_wrap=True)
+Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines; of `show` the lines as they are.")]
+
+Since = Annotated[str | None, typer.Option("--since", help="A day or a time, as 2026-11-23 or 2026-11-23T14:30.")]
+Who = Annotated[str | None, typer.Option("--who", help="Lines whose caller contains this.")]
+What = Annotated[str | None, typer.Option("--what", help="Lines whose call or event contains this.")]
+Last = Annotated[int | None, typer.Option("--last", min=1, max=10_000, help="Only the newest so many lines of these.")]
+Refused = Annotated[bool, typer.Option("--refused", help="Only what was refused.")]
+Against = Annotated[
+    Path | None,
+    typer.Option("--against", help="Lines of the other side: what `log show --what head --json` prints there."),
+]
+Archived = Annotated[
+    bool, typer.Option("--archived", help="The oldest files were moved away: begin where the log begins.")
+]
+Restored = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--restored",
+        help="The line at which you restored this home, as restore told: what the other side holds of lines that are "
+        "lost since then is no finding. May be repeated.",
+        metavar="LINE",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Whose log it is. identity: its URI; authority_pem: the consortium's; both are asked for when they are needed."""
+
+    home: Path
+    identity: Callable[[], str]
+    authority_pem: Callable[[], bytes]
+
+    @property
+    def folder(self) -> LogFolder:
+        return LogFolder(self.home / FOLDER)
+
+
+def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
+    """Make the group of commands. side: finds the side of a home, or of none, which is the default."""
+    app = typer.Typer(no_args_is_help=True, help=help)
+
+    @app.command("show")
+    def show(
+        since: Since = None,
+        who: Who = None,
+        what: What = None,
+        refused: Refused = False,
+        last: Last = None,
+        home: Home = None,
+        as_json: Json = False,
+    ) -> None:
+        """Show the lines of the log, oldest first. Whether they are what was written says `log verify`."""
+        from_time = _time(since)
+
+        def fits(line: Line) -> bool:
+            entry = line.entry
+            asked = (who or "") in entry.who and (what or "") in entry.what and line.at >= from_time
+            return asked and not (refused and entry.outcome != REFUSED)
+
+        _show(side(home).folder, fits, as_json, last)
+
+    @app.command("verify")
+    def verify_log(
+        against: Against = None,
+        archived: Archived = False,
+        restored: Restored = None,
+        home: Home = None,
+        as_json: Json = False,
+    ) -> None:
+        """Check that no line was edited, removed or moved; exit status 1, with the first such line, when one was.
+
+        Somebody who can write here can also make the whole log anew. With --against, the ends of this log that
+        the other side keeps, signed by this one, show that too.
+        """
+        own = side(home)
+        heads = [] if against is None else heads_in(against, own.identity(), own.authority_pem())
+        found = verify(own.folder, heads, archived, restored or ())
+        if as_json:
+            facts: dict[str, Any] = {"lines": found.lines, "first": found.first, "last": found.last}
+            print_json(facts | {"hash": found.hash, "agreed": found.agreed, "notes": list(found.notes)})
+            return
+        _fact("lines", f"{found.first} to {found.last}, unbroken")
+        _fact("hash", found.hash)
+        compared = f"{found.agreed} ends agree" if against is not None else "not compared: --against FILE"
+        _fact("other side", compared)
+        for note in found.notes:
+            _fact("note", printable(note))
+
+    return app
+
+
+def _fact(name: str, value: str) -> None:
+    OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}")
+
+
+def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool, last: int | None) -> None:
+    newest: deque[tuple[Line, bytes]] = deque(maxlen=last)
+    if OUT.is_terminal and not as_json:
+        OUT.print(_in_columns(("line", "when", "who", "from", "what", "about", "outcome", "code")))
+    for name, place, raw in read_lines(folder):
+        try:
+            line = Line.decode(raw)
+        except ValueError:
+            typer.echo(f"line {place} of {name} is no line of an audit log: log verify", err=True)
+            continue
+        if not fits(line):
+            continue
+        if last is None:
+            _print(line, raw, as_json)
+        else:
+            newest.append((line, raw))
+    for line, raw in newest:
+        _print(line, raw, as_json)
+
+
+def _print(line: Line, raw: bytes, as_json: bool) -> None:
+    if as_json:
+        typer.echo(raw.rstrip(b"\n"))
+    else:
+        OUT.print(_text(line))
+
+
+def _time(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise ConfigError("E-CFG-02", f"--since: expected a day or a time as 2026-11-23T14:30: {error}") from None
+
+
+def _text(line: Line) -> str:
+    entry = line.entry
+    extra = [f"{entry.bytes} bytes"] * bool(entry.bytes) + [f"x {entry.times}"] * (entry.times != 1)
+    words = (entry.who, entry.address, entry.what, entry.about, entry.outcome, entry.code, *extra)
+    shown = (str(line.number), local_time(line.at), *(printable(word) or "-" for word in words))
+    return _in_columns(shown) if OUT.is_terminal else "\t".join(shown)
+
+
+_WIDTHS = (6, 19, 26, 21, 24, 40, 7, 0)
+
+
+def _in_columns(words: Sequence[str]) -> str:
+    """Put words below one another on a terminal; one that is longer moves the rest of its line."""
+    padded = (f"{word:<{width}}" for word, width in zip(words, _WIDTHS, strict=False))
+    return "  ".join([*padded, *words[len(_WIDTHS) :]]).rstrip()

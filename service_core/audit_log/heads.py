@@ -1,0 +1,132 @@
+"""Heads of audit logs: the number and hash of the newest line, signed by the side whose log it is.
+
+Each side keeps the other's. Who rewrites a log must then also rewrite what the other side holds of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+
+from fl_core.errors import FederationError, RefusedError
+from service_core.pki import certificates
+from service_core.pki.identity import identity_of
+from service_core.pki.parsing import parse_certificate
+from service_core.storage import private_files
+from service_core.storage.private_files import Credentials
+
+CONTEXT = "consilium audit head v1"
+
+
+@dataclass(frozen=True, slots=True)
+class SignedHead:
+    """The end of a log.
+
+    of: whose, an identity   number, hash: of its newest line   certificate: the signer's, PEM   restored,
+    restored_hash: number and hash of its newest line that says that it was put back; 0 and nothing without one.
+    """
+
+    of: str
+    number: int
+    hash: str
+    signature: bytes = b""
+    certificate: bytes = b""
+    restored: int = 0
+    restored_hash: str = ""
+
+    @classmethod
+    def sign(
+        cls, of: str, number: int, hash: str, own: Credentials, restored: int = 0, restored_hash: str = ""
+    ) -> SignedHead:
+        plain = cls(of, number, hash, restored=restored, restored_hash=restored_hash)
+        key = certificates.load_key(own.key_pem, "the key in force")
+        return replace(
+            plain, signature=certificates.sign(key, CONTEXT, plain.canonical_text()), certificate=own.cert_pem
+        )
+
+    def canonical_text(self) -> bytes:
+        restored = [self.restored, self.restored_hash] if self.restored else []
+        return json.dumps([self.of, self.number, self.hash, *restored], separators=(",", ":")).encode()
+
+    def lacks(self, before: SignedHead) -> bool:
+        """Tell whether a log with this end lacks lines up to one that the same side signed before."""
+        put_back = (self.restored, self.restored_hash) != (before.restored, before.restored_hash)
+        return (
+            self.number < before.number
+            or (self.number == before.number and self.hash != before.hash)
+            or (put_back and 0 < self.restored <= before.number)
+        )
+
+    def require_signed(self, authority_pem: bytes) -> None:
+        """Raise RefusedError (E-ID-14) unless a certificate of that identity, under the authority, signed it.
+
+        Certificates that have expired since count: a log is older than a certificate.
+        """
+        try:
+            signer = parse_certificate(self.certificate)
+            authority = parse_certificate(authority_pem)
+            sound = (
+                certificates.issued_by(signer, authority)
+                and identity_of(signer).identity.uri == self.of
+                and certificates.verify(certificates.public_key(signer), CONTEXT, self.canonical_text(), self.signature)
+            )
+        except (ValueError, FederationError):
+            sound = False
+        if not sound:
+            raise RefusedError(
+                "E-ID-14",
+                f"expected the end of an audit log signed by {self.of[:80]!r}, found another signature",
+            )
+
+    def to_json(self) -> Mapping[str, object]:
+        return {
+            "of": self.of,
+            "number": self.number,
+            "hash": self.hash,
+            "signature": self.signature.hex(),
+            "certificate": self.certificate.decode("ascii", "replace"),
+            **({"restored": self.restored, "restored_hash": self.restored_hash} if self.restored else {}),
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, object]) -> SignedHead:
+        """Read what `to_json` wrote; raises ValueError, TypeError or KeyError on anything else."""
+        of, number, hash, signature, certificate = (
+            raw[name] for name in ("of", "number", "hash", "signature", "certificate")
+        )
+        restored, restored_hash = raw.get("restored", 0), raw.get("restored_hash", "")
+        texts = (of, hash, signature, certificate, restored_hash)
+        if type(number) is not int or type(restored) is not int or not all(isinstance(v, str) for v in texts):
+            raise TypeError("no head of an audit log")
+        signed = bytes.fromhex(str(signature)), str(certificate).encode()
+        return cls(str(of), number, str(hash), *signed, restored, str(restored_hash))
+
+
+@dataclass(slots=True)
+class KeptHeads:
+    """The newest head of each other side, in a file, so that a restart forgets none. Thread-safe."""
+
+    file: Path
+    _lock: Lock = field(default_factory=Lock)
+
+    def newest(self) -> dict[str, SignedHead]:
+        """Read all of them; none from a file that is missing or damaged: the log's own lines have them too."""
+        try:
+            found = json.loads(self.file.read_text(encoding="utf-8"))
+            return {str(of): SignedHead.from_json(raw) for of, raw in found.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
+
+    def keep(self, head: SignedHead) -> SignedHead | None:
+        """Keep a head; return the one before it if that is of lines that a log with this end lacks."""
+        with self._lock:
+            known = self.newest()
+            before = known.get(head.of)
+            if before == head:
+                return None
+            text = {of: found.to_json() for of, found in (known | {head.of: head}).items()}
+            private_files.write_private(self.file, json.dumps(text).encode())
+        return before if before is not None and head.lacks(before) else None

@@ -1,0 +1,97 @@
+"""One line of an audit log: a JSON object that names the SHA-256 of the line before it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from service_core.audit_log.heads import SignedHead
+
+ALLOWED, REFUSED = "allowed", "refused"
+MAX_TEXT = 300
+"""Characters of one field: what a peer says of itself is cut there."""
+MAX_LINE = 1 << 16
+"""No line is longer in bytes; what is longer was not written here."""
+_TEXTS = ("who", "what", "about", "outcome", "code", "serial", "address")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What happened.
+
+    who: an identity, or the user of a command   serial: of the certificate   what: the call, event or command
+    about: its object   bytes: moved by a transfer   times: how often the same happened within a minute
+    head: the end of another side's log, as that side signed it.
+    """
+
+    who: str
+    what: str
+    about: str = ""
+    outcome: str = ALLOWED
+    code: str = ""
+    serial: str = ""
+    address: str = ""
+    bytes: int = 0
+    times: int = 1
+    head: SignedHead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An entry in its place. number: from 1   at: Unix time   before: hash of the line before, empty in the first.
+
+    salt: 128 random bits. The other side gets the line's hash, and must not be able to try out what the line says.
+    """
+
+    number: int
+    at: float
+    before: str
+    entry: Entry
+    salt: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def encode(self) -> bytes:
+        """Write the line, with its newline: ASCII, all control characters escaped, fields without content left out."""
+        found = self.entry
+        fields: dict[str, Any] = {"number": self.number, "at": _time_text(self.at)}
+        fields |= {name: getattr(found, name)[:MAX_TEXT] for name in _TEXTS if getattr(found, name)}
+        fields |= {"bytes": found.bytes} if found.bytes else {}
+        fields |= {"times": found.times} if found.times != 1 else {}
+        fields |= {"head": found.head.to_json()} if found.head is not None else {}
+        return json.dumps(fields | {"salt": self.salt, "before": self.before}, separators=(",", ":")).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Line:
+        """Read a line; raises ValueError on anything else. Fields that a later version adds are left out."""
+        try:
+            fields = json.loads(raw.decode("ascii"))
+            texts = {name: _typed(fields, name, str, "") for name in _TEXTS}
+            counts = {"bytes": _typed(fields, "bytes", int, 0), "times": _typed(fields, "times", int, 1)}
+            head = None if "head" not in fields else SignedHead.from_json(fields["head"])
+            number, before = _typed(fields, "number", int, 0), _typed(fields, "before", str, None)
+            salt = _typed(fields, "salt", str, "")
+            at = datetime.fromisoformat(_typed(fields, "at", str, None)).timestamp()
+        except (RecursionError, TypeError, KeyError, OverflowError) as error:
+            raise ValueError(f"no line of an audit log: {error!r}") from None
+        if number < 1:
+            raise ValueError("a line without a number")
+        return cls(number, at, before, Entry(**texts, **counts, head=head), salt)
+
+
+def line_hash(raw: bytes) -> str:
+    """Hash a line without its newline; the same as `sha256sum` of these bytes."""
+    return hashlib.sha256(raw.removesuffix(b"\n")).hexdigest()
+
+
+def _time_text(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _typed(fields: dict[str, Any], name: str, kind: type, default: object) -> Any:  # noqa: ANN401
+    found = fields.get(name, default)
+    if type(found) is not kind:
+        raise TypeError(f"{name}: expected {kind.__name__}, found {type(found).__name__}")
+    return found

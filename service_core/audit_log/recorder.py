@@ -1,0 +1,154 @@
+"""The audit log of a running service: lines are synced every second, and what repeats is counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from service_core.audit_log.heads import KeptHeads, SignedHead
+from service_core.audit_log.lines import ALLOWED, Entry
+from service_core.audit_log.log import OWN, AuditLog
+from service_core.storage.private_files import Credentials
+
+log = logging.getLogger(__name__)
+SYNC_S = 1.0
+"""The most that a power cut can take: what was written within so many seconds."""
+WINDOW_S = 60.0
+_REMEMBERED = 4096
+_Key = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Repeated:
+    since: float
+    entry: Entry
+    times: int = 0
+    bytes: int = 0
+
+
+class Recorder:
+    """Records what a service is asked and does. own: the service's identity. Thread-safe; `record` never raises.
+
+    Guarantees: the first of equal entries is a line at once, the others within a minute are counted into one more; so
+    a peer that is refused a million times costs a line a minute for each call. Where the disk takes no line, the
+    service goes on, its own log says so, and the next line says how many are missing.
+    """
+
+    def __init__(self, audit_log: AuditLog, own: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.own = own
+        self._log = audit_log
+        self._heads = KeptHeads(audit_log.folder.path / "heads.json")
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._repeated: dict[_Key, _Repeated] = {}
+        self._lost = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="audit-log", daemon=True)
+
+    def start(self) -> None:
+        """Begin to bring lines to the disk by itself."""
+        self.record(Entry(self.own, "service started"))
+        self._thread.start()
+
+    def record(self, entry: Entry) -> None:
+        key = _key(entry)
+        with self._lock:
+            known = self._repeated.get(key)
+            now = self._clock()
+            if known is not None and now - known.since < WINDOW_S:
+                known.times += 1
+                known.bytes += entry.bytes
+                return
+            self._end_window(key)
+            while len(self._repeated) >= _REMEMBERED:
+                self._end_window(next(iter(self._repeated)))
+            self._write(entry)
+            self._repeated[key] = _Repeated(now, entry)
+
+    def signed_head(self, own: Credentials) -> SignedHead | None:
+        """Return the end of this log, signed; None before its first line, or where it cannot be read."""
+        try:
+            number, hash = self._log.head()
+        except OSError as error:
+            log.error("the audit log cannot be read: %s", error)
+            return None
+        return SignedHead.sign(self.own, number, hash, own, *self._log.folder.restored()) if number else None
+
+    def keep(self, head: SignedHead) -> str | None:
+        """Keep the other side's head, as a line and as its newest; return what is wrong where its log went back."""
+        try:
+            before = self._heads.keep(head)
+        except OSError as error:
+            log.error("the end of the audit log of %s cannot be kept: %s", head.of, error)
+            before = None
+        with self._lock:
+            self._write(Entry(head.of, "head", f"its log ends at line {head.number}", head=head))
+            if before is None:
+                return None
+            text = f"its log ended at line {before.number}, and now ends otherwise at line {head.number}"
+            if 0 < head.restored <= before.number:
+                text += f"; its home was restored at line {head.restored}, and the lines from there on are lost there"
+            self._write(Entry(head.of, "log went back", text, outcome="noticed"))
+            return (
+                f"the audit log of {head.of} was put back or changed, or its message is late: {text}. Ask that side "
+                "whether it restored a backup; this side keeps both ends"
+            )
+
+    def flush(self) -> None:
+        """End the windows that are over, and bring all lines to the disk."""
+        with self._lock:
+            now = self._clock()
+            for key, found in [(k, r) for k, r in self._repeated.items() if now - r.since >= WINDOW_S]:
+                self._end_window(key)
+                if found.times:  # it may go on: the next minute is counted as well
+                    self._repeated[key] = _Repeated(now, found.entry)
+        self._sync()
+
+    def close(self) -> None:
+        """Write what was counted and the end of the service."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            for key in list(self._repeated):
+                self._end_window(key)
+            self._write(Entry(self.own, "service stopped"))
+        self._sync()
+        with suppress(OSError):  # said already
+            self._log.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(SYNC_S):
+            self.flush()
+
+    def _end_window(self, key: _Key) -> None:
+        found = self._repeated.pop(key, None)
+        if found is not None and found.times:
+            self._write(replace(found.entry, times=found.times, bytes=found.bytes))
+
+    def _write(self, entry: Entry) -> None:
+        try:
+            if self._lost:
+                self._log.append(Entry(OWN, "lost", f"{self._lost} lines could not be written", outcome="noticed"))
+                self._lost = 0
+            self._log.append(entry)
+        except OSError as error:
+            if not self._lost:
+                log.error("E-STATE-63: the audit log cannot be written, and the service goes on: %s", error)
+            self._lost += 1
+
+    def _sync(self) -> None:
+        try:
+            self._log.sync()
+        except OSError as error:
+            log.error("E-STATE-63: the audit log cannot be brought to the disk: %s", error)
+
+
+def _key(entry: Entry) -> _Key:
+    """Return what makes two entries the same; of a refused call its object does not count, which the caller chooses."""
+    about = entry.about if entry.outcome == ALLOWED else ""
+    return entry.who or entry.address, entry.serial, entry.what, entry.outcome, entry.code, about

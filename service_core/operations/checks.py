@@ -1,0 +1,304 @@
+"""Checks that `coordinator doctor` and `silo doctor` share. Each looks at one thing and changes nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import shlex
+import socket
+import sqlite3
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from enum import Enum
+from pathlib import Path
+
+from fl_core.errors import ConfigError, FederationError
+from service_core.console import plain_console, print_json, printable
+from service_core.operations.health import Answer
+from service_core.pki.certificates import utc_now
+from service_core.pki.identity import Address, identity_of
+from service_core.storage.disk import RESERVE_BYTES, available
+from service_core.storage.generation import GenerationFile, read_only
+from service_core.storage.private_files import OTHERS, Credentials
+from service_core.tls import causes
+from service_core.tls.connect import diagnose
+from service_core.tls.diagnosis import NotConnected
+from service_core.tls.proxy import open_connection, proxy_for
+from service_core.version import PROTOCOL, software
+
+TIMEOUT_S = 10.0
+_FEW_INODES = 10_000
+_EXPIRES_SOON = timedelta(days=14)
+_OFFSET_WARNING_S, _OFFSET_PROBLEM_S = 30.0, 300.0
+_CHARACTERS = 1000
+_PORTS = 65536
+_HEADER = 20
+"""Bytes of a SQLite file up to those that say whether it has a log."""
+
+
+class Level(Enum):
+    """How bad it is: a problem keeps the service from its work, a warning will or may."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found, and what to do; remedy is empty where there is nothing to do."""
+
+    check: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def ok(check: str, found: str) -> Finding:
+    return Finding(check, Level.OK, found)
+
+
+def warning(check: str, found: str, remedy: str) -> Finding:
+    return Finding(check, Level.WARNING, found, remedy)
+
+
+def problem(check: str, found: str, remedy: str) -> Finding:
+    return Finding(check, Level.PROBLEM, found, remedy)
+
+
+def run_checks(checks: Mapping[str, Check]) -> list[Finding]:
+    """Run all checks, each whatever became of the others: an error of one is its finding."""
+    found: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            found += check()
+        except FederationError as error:
+            found.append(problem(name, str(error), f"coordinator explain {error.code}"))
+        except Exception as error:  # a doctor that falls ill itself helps nobody
+            remedy = "look at the file or the machine that this names, then run this again"
+            found.append(problem(name, f"{type(error).__name__}: {error}", remedy))
+    return found
+
+
+def report(findings: Iterable[Finding], as_json: bool) -> int:
+    """Print findings; return the exit status: 1 with a problem, else 0."""
+    shown = [_printable(finding) for finding in findings]
+    sick = any(finding.level is Level.PROBLEM for finding in shown)
+    if as_json:
+        rows = [asdict(finding) | {"level": finding.level.value} for finding in shown]
+        print_json({"healthy": not sick, "findings": rows})
+    else:
+        out = plain_console(soft_wrap=True)
+        for f in shown:
+            out.print(f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else ""))
+    return int(sick)
+
+
+def _printable(finding: Finding) -> Finding:
+    def clean(text: str) -> str:
+        return printable(text)[:_CHARACTERS]
+
+    return Finding(finding.check, finding.level, clean(finding.found), clean(finding.remedy))
+
+
+# ---- this machine --------------------------------------------------------------------------------------------------
+
+
+def versions() -> Iterator[Finding]:
+    yield ok("version", f"{software()}, protocol {PROTOCOL}, Python {platform.python_version()}")
+
+
+def clock(made: Mapping[str, datetime], now: datetime | None = None) -> Iterator[Finding]:
+    """Hold the clock against what was made before now. made: what, and when."""
+    time = now or utc_now()
+    later = {what: when for what, when in made.items() if when > time + timedelta(minutes=5)}
+    if later:
+        what, when = max(later.items(), key=lambda item: item[1])
+        yield problem(
+            "clock",
+            f"this machine's clock says {time:%Y-%m-%d %H:%M} UTC, and {what} is of {when:%Y-%m-%d %H:%M} UTC",
+            "set the clock (timedatectl set-ntp true)",
+        )
+    else:
+        yield ok("clock", f"{time:%Y-%m-%d %H:%M:%S} UTC")
+
+
+def disk(folder: Path) -> Iterator[Finding]:
+    """Look for room and inodes where a folder is, or would be made."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    room, facts = available(place), os.statvfs(place)
+    free = f"{facts.f_bavail * facts.f_frsize >> 20} MiB free on the disk of {place}"
+    remedy = "free some: old backups, logs or exported models, but nothing inside the home"
+    if room <= 0:
+        yield problem("disk", f"{free}, which is less than the reserve", remedy)
+    elif room < RESERVE_BYTES:
+        yield warning("disk", f"{free}, which is little more than the reserve", remedy)
+    else:
+        yield ok("disk", free)
+    if facts.f_files and facts.f_favail < _FEW_INODES:  # some file systems count none
+        level = problem if facts.f_favail == 0 else warning
+        yield level("inodes", f"{facts.f_favail} files may still be made on the disk of {place}", "delete small files")
+
+
+def closed_to_others(home: Path, files: Iterable[Path], keys: Iterable[Path]) -> Iterator[Finding]:
+    """Look whether others may read keys, or files in a home that they may enter, and whether all is this user's."""
+    enters = home.exists() and _is_open(home)
+    open_ones = [path for path in files if enters and path.exists() and _is_open(path)]
+    open_ones += [path for path in keys if path.exists() and _is_open(path)]
+    foreign = [path for path in (home, *files, *keys) if path.exists() and path.stat().st_uid != os.geteuid()]
+    if open_ones:
+        names = " ".join(shlex.quote(str(path)) for path in (home, *open_ones))
+        yield problem("modes", f"others on this machine may open {names}", f"chmod go-rwx {names}")
+    if foreign:
+        found = f"{foreign[0]} belongs to user {foreign[0].stat().st_uid}, and this is user {os.geteuid()}"
+        yield warning("owner", found, "run this as the service's user")
+    if not open_ones and not foreign:
+        yield ok("modes", f"what is private in {home} is open to its owner alone")
+
+
+def _is_open(path: Path) -> bool:
+    return bool(stat.S_IMODE(path.stat().st_mode) & OTHERS)
+
+
+def database(path: Path) -> Iterator[Finding]:
+    """Let SQLite look through a database, which a service may be using.
+
+    Raises StateError (E-STATE-23) on one that lacks what lies beside it.
+    """
+    if not path.exists() and GenerationFile(path).read() is None:
+        yield warning("database", f"there is none yet at {path}", "the service makes it; if it was there: restore it")
+        return
+    try:
+        GenerationFile(path).require_file()
+        with closing(untouched(path)) as db:
+            wrong = [str(row[0]) for row in db.execute("PRAGMA quick_check(3)") if row[0] != "ok"]
+    except sqlite3.Error as error:
+        wrong = [str(error)]
+    if wrong:
+        yield problem("database", f"{path} is damaged: {'; '.join(wrong)}", "restore it from a backup")
+    else:
+        yield ok("database", f"{path} is sound")
+
+
+def untouched(path: Path) -> sqlite3.Connection:
+    """Open a database as `read_only` does, so that nothing is made beside it either."""
+    with path.open("rb") as file:
+        logs = file.read(_HEADER)[_HEADER - 2 :] == b"\2\2"
+    if logs and not path.with_name(f"{path.name}-wal").exists():
+        # Nobody has it open: SQLite would make a log, even to read.
+        return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
+    return read_only(path, TIMEOUT_S)
+
+
+# ---- certificates --------------------------------------------------------------------------------------------------
+
+
+def certificate(what: str, own: Credentials, renewed: str, now: datetime | None = None) -> Iterator[Finding]:
+    """Look at a certificate: in force, of this authority, with its own key. renewed: how it gets a successor."""
+    time = now or utc_now()
+    if (wrong := causes.own_certificate(own.cert_pem, own.key_pem, own.ca_pem, time)) is not None:
+        yield problem("certificate", f"{what}: {wrong.code}: {wrong.explanation}", wrong.remedy)
+        return
+    peer = identity_of(own.cert_pem)
+    left = peer.not_after - time
+    text = f"{what}: {peer.identity}, {left.days} days left"
+    if left < _EXPIRES_SOON:
+        yield warning("certificate", text, renewed)
+    else:
+        yield ok("certificate", text)
+
+
+# ---- network -------------------------------------------------------------------------------------------------------
+
+
+def host_and_port(bind: str) -> tuple[str, int]:
+    """Read what `--bind` says; raises ConfigError (E-CFG-02) on anything but HOST:PORT and [V6]:PORT."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:/\[\]\s]+)):([0-9]{1,5})", bind)
+    if match is None or int(match[3]) >= _PORTS:
+        raise ConfigError(
+            "E-CFG-02", f"--bind: expected HOST:PORT such as 0.0.0.0:8443 or [::]:8443, found {bind[:80]!r}: correct it"
+        )
+    return match[1] or match[2], int(match[3])
+
+
+def try_to_bind(bind: str) -> None:
+    """Take an address and give it back at once; raises OSError where it cannot be had, and as `host_and_port`."""
+    host, number = host_and_port(bind)
+    family, kind, proto, _, where = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+
+
+def port(bind: str) -> Iterator[Finding]:
+    """Look whether an address can be listened on; it is given back at once."""
+    try:
+        try_to_bind(bind)
+    except (OSError, ConfigError) as error:
+        found = f"{bind} cannot be listened on ({error})"
+        yield problem("port", found, "stop the other program, or choose another address with --bind")
+    else:
+        yield ok("port", f"{bind} is free to listen on")
+
+
+def proxy(addresses: Iterable[Address]) -> Iterator[Finding]:
+    """Look whether the environment sends connections through a proxy, and whether it opens a tunnel."""
+    for address in addresses:
+        through = proxy_for(address.host)
+        if through is None:
+            yield ok("proxy", f"none on the way to {address}")
+            continue
+        host, number, variable = through  # never the whole value: it may hold a password
+        try:
+            open_connection(address.host, address.port, TIMEOUT_S).close()
+        except NotConnected as error:
+            found = error.diagnosis
+            yield problem("proxy", f"{found.code}: {found.explanation}", found.remedy)
+        else:
+            yield ok("proxy", f"{host}:{number} ({variable}) opens a tunnel to {address}")
+
+
+def reachable(address: Address, own: Credentials) -> Iterator[Finding]:
+    """Make the TLS connection that the service makes, and say why it fails."""
+    found = diagnose(address.host, address.port, own.ca_pem, own.cert_pem, own.key_pem, timeout=TIMEOUT_S)
+    if found.ok:
+        yield ok("reachability", found.explanation)
+    else:
+        yield problem("reachability", f"{found.code}: {found.explanation}", found.remedy)
+
+
+def other_side(answer: Answer, place: str) -> Iterator[Finding]:
+    """Compare clock and version with what a coordinator says of itself."""
+    if answer.serving:
+        yield ok("coordinator", f"{place} takes calls")
+    else:
+        why = ", ".join(answer.problems) or "no reason given"
+        yield problem("coordinator", f"{place} is there and not ready ({why})", "its operator: coordinator doctor")
+    if answer.offset_s is None or not math.isfinite(answer.offset_s):
+        yield warning("offset", f"{place} does not tell its time", "it is of an older version: compare clocks by hand")
+    else:
+        level = abs(answer.offset_s)
+        text = f"the clock of {place} is {level:.1f} s {'ahead' if answer.offset_s > 0 else 'behind'}"
+        make = problem if level > _OFFSET_PROBLEM_S else warning
+        yield make("offset", text, "set the wrong one") if level > _OFFSET_WARNING_S else ok("offset", text)
+    if answer.protocol is None:
+        yield warning("versions", f"{place} does not tell its version", "ask its operator to upgrade")
+    elif answer.protocol != PROTOCOL:
+        older = "this side" if answer.protocol > PROTOCOL else "that side"
+        found = f"protocol {PROTOCOL} here, {answer.protocol} at {place} ({answer.software})"
+        yield problem("versions", found, f"upgrade {older}")
+    elif answer.software != software():
+        found = f"protocol {PROTOCOL} on both sides, {software()} here, {answer.software or 'no version given'} there"
+        yield warning("versions", found, "nothing is refused for it; install one commit on both sides")
+    else:
+        yield ok("versions", f"protocol {PROTOCOL} and {software()} on both sides")

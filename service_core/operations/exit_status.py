@@ -1,0 +1,89 @@
+"""Exit statuses, the same for both programs, and how a service is told to end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+from fl_core.errors import ConfigError, DataError, FederationError, StateError
+from service_core.console import error_text
+from service_core.startup import INTERRUPTED
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+def status_of(command: Callable[[], object]) -> int:
+    """Run a command line and return its exit status.
+
+    | end                                                                     | status | on stderr             |
+    |-------------------------------------------------------------------------|--------|-----------------------|
+    | done; a service that was told to stop                                   | 0      |                       |
+    | refused, unavailable, damaged state; a problem found; reader gone       | 1      | one line, with a code |
+    | usage, configuration, data                                              | 2      | one line, with a code |
+    | Ctrl-C (SIGINT); at a service: a second one                             | 130    |                       |
+    | SIGTERM, where no service runs; at a service: a second one              | 143    |                       |
+
+    What nobody foresaw is raised: the interpreter ends with a traceback and status 1.
+    """
+    try:
+        command()
+        sys.stdout.flush()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
+    except FederationError as error:
+        sys.stderr.write(f"{error_text(error)}\n")
+        return USAGE if isinstance(error, ConfigError | DataError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails at its last flush
+        return FAILED
+    except (OSError, sqlite3.OperationalError) as error:
+        sys.stderr.write(f"{error_text(_file_system(error))}\n")
+        return FAILED
+    return DONE
+
+
+def _file_system(error: OSError | sqlite3.OperationalError) -> StateError:
+    errors = (errno.ENOSPC, errno.EDQUOT)
+    full = (
+        error.errno in errors
+        if isinstance(error, OSError)
+        else getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    )
+    if not full:
+        return StateError("E-STATE-63", f"expected a usable file system, found: {error}")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        with suppress(OSError):  # what is left of the output would fail again when the interpreter ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    of = f" of {os.fsdecode(error.filename)}" if isinstance(error, OSError) and error.filename else ""
+    return StateError(
+        "E-STATE-63", f"expected room on the disk{of}, found it full: free some there, and run the command again"
+    )
+
+
+class ShutdownSignals:
+    """Notes SIGTERM and SIGINT; the second one ends the process at once, with status 143 or 130."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> ShutdownSignals:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        # Nothing here may wait for a lock: the handler runs between any two steps of the main thread.
+        self.received.append(number)
+        if len(self.received) > 1:
+            os._exit(128 + number)

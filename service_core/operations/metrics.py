@@ -1,0 +1,168 @@
+"""Metrics of a service for Prometheus: what each is called and means, and how values become samples.
+
+Names follow Prometheus' conventions: base units, `_total` on counters, times as Unix seconds. Labels hold names of this
+side alone (silos, runs, calls, codes), a bounded number of each; how many were left out is a metric itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from fl_core.errors.catalogue import EXPLANATIONS, current
+from service_core.console import printable
+from service_core.pki.identity import identity_of
+from service_core.pki.parsing import parse_certificate
+from service_core.storage import disk
+from service_core.storage.private_files import Credentials
+from service_core.version import PROTOCOL
+
+log = logging.getLogger(__name__)
+MOST_VALUES = 100
+"""Values of one label, for instance silos, that are shown."""
+_LABEL_CHARS = 100
+_DURATIONS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0)
+T = TypeVar("T")
+Samples = Iterable[tuple[Sequence[str], float]]
+"""Label values and the number that they go with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric: its name without `_total`, what it means, its labels."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def shown_name(self) -> str:
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+    def counter(self, registry: CollectorRegistry) -> Counter:
+        return Counter(self.name, self.help, self.labels, registry=registry)
+
+    def gauge(self, registry: CollectorRegistry) -> Gauge:
+        return Gauge(self.name, self.help, self.labels, registry=registry)
+
+    def durations(self, registry: CollectorRegistry) -> Histogram:
+        return Histogram(self.name, self.help, self.labels, registry=registry, buckets=_DURATIONS_S)
+
+    def samples(self, values: Samples) -> Metric:
+        made = GaugeMetricFamily(self.name, self.help, labels=self.labels)
+        for labels, value in values:
+            made.add_metric([printable(label)[:_LABEL_CHARS] for label in labels], value)
+        return made
+
+    def one(self, value: float) -> Metric:
+        return self.samples([((), value)])
+
+
+Look = Callable[[], Iterable[Metric]]
+
+
+@dataclass(eq=False)
+class Snapshot(Collector):
+    """Gauges that are looked up when somebody asks, in parts: where one cannot be, the others are there all the same.
+
+    success: the metric that says of each part whether it could be looked up.
+    """
+
+    success: Family
+    parts: Mapping[str, Look] = field(default_factory=dict)
+
+    def collect(self) -> Iterable[Metric]:
+        told = []
+        for name, look in self.parts.items():
+            try:
+                found = list(look())
+            except Exception as error:  # a full disk, a locked database: that is when metrics are looked at
+                log.warning("metrics: %s cannot be looked up: %s", name, error)
+                told.append(((name,), 0.0))
+            else:
+                told.append(((name,), 1.0))
+                yield from found
+        yield self.success.samples(told)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # names are not asked for when this is registered: a service begins without looking
+
+
+def new_registry() -> CollectorRegistry:
+    """Make the registry of one service, with the metrics of its process (`process_*`)."""
+    # When a counter began would be one more series for each, which nobody asks for.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry = CollectorRegistry(support_collectors_without_names=True)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def code_label(code: str) -> str:
+    """Return an error code as a label: one of the catalogue's, or `other`."""
+    found = current(code)
+    return found if found in EXPLANATIONS else "other"
+
+
+def bounded(values: Sequence[T]) -> tuple[Sequence[T], int]:
+    """Return the first `MOST_VALUES` values, and how many were left out."""
+    return values[:MOST_VALUES], max(0, len(values) - MOST_VALUES)
+
+
+def build(family: Family, version: str) -> Metric:
+    return family.samples([((version, str(PROTOCOL), platform.python_version()), 1.0)])
+
+
+def disk_room(family: Family, folder: Path) -> Metric:
+    return family.one(disk.available(folder))
+
+
+def expiries(family: Family, own: Credentials) -> Metric:
+    """Tell when the certificate in use and its authority's end."""
+    authority = parse_certificate(own.ca_pem).not_valid_after_utc
+    ends = {"own": identity_of(own.cert_pem).not_after, "authority": authority}
+    return family.samples(((name,), when.timestamp()) for name, when in ends.items())
+
+
+def common(prefix: str) -> dict[str, Family]:
+    """Return the metrics that both services have, by their last words."""
+    found = (
+        Family(f"{prefix}_build_info", "gauge", "1, with versions as labels", ("version", "protocol", "python")),
+        Family(f"{prefix}_ready", "gauge", "Whether the service can do its work: 1 or 0"),
+        Family(
+            f"{prefix}_disk_available_bytes",
+            "gauge",
+            "Bytes that may still be written in the home: free space without the reserve, negative once that is used",
+        ),
+        Family(
+            f"{prefix}_certificate_expiry_timestamp_seconds",
+            "gauge",
+            "When a certificate ends, in Unix time: the service's own one, and the authority's",
+            ("certificate",),
+        ),
+        Family(
+            f"{prefix}_lookup_success",
+            "gauge",
+            "Whether a part of these metrics could be looked up for this answer: 1 or 0; where not, its metrics lack",
+            ("part",),
+        ),
+    )
+    return {family.name.removeprefix(f"{prefix}_"): family for family in found}
+
+
+def table(families: Iterable[Family]) -> str:
+    """Write the metrics as a table of a page."""
+    rows = [
+        f"| `{f.shown_name}` | {f.kind} | {', '.join(f'`{label}`' for label in f.labels)} | {f.help} |"
+        for f in families
+    ]
+    return "\n".join(["| metric | type | labels | |", "|---|---|---|---|", *rows]) + "\n"

@@ -1,0 +1,191 @@
+"""Identities: names, SAN URIs, and what a peer's certificate says.
+
+silo://<consortium>/<name>      a hospital            lead://<consortium>/<name>    a person who runs things
+coordinator://<consortium>      the service           invite://<consortium>/<name>  may only enrol as <name>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from functools import lru_cache
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from fl_core.errors import ConfigError, RefusedError
+from service_core.pki.parsing import parse_certificate
+
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_REMEMBERED = 1024
+_URI = re.compile(r"(silo|lead|coordinator|invite)://([^/]*)(?:/([^/]*))?")
+
+
+class Kind(Enum):
+    """The roles that a certificate can carry."""
+
+    SILO = "silo"
+    LEAD = "lead"
+    COORDINATOR = "coordinator"
+    INVITE = "invite"
+
+
+def check_name(name: str, what: str = "name") -> str:
+    """Return `name`; raises ConfigError (E-CFG-02) unless it is 1 to 63 of a-z, 0-9 and -, not starting with -."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected a {what} of 1 to 63 lower-case letters, digits and hyphens that starts with a letter or digit, "
+            f"found {name[:80]!r}; choose for instance 'center3'",
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A role, a consortium and a name within it; the coordinator's name is empty."""
+
+    kind: Kind
+    consortium: str
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.consortium, "consortium")
+        if self.kind is not Kind.COORDINATOR:
+            check_name(self.name, f"{self.kind.value}'s name")
+        elif self.name:
+            raise ConfigError("E-CFG-02", f"expected no name for the coordinator, found {self.name!r}; leave it out")
+
+    @property
+    def uri(self) -> str:
+        tail = "" if self.kind is Kind.COORDINATOR else f"/{self.name}"
+        return f"{self.kind.value}://{self.consortium}{tail}"
+
+    @classmethod
+    def parse(cls, uri: str) -> Identity:
+        """Read a SAN URI; raises RefusedError (E-ID-31) when it is none of ours.
+
+        Guarantees: parse(identity.uri) == identity, and no second URI gives the same identity.
+        """
+        match = _URI.fullmatch(uri)
+        if match is not None:
+            try:
+                identity = cls(Kind(match[1]), match[2], match[3] or "")
+            except ConfigError:
+                identity = None
+            if identity is not None and identity.uri == uri:
+                return identity
+        raise RefusedError("E-ID-31", f"expected an identity such as silo://consortium/name, found {uri[:120]!r}")
+
+    def __str__(self) -> str:
+        return self.uri
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCertificate:
+    """What a certificate says about its holder, once TLS has verified it.
+
+    serial is lower-case hex; fingerprint is the SHA-256 of the public key (SPKI), lower-case hex, and stays when a
+    certificate is renewed without a new key; times are UTC.
+    """
+
+    identity: Identity
+    serial: str
+    fingerprint: str
+    not_before: datetime
+    not_after: datetime
+
+
+@lru_cache(_REMEMBERED)
+def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
+    """Read a peer's certificate (PEM, or parsed); raises RefusedError (E-ID-31) when it carries no identity of ours.
+
+    The signature is checked by TLS, not here.
+    Guarantees: a certificate with two identities is refused. What one says never changes, so it is read once.
+    """
+    try:
+        cert = parse_certificate(certificate) if isinstance(certificate, bytes) else certificate
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        fingerprint, times = key_fingerprint(cert), (cert.not_valid_before_utc, cert.not_valid_after_utc)
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise RefusedError(
+            "E-ID-31", f"expected a certificate that names its holder, found none ({error}); enrol again"
+        ) from None
+    if len(uris) != 1:
+        raise RefusedError("E-ID-31", f"expected exactly one identity in a certificate, found {uris[:4]}; enrol again")
+    return PeerCertificate(
+        Identity.parse(uris[0]),
+        serial_of(cert),
+        fingerprint,
+        *times,
+    )
+
+
+def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> PeerCertificate:
+    """Read the peer of a call from the gRPC server's auth context (`context.auth_context()`).
+
+    Raises RefusedError: E-TLS-09 without a certificate, E-TLS-15 when the connection is older than TLS 1.3 (a second
+    lock behind `service_core.tls.connect.require_tls13`), E-ID-31 as `identity_of`.
+    """
+    chain = list(auth_context.get("x509_pem_cert", ()))
+    if not chain:
+        raise RefusedError("E-TLS-09", "expected a client certificate, found none; enrol with `silo join TOKEN`")
+    versions = list(auth_context.get("ssl_tls_version", ()))
+    if versions != [b"TLSv1.3"]:
+        raise RefusedError("E-TLS-15", f"expected a TLS 1.3 connection, found {versions}; upgrade the client")
+    return identity_of(chain[0])
+
+
+def serial_of(cert: x509.Certificate) -> str:
+    """Write a certificate's serial number as lower-case hex: the key of revocation lists."""
+    return f"{cert.serial_number:x}"
+
+
+def key_fingerprint(holder: x509.Certificate | x509.CertificateSigningRequest) -> str:
+    spki = holder.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(spki).hexdigest()
+
+
+def certificate_fingerprint(pem: bytes) -> str:
+    """Hash a whole certificate (DER) with SHA-256, lower-case hex: how people compare the consortium's CA."""
+    der = parse_certificate(pem).public_bytes(serialization.Encoding.DER)
+    return hashlib.sha256(der).hexdigest()
+
+
+def colons(fingerprint: str) -> str:
+    """Write a hex fingerprint in groups that two people can read to each other: AB:CD:..."""
+    return ":".join(fingerprint[i : i + 2] for i in range(0, len(fingerprint), 2)).upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the coordinator listens: a host name or an IP address, and a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read `host:port` or `[v6]:port`; raises ConfigError (E-CFG-02) otherwise."""
+        match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
+        if match is None or not 0 < int(match[3]) < 65536:
+            raise ConfigError(
+                "E-CFG-02", f"expected an address such as fl.example.org:8443 or [2001:db8::1]:8443, found {text!r}"
+            )
+        return cls(match[1] or match[2], int(match[3]))
+
+    @property
+    def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        try:
+            return ipaddress.ip_address(self.host)
+        except ValueError:
+            return None
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

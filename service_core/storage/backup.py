@@ -1,0 +1,266 @@
+"""A copy of a whole home of one moment, taken while its service runs, and brought back into an empty one.
+
+The databases are copied by SQLite while others write. An object that the copy names may be deleted meanwhile: so all
+get a second name within the home first, which takes milliseconds, and are then copied from there, each held against its
+digest. `backup.json` is written last: a folder without it is no backup.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_core.converter import ConversionError, parse_json, structure
+from fl_core.errors import ConfigError, StateError
+from service_core.storage.digests import Hasher, file_digest, write_all
+from service_core.storage.disk import disk_errors
+from service_core.storage.generation import BUSY_SECONDS, GenerationFile, begin_incarnation, generation_of
+from service_core.storage.private_files import replace_file, sync_folder
+
+FILE = "backup.json"
+FORMAT = 1
+_TRIES = 20
+_MOST_BYTES = 256 << 20
+"""Of `backup.json`: two million objects."""
+_LATEST = 253_402_300_799.0
+"""The last second of the year 9999, after which no date is written."""
+_BLOCK = 1 << 20
+_NEVER = (".tmp", ".lock", "-wal", "-shm", "-journal", ".generation")
+
+
+@dataclass(frozen=True, slots=True)
+class HomeLayout:
+    """What of a home is backed up, and how. Paths are relative to the home.
+
+    database: that which names the objects   objects: their folder   databases: others that are copied by SQLite
+    left_out: files and folders that are made again, or are secrets that belong elsewhere
+    referenced: returns the digests that a copy of the database needs   place: the path of an object in its folder
+    copy_log: copies what grows while it is copied, from the home to the backup; it is left out above
+    """
+
+    side: str
+    database: str
+    objects: str
+    databases: tuple[str, ...]
+    left_out: tuple[str, ...]
+    referenced: Callable[[Path], Collection[str]]
+    place: Callable[[str], str]
+    copy_log: Callable[[Path, Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BackupContents:
+    """What `backup.json` says. files: path and BLAKE3 of each   at: seconds since 1970."""
+
+    format: int
+    side: str
+    software: str
+    at: float
+    files: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> BackupContents:
+        """Read what a folder holds; raises StateError (E-STATE-25) on one that is no finished backup."""
+        file = folder / FILE
+        try:
+            if not file.is_file() or (size := file.stat().st_size) > _MOST_BYTES:
+                raise _unusable(folder, f"no {FILE} that is a file of at most {_MOST_BYTES} bytes")
+            with file.open("rb") as opened:
+                found = structure(cls, parse_json(opened.read(size).decode("utf-8")), FILE)
+        except (OSError, ValueError, ConversionError) as error:
+            raise _unusable(folder, f"no {FILE} that can be read ({type(error).__name__})") from error
+        if found.format != FORMAT:
+            raise _unusable(folder, f"one of format {found.format}")
+        if not 0 <= found.at <= _LATEST:
+            raise _unusable(folder, f"one of a time that is none ({found.at:g})")
+        return found
+
+
+def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: float) -> BackupContents:
+    """Copy a home to a folder that is new or empty, mode 0700; on the disk on return.
+
+    Raises ConfigError (E-CFG-02) on another folder; StateError: E-STATE-63 on an object that is damaged or missing,
+    E-STATE-44 where there is no home; UnavailableError (E-STATE-63) when the disk is full.
+    Guarantees: what is restored from it is the home at one moment between two transactions; after an error the folder
+    is empty again, so that the same command can be repeated.
+    """
+    if not (home / layout.database).exists():
+        raise StateError("E-STATE-44", f"expected {layout.database} in {home}, found none: name the home with --home")
+    _require_empty(target)
+    with disk_errors(target), _emptied_on_error(target), _scratch(home) as scratch:
+        _name_objects(home, layout, target, scratch)
+        for name in layout.databases:
+            if (home / name).exists():
+                _copy_database(home / name, target / name)
+        for file in _files(home, layout):
+            _copy(file, target / file.relative_to(home))
+        layout.copy_log(home, target)
+        for object in scratch.iterdir():
+            if _copy(object, target / layout.objects / layout.place(object.name)) != object.name:
+                raise StateError(
+                    "E-STATE-63",
+                    f"expected the object {object.name[:16]} in {home / layout.objects} to hold what was written, "
+                    "found it damaged: this backup is not finished",
+                )
+        files = {str(f.relative_to(target)): file_digest(f) for f in sorted(target.rglob("*")) if f.is_file()}
+        made = BackupContents(FORMAT, layout.side, software, at, files)
+        about = {name: getattr(made, name) for name in ("format", "side", "software", "at", "files")}
+        replace_file(target / FILE, json.dumps(about, indent=1).encode(), 0o600)
+    return made
+
+
+def restore(backup: Path, home: Path, layout: HomeLayout) -> BackupContents:
+    """Bring a backup into a home that is new or empty, and begin a new incarnation of its database.
+
+    Raises StateError: E-STATE-25 on a folder that is no backup of this side, or holds other bytes than were copied;
+    ConfigError (E-CFG-02) where the home holds something.
+    Guarantees: the database comes last, so a home that was restored by half is not opened.
+    """
+    contents = BackupContents.read(backup)
+    if contents.side != layout.side:
+        raise _unusable(backup, f"one of a {contents.side}")
+    if layout.database not in contents.files or not all(_is_inside(name) for name in contents.files):
+        raise _unusable(backup, "one with other names of files")
+    _require_empty(home)
+    with disk_errors(home):
+        for name in sorted(contents.files, key=lambda name: (name == layout.database, name)):
+            if not (backup / name).is_file() or file_digest(backup / name) != contents.files[name]:
+                raise _unusable(backup, f"{name} damaged or missing")
+            if name != layout.database:
+                _copy(backup / name, home / name)
+        aside = home / f".{layout.database}.tmp"
+        _copy(backup / layout.database, aside)
+        with closing(sqlite3.connect(aside, isolation_level=None)) as db:
+            db.execute("PRAGMA journal_mode = DELETE")  # one file, which is renamed
+            now = begin_incarnation(db, 0)
+        GenerationFile(home / layout.database).replace(now)
+        aside.replace(home / layout.database)
+        sync_folder(home)
+    return contents
+
+
+@contextmanager
+def _emptied_on_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for child in folder.iterdir():
+            shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+        raise
+
+
+def _name_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -> None:
+    """Copy the database, and give each object that the copy names a second name in a folder of the home."""
+    missing = ""
+    for _ in range(_TRIES):
+        copy = target / layout.database
+        for file in target.glob(f"{layout.database}*"):
+            file.unlink()
+        _copy_database(home / layout.database, copy)
+        with closing(sqlite3.connect(copy)) as db:
+            generation = generation_of(db)
+        if generation is not None:
+            GenerationFile(copy).replace(generation)
+        needed = set(layout.referenced(copy))
+        try:
+            for digest in needed:
+                if not (scratch / digest).exists():
+                    missing = digest
+                    _second_name(home / layout.objects / layout.place(digest), scratch / digest)
+        except FileNotFoundError:
+            continue  # a round was closed meanwhile: the next copy of the database does not name it
+        for file in scratch.iterdir():
+            if file.name not in needed:
+                file.unlink()
+        GenerationFile(copy).path.unlink(missing_ok=True)  # a restored home begins one of its own
+        return
+    raise StateError(
+        "E-STATE-63", f"expected the object {missing[:16]} in {home / layout.objects}, found none: restore it first"
+    )
+
+
+def _second_name(file: Path, name: Path) -> None:
+    try:
+        os.link(file, name)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without such names: the copy takes longer
+        _copy(file, name)
+
+
+@contextmanager
+def _scratch(home: Path) -> Iterator[Path]:
+    """Make a folder of the home for the time of a backup; what a crash left of an earlier one goes."""
+    for left in home.glob(".backup-*.tmp"):
+        shutil.rmtree(left)
+    folder = home / f".backup-{secrets.token_hex(8)}.tmp"
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _files(home: Path, layout: HomeLayout) -> Iterator[Path]:
+    """List the files of a home that are copied as they are."""
+    apart = {layout.database, layout.objects, *layout.databases, *layout.left_out}
+    for file in sorted(home.rglob("*")):
+        path = file.relative_to(home)
+        around = {str(path), *map(str, path.parents)}
+        passing = any(part.endswith(_NEVER) for part in path.parts)
+        if file.is_file() and not file.is_symlink() and not passing and not apart & around:
+            yield file
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    _private_folder(target.parent)
+    os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600))
+    with (
+        closing(sqlite3.connect(source, timeout=BUSY_SECONDS)) as live,
+        closing(sqlite3.connect(target)) as copy,
+    ):
+        live.backup(copy)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _copy(source: Path, target: Path) -> str:
+    """Copy a file, mode 0600, to the disk; return the digest of what was read."""
+    _private_folder(target.parent)
+    hasher = Hasher()
+    descriptor = os.open(target, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with source.open("rb") as reader, os.fdopen(descriptor, "wb", buffering=0) as writer:
+        while block := reader.read(_BLOCK):
+            hasher.update(block)
+            write_all(writer, block)
+        os.fsync(writer.fileno())
+    return hasher.hexdigest()
+
+
+def _private_folder(folder: Path) -> None:
+    """Make a folder and those around it, for their owner alone."""
+    for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def _is_inside(name: str) -> bool:
+    path = Path(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _require_empty(folder: Path) -> None:
+    _private_folder(folder)
+    if any(folder.iterdir()):
+        raise ConfigError("E-CFG-02", f"expected a folder that is new or empty, found files in {folder}: name another")
+    folder.chmod(0o700)
+
+
+def _unusable(folder: Path, found: str) -> StateError:
+    return StateError("E-STATE-25", f"expected a finished backup in {folder}, found {found}: take another backup")

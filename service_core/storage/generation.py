@@ -1,0 +1,268 @@
+"""Notices a database that is missing, empty, older or another home's, before anything is deleted or answered.
+
+Every change counts a generation up: in the database, as part of the change, and then in a file beside it. A database
+that lacks its newest changes (a log that was lost, an older file that was put back) is behind that file. The file also
+names the incarnation: the life of a database since it was made or restored.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from sqlalchemy import Column, Integer, MetaData, String, Table
+
+from fl_core.errors import StateError
+from service_core.storage.digests import digest
+from service_core.storage.disk import disk_errors
+from service_core.storage.private_files import replace_file
+
+TABLE = "incarnation"
+FIRST = "INSERT INTO incarnation VALUES (1, lower(hex(randomblob(16))), 1)"
+READ = "SELECT incarnation, generation FROM incarnation"
+COUNT = "UPDATE incarnation SET generation = generation + 1 RETURNING incarnation, generation"
+BUSY_SECONDS = 30.0
+"""How long a statement waits for another process."""
+_RECORD_BYTES = 256  # within one sector, which a disk writes whole
+
+
+def incarnation_table(metadata: MetaData) -> Table:
+    """Add the table of the one row that every database of ours has."""
+    return Table(
+        TABLE,
+        metadata,
+        Column("id", Integer, primary_key=True),
+        Column("incarnation", String, nullable=False),
+        Column("generation", Integer, nullable=False),
+    )
+
+
+class Generation(NamedTuple):
+    """How many changes an incarnation of a database has had."""
+
+    incarnation: str
+    number: int
+
+
+class Noted(NamedTuple):
+    """What the file says. checkpointed: the changes that are in the database's own file, whatever its log holds."""
+
+    incarnation: str
+    number: int
+    checkpointed: int = 0
+
+
+class GenerationFile:
+    """The file beside a database, mode 0600; written and read by several processes."""
+
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        self.path = database.with_name(f"{database.name}.generation")
+
+    def read(self) -> Noted | None:
+        """Return what was noted last; None where there is no file. Raises StateError (E-STATE-23) on a damaged one."""
+        try:
+            with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as file:
+                data = os.pread(file, _RECORD_BYTES, 0)
+        except FileNotFoundError:
+            return None
+        return self._parse(data)
+
+    def read_leniently(self) -> Noted | None:
+        """Return what was noted last; None also where it cannot be read."""
+        try:
+            return self.read()
+        except StateError:
+            return None
+
+    def advance(self, now: Generation, checkpointed: bool = False) -> None:
+        """Note a generation, unless a later one is noted. checkpointed: it is in the database's own file.
+
+        A change by itself reaches the disk when the system writes it, a checkpoint at once: the log may then be lost.
+        """
+        try:
+            with self._locked(os.O_RDWR, fcntl.LOCK_EX) as file:
+                noted = self._parse(os.pread(file, _RECORD_BYTES, 0))
+                if noted.incarnation != now.incarnation:
+                    return  # the home was restored under this process, which is told so at its next start
+                number = max(noted.number, now.number)
+                whole = max(noted.checkpointed, now.number) if checkpointed else noted.checkpointed
+                if (new := Noted(now.incarnation, number, whole)) != noted:
+                    os.pwrite(file, _record(new), 0)
+                    if checkpointed:
+                        os.fsync(file)
+        except FileNotFoundError:
+            self._create(now)
+
+    def _create(self, now: Generation) -> None:
+        """Make the file whole, unless another process makes it now."""
+        aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
+        replace_file(aside, _record(Noted(*now)), 0o600)
+        try:
+            with disk_errors(self.path):
+                os.link(aside, self.path)
+        except FileExistsError:
+            self.advance(now)
+        finally:
+            aside.unlink()
+
+    def replace(self, now: Generation) -> None:
+        """Write the file anew: on the disk on return."""
+        replace_file(self.path, _record(Noted(*now)), 0o600)
+
+    def require_file(self) -> None:
+        """Raise StateError (E-STATE-23) on a file that is missing or older by itself, sqlite3.Error on a damaged one.
+
+        Call it before SQLite opens the file to write: that would join it with a log of another one, or delete the log.
+        In the middle of a checkpoint, whether interrupted or under way, a file is half old and half new; its log then
+        holds all that it lacks, so it is damaged only if it is so together with the log. If that log was lost, the file
+        by itself is newer than any checkpoint.
+        """
+        noted = self.read()
+        if noted is None:
+            return
+        if not self._database.exists() or not self._database.stat().st_size:
+            raise self._behind(f"found none, or an empty one, where generation {noted.number} was")
+        found, half_done = None, False
+        try:
+            found = self._by_itself()
+        except sqlite3.DatabaseError:
+            if not _has_log(self._database):
+                raise
+            half_done = True
+            with suppress(sqlite3.DatabaseError):  # else the very page of the generation is half written
+                found = self._by_itself(shorter=True)
+        own = found.number if found is not None else 0
+        if found is not None and found.incarnation == noted.incarnation and own < noted.checkpointed:
+            raise self._behind(f"found one without the last {noted.number - own} changes")
+        if half_done or (own > noted.checkpointed and not _has_log(self._database)):
+            _require_sound(self._database)
+
+    def _by_itself(self, shorter: bool = False) -> Generation | None:
+        """Read the generation of the file without its log. shorter: also where its first page counts pages to come."""
+        with closing(sqlite3.connect(f"{self._database.absolute().as_uri()}?immutable=1", uri=True)) as db:
+            if shorter:
+                db.execute("PRAGMA writable_schema = ON")  # SQLite then takes the file's length for the count
+            return generation_of(db)
+
+    def require(self, db: sqlite3.Connection, contents: Callable[[], int]) -> None:
+        """Raise StateError (E-STATE-23) unless the database is as new as what lies beside it.
+
+        contents: how many objects there are that a database must know, where one is new. A database from before
+        generations were counted is taken as it is.
+        """
+        noted, found = self.read(), generation_of(db)
+        if noted is None and found is not None and found.number > 1:
+            noted = self.read()  # another process was about to write it
+            if noted is None:
+                raise self._behind(f"found one of generation {found.number} and no such file: it is another home's")
+        if noted is None:
+            if found is None and _is_new(db) and (number := contents()):
+                raise self._behind(f"found none, or an empty one, beside {number} stored files")
+            return
+        if found is None:
+            raise self._behind(f"found one of an older version, where generation {noted.number} was")
+        if found.incarnation != noted.incarnation:
+            raise self._behind("found one of another home, or from before a restoration")
+        if found.number < noted.number:
+            raise self._behind(f"found one without the last {noted.number - found.number} changes")
+
+    def _behind(self, found: str) -> StateError:
+        name = self._database.name
+        return StateError(
+            "E-STATE-23",
+            f"expected the database {self._database} with all changes that {self.path.name} counts, {found}: nothing "
+            f"was changed. Put the newest {name} back, together with {name}-wal if there is one, or restore a backup "
+            "into an empty home; if there is nothing newer, run the command `restore --accept-loss`",
+        )
+
+    def _parse(self, data: bytes) -> Noted:
+        try:
+            raw = json.loads(data)
+            found = Noted(str(raw["incarnation"]), int(raw["generation"]), int(raw["checkpointed"]))
+            if raw["check"] != _check(found):
+                raise ValueError("its check is wrong")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            raise self._behind(f"found that {self.path.name} is damaged") from None
+        return found
+
+    @contextmanager
+    def _locked(self, mode: int, lock: int) -> Iterator[int]:
+        file = os.open(self.path, mode | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file, lock)
+            yield file
+        finally:
+            os.close(file)
+
+
+def read_only(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
+    """Open a database with what its log holds, so that neither is changed.
+
+    The exception is a transaction that a crash interrupted in a file without a log: SQLite undoes it before it reads.
+    """
+    how = "rw" if _size(database, "-journal") else "ro"
+    return sqlite3.connect(f"{database.absolute().as_uri()}?mode={how}", uri=True, timeout=timeout)
+
+
+def _require_sound(database: Path) -> None:
+    with closing(read_only(database)) as db:
+        wrong = str(db.execute("PRAGMA integrity_check(1)").fetchone()[0]).splitlines()[-1]
+    if wrong != "ok":
+        raise sqlite3.DatabaseError(f"{wrong}, also with its log")
+
+
+def _has_log(database: Path) -> bool:
+    return _size(database, "-wal") > 0 or _size(database, "-journal") > 0
+
+
+def _size(database: Path, end: str) -> int:
+    try:
+        return database.with_name(f"{database.name}{end}").stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def generation_of(db: sqlite3.Connection) -> Generation | None:
+    """Read the generation of a database; None in a new one, and in one from before they were counted."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (TABLE,)).fetchone():
+        return None
+    row = db.execute(READ).fetchone()
+    return None if row is None else Generation(str(row[0]), int(row[1]))
+
+
+def begin_incarnation(db: sqlite3.Connection, after: int) -> Generation:
+    """Begin the life of a database anew, as after a restoration: the file beside it says nothing about it any more.
+
+    after: a generation that it counts on from, if its own is lower.
+    """
+    row = db.execute(
+        "UPDATE incarnation SET incarnation = ?, generation = max(generation, ?) + 1 RETURNING incarnation, generation",
+        (secrets.token_hex(16), after),
+    ).fetchone()
+    return Generation(str(row[0]), int(row[1]))
+
+
+def _is_new(db: sqlite3.Connection) -> bool:
+    return not db.execute("SELECT 1 FROM sqlite_master").fetchone()
+
+
+def _check(noted: Noted) -> str:
+    return digest(" ".join(map(str, noted)).encode())[:16]
+
+
+def _record(noted: Noted) -> bytes:
+    record = {
+        "incarnation": noted.incarnation,
+        "generation": noted.number,
+        "checkpointed": noted.checkpointed,
+        "check": _check(noted),
+    }
+    return json.dumps(record).encode().ljust(_RECORD_BYTES - 1) + b"\n"

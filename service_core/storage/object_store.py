@@ -1,0 +1,183 @@
+"""The object store of both services: files named by the BLAKE3 of their bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Container
+from pathlib import Path
+from threading import RLock
+
+from fl_core.errors import ProtocolError, StateError
+from service_core.storage.digests import digest as digest_of
+from service_core.storage.digests import file_digest
+from service_core.storage.disk import disk_errors
+from service_core.storage.partial_file import open_partial, remove_recycled
+from service_core.storage.private_files import sync_folder
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PARTIAL = ".part"
+
+
+class ObjectStore:
+    """A folder of objects. Calls may come from several threads, and from one process only.
+
+    Guarantees: a file gets its name when all of it was written with that digest, never before; storing the same bytes
+    twice is harmless. What was stored with `sync` survives a power cut whole; what was not is found out by `holds` and
+    `verified`, which hash a file unless this process has done so since it was last written to.
+    """
+
+    def __init__(self, folder: Path, sharded: bool = False) -> None:
+        """Open the folder, made when it is not there. sharded: objects lie in folders of their first two digits."""
+        self.folder = folder
+        self.lock = RLock()
+        """For callers: held while an object and its record are made or removed together."""
+        self._sharded = sharded
+        self._verified: dict[str, tuple[int, ...]] = {}
+        for part in (folder, *(folder / f"{i:02x}" for i in range(256 if sharded else 0))):
+            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync_folder(folder)
+        remove_recycled(folder, folder.with_name(f"{folder.name}.spare"))
+
+    def has(self, digest: str) -> bool:
+        """Return whether there is an object of this name; its content is not checked."""
+        return self._file(digest).exists()
+
+    def path(self, digest: str) -> Path:
+        """Return the file of an object; raises StateError (E-STATE-22) when it is missing."""
+        if not (file := self._file(digest)).exists():
+            raise StateError(
+                "E-STATE-22", f"expected the object {digest[:16]} in {self.folder}, found none: restore the folder"
+            )
+        return file
+
+    def verified(self, digest: str) -> Path:
+        """Return the file of an object that still has its digest; raises StateError (E-STATE-63) otherwise."""
+        file = self._file(digest)
+        if not self._matches(file, digest):
+            raise StateError(
+                "E-STATE-63",
+                f"expected {file} to hold what was written, found it {'damaged' if file.exists() else 'missing'}: "
+                "check the disk, and restore the file from a backup",
+            )
+        return file
+
+    def holds(self, digest: str) -> bool:
+        """Return whether an object is here with its digest; a file with another one is deleted."""
+        file = self._file(digest)
+        if self._matches(file, digest):
+            return True
+        file.unlink(missing_ok=True)
+        return False
+
+    def put(self, data: bytes) -> str:
+        """Store an object and return its digest; on the disk on return. Raises as `sync`."""
+
+        def write(file: Path) -> tuple[str, int]:
+            with open_partial(file) as writer:
+                writer.write(data)
+            return digest_of(data), len(data)
+
+        return self.put_file(write)[0]
+
+    def put_file(self, write: Callable[[Path], tuple[str, int]], sync: bool = True) -> tuple[str, int]:
+        """Store what `write` writes into a new file; return its digest and size, as `write` does. sync: as `commit`."""
+        file = self.folder / f".{secrets.token_hex(8)}{_PARTIAL}"
+        try:
+            with disk_errors(self.folder):
+                digest, size = write(file)
+            self.commit(file, digest, digest, sync)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+        return digest, size
+
+    def partial(self, digest: str) -> Path:
+        """Return the file for an unfinished download of this object."""
+        file = self._file(digest)
+        return file.with_name(file.name + _PARTIAL)
+
+    def commit(self, partial: Path, digest: str, found: str | None = None, sync: bool = True) -> Path:
+        """Turn a complete file into an object and return its new place.
+
+        found: the digest of the file's bytes, computed here when it is None; sync: the object is on the disk on return,
+        else `sync` brings it there.
+        Raises ProtocolError (E-WIRE-04) and deletes the file when it has another digest.
+        """
+        found = file_digest(partial) if found is None else found
+        if found != digest:
+            partial.unlink()
+            raise ProtocolError(
+                "E-WIRE-04",
+                f"expected an object of digest {digest[:16]}, found {found[:16]}: it was damaged or changed; "
+                "send all of it again",
+            )
+        file = self._file(digest)
+        if self.holds(digest):
+            partial.unlink()
+        else:
+            with disk_errors(self.folder):
+                if sync:
+                    _sync_file(partial)  # before it has its name
+                partial.replace(file)
+            self._verified[digest] = _fingerprint(file)
+        if sync:
+            self.sync(digest)
+        return file
+
+    def sync(self, *digests: str) -> None:
+        """Bring objects and their names to the disk; raises UnavailableError (E-STATE-63) when it takes nothing."""
+        files = [self._file(digest) for digest in digests]
+        with disk_errors(self.folder):
+            for file in files:
+                _sync_file(file)
+            for folder in {file.parent for file in files}:
+                sync_folder(folder)
+
+    def remove(self, digest: str) -> None:
+        """Delete an object if it is here; an open reader can still read it to its end."""
+        self._file(digest).unlink(missing_ok=True)
+        self._verified.pop(digest, None)
+
+    def sweep(self, keep: Container[str]) -> int:
+        """Delete all files that `keep` does not name and return the bytes freed; only while nothing is written."""
+        freed = 0
+        for file in [file for file in self.folder.rglob("*") if file.is_file()]:
+            if file.name.removesuffix(_PARTIAL) not in keep:
+                freed += file.stat().st_size
+                file.unlink()
+                self._verified.pop(file.name, None)
+        return freed
+
+    def _file(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise ProtocolError("E-WIRE-06", f"expected the digest of an object in hex, found {digest[:80]!r}")
+        return self.folder / digest[:2] / digest if self._sharded else self.folder / digest
+
+    def _matches(self, file: Path, digest: str) -> bool:
+        """Return whether a file has this digest; it is hashed again only when it was written to since."""
+        if not file.exists():
+            return False
+        fingerprint = _fingerprint(file)
+        if self._verified.get(digest) != fingerprint:
+            if file_digest(file) != digest:
+                return False
+            self._verified[digest] = fingerprint
+        return True
+
+
+def count_objects(folder: Path) -> int:
+    """Count the objects in a folder, whoever knows them; 0 where there is no folder."""
+    return sum(1 for file in folder.rglob("*") if _DIGEST.fullmatch(file.name))
+
+
+def _fingerprint(file: Path) -> tuple[int, ...]:
+    """Return values of which one changes when the file is written to."""
+    now = file.stat()
+    return now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

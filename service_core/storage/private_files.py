@@ -1,0 +1,226 @@
+"""Homes and private keys on disk: for their owner alone, and a home for one process at a time.
+
+A key has mode 0600 from the first byte, is never half written, and is not used when others can read it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shlex
+import stat
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from fl_core.errors import StateError
+from service_core.storage.disk import disk_errors
+
+log = logging.getLogger(__name__)
+OTHERS = 0o077
+
+
+class Credentials(NamedTuple):
+    """A private key, the certificate that goes with it and the authority that signed it, all PEM.
+
+    Guarantees: the key does not show in a repr, so not in a log line or a traceback either.
+    """
+
+    key_pem: bytes
+    cert_pem: bytes
+    ca_pem: bytes
+
+    def __repr__(self) -> str:
+        return "Credentials(<private key hidden>)"
+
+
+def private_folder(folder: Path) -> Path:
+    """Make `folder` (and its parents) for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if stat.S_IMODE(folder.stat().st_mode) & OTHERS:
+        raise StateError(
+            "E-STATE-42",
+            f"expected the folder of private keys {folder} to be open to its owner alone, found mode "
+            f"{stat.S_IMODE(folder.stat().st_mode):04o}; run: chmod 700 {shlex.quote(str(folder))}",
+        )
+    return folder
+
+
+def close_to_others(path: Path) -> None:
+    """Take from others what they may do with a file or folder; the log says so. Nothing happens where it is missing.
+
+    Raises StateError (E-STATE-42) when this user may not change it.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & OTHERS:
+            path.chmod(mode & ~OTHERS)
+            log.warning("%s was open to others on this machine (mode %04o): now it is for its owner alone", path, mode)
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        raise StateError(
+            "E-STATE-42",
+            f"expected {path} to be for its owner alone, found mode {mode:04o} and another owner: let that one run "
+            f"chmod go= {shlex.quote(str(path))}",
+        ) from None
+
+
+def own_home(folder: Path) -> Path:
+    """Make a service's home for its owner alone; close it, and the databases in it with their logs, to others."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    close_to_others(folder)
+    for pattern in ("*.db", "*.db-*", "*.sqlite", "*.sqlite-*"):
+        for path in folder.glob(pattern):
+            close_to_others(path)
+    return folder
+
+
+class FolderLock:
+    """A folder that this process has for itself until the lock is closed or the process ends.
+
+    The folder itself is locked, so no file must be left where it is for that. A file in it is locked as well, for those
+    who look there: earlier versions, and machines that share the folder over a network. It names the process.
+    """
+
+    def __init__(self, folder: Path, name: str, whose: str) -> None:
+        """Lock a folder; raises StateError (E-STATE-20) where another process has it.
+
+        name: of the file   whose: what that process is, for the message
+        """
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._file = -1
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release()
+            process = ""
+            with suppress(OSError, ValueError):
+                process = f" (process {int((folder / name).read_text())})"
+            raise StateError(
+                "E-STATE-20",
+                f"expected {folder} to be free, found {whose} at work in it{process}: stop that one, or name another "
+                "folder",
+            ) from None
+        except BaseException:
+            self._release()
+            raise
+        self._note(str(os.getpid()))
+
+    @staticmethod
+    def is_held(folder: Path, name: str) -> bool:
+        """Tell whether a process has a folder for itself."""
+        for path in (folder, folder / name):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+        return False
+
+    def close(self) -> None:
+        """Give the folder back; nothing happens the second time."""
+        if self._file >= 0:
+            self._note("")
+        self._release()
+
+    def _release(self) -> None:
+        for descriptor in (self._file, self._folder):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._folder = -1
+
+    def _note(self, process: str) -> None:
+        with suppress(OSError):  # a full disk: it is for people
+            os.truncate(self._file, 0)
+            os.pwrite(self._file, process.encode(), 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at once, mode 0600, in a folder that only its owner may enter.
+
+    Guarantees: at no moment is a byte of `data` readable by others; after a crash the file holds all of its old or
+    all of its new content.
+    """
+    private_folder(path.parent)
+    replace_file(path, data, 0o600)
+
+
+def write_public(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at once, mode 0644: for certificates and other files that hold no secret."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(path, data, 0o644)
+
+
+def read_private(path: Path) -> bytes:
+    """Read a private file; raises StateError when it is missing (E-STATE-43) or others may read it (E-STATE-42)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StateError(
+            "E-STATE-43", f"expected a private key file at {path}, found none that can be opened ({error.strerror})"
+        ) from None
+    with os.fdopen(fd, "rb") as file:
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & OTHERS:
+            raise StateError(
+                "E-STATE-42",
+                f"expected {path} to be readable by its owner alone, found mode {mode:04o}: others on this machine "
+                f"may have read the key. Run: chmod 600 {shlex.quote(str(path))} , and replace the key if that matters",
+            )
+        return file.read()
+
+
+def remove(path: Path) -> None:
+    """Delete `path` if it is there, durably."""
+    if path.exists():
+        path.unlink()
+        sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes, mode: int) -> None:
+    """Replace `path` by `data` at once, on the disk on return; raises UnavailableError (E-STATE-63) on a full disk."""
+    with disk_errors(path):
+        _replace(path, data, mode)
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.unlink(missing_ok=True)  # what a crash left; O_EXCL below then also refuses a link planted meanwhile
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,156 @@
+"""TLS 1.3 only, and why a connection fails.
+
+gRPC reports "failed to connect to all addresses" for a dozen causes. `diagnose` makes the same connection with Python's
+own TLS, which distinguishes them.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+import tempfile
+from pathlib import Path
+
+from cryptography import x509
+
+from fl_core.errors import StateError
+from service_core.pki.certificates import Clock, utc_now
+from service_core.pki.parsing import parse_certificate
+from service_core.storage import private_files
+from service_core.tls import causes
+from service_core.tls.diagnosis import Diagnosis, NotConnected
+from service_core.tls.proxy import open_connection
+
+SUITES = "GRPC_SSL_CIPHER_SUITES"
+RSA_ONLY = "ECDHE-RSA-AES128-GCM-SHA256"
+
+
+def require_tls13() -> None:
+    """Make gRPC refuse TLS 1.2; raises StateError (E-RUN-99) when grpc was imported before.
+
+    gRPC has no option for the lowest version. It reads this variable once, at import: the cipher suites of TLS 1.2. One
+    that needs an RSA certificate never fits our ECDSA ones.
+    Guarantees: a client of TLS 1.2 is refused.
+    """
+    if os.environ.get(SUITES) == RSA_ONLY:
+        return
+    if "grpc" in sys.modules:
+        raise StateError(
+            "E-RUN-99",
+            "expected service_core.tls.connect.require_tls13() to run before grpc is imported, found it imported with "
+            f"{SUITES}={os.environ.get(SUITES)!r}: it would accept TLS 1.2. Call it first in the entry point",
+        )
+    os.environ[SUITES] = RSA_ONLY
+
+
+def silence_grpc_logs() -> None:
+    """Keep gRPC, imported later, from printing handshake failures of a client, unless the user chose a log level."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def diagnose(
+    host: str,
+    port: int,
+    ca_pem: bytes,
+    cert_pem: bytes | None = None,
+    key_pem: bytes | None = None,
+    server_name: str | None = None,
+    timeout: float = 10.0,
+    clock: Clock = utc_now,
+) -> Diagnosis:
+    """Connect as gRPC would and return the cause of a failure; timeout: seconds per step.
+
+    E-TLS-12 stands for several causes: gRPC's server closes without a TLS alert, and only its log has the reason.
+    """
+    if cert_pem is not None and (finding := causes.own_certificate(cert_pem, key_pem, ca_pem, clock())):
+        return finding
+    name = server_name or host
+    try:
+        with open_connection(host, port, timeout) as sock:
+            sock.settimeout(timeout)
+            context = _context(ca_pem, cert_pem, key_pem)
+            with context.wrap_socket(sock, server_hostname=name) as tls:
+                return _after_handshake(tls, f"{host}:{port}", cert_pem is not None)
+    except NotConnected as error:
+        return error.diagnosis
+    except ssl.SSLCertVerificationError as error:
+        shown = _presented(host, port, name, timeout, (cert_pem, key_pem))
+        return causes.server_certificate(error, shown, name, ca_pem, clock())
+    except ssl.SSLError as error:
+        return causes.tls_error(error, f"{host}:{port}")
+    except TimeoutError:
+        return Diagnosis(
+            "E-TLS-01",
+            f"{host}:{port} accepts the connection and then says nothing for {timeout:g} s",
+            "a firewall or a service other than the coordinator is there: check the address and port",
+        )
+    except OSError as error:
+        return causes.connection_dropped(f"{host}:{port}", error.strerror or type(error).__name__)
+
+
+def _context(ca_pem: bytes | None, cert_pem: bytes | None, key_pem: bytes | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["h2"])
+    if ca_pem is None:  # only ever to read a certificate that verification has refused already
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context.load_verify_locations(cadata=ca_pem.decode())
+    if cert_pem is not None and key_pem is not None:
+        with tempfile.TemporaryDirectory() as folder:  # Python's TLS reads keys from files alone; mode 0700
+            bundle = Path(folder) / "bundle.pem"
+            private_files.write_private(bundle, key_pem + cert_pem)
+            context.load_cert_chain(bundle)
+    return context
+
+
+def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> Diagnosis:
+    """Read the server's first bytes: in TLS 1.3 it checks our certificate only after our side is done."""
+    if tls.selected_alpn_protocol() != "h2":
+        return Diagnosis(
+            "E-TLS-15",
+            f"{place} has the right certificate but does not speak HTTP/2",
+            "a proxy stands before the coordinator and ends TLS: let it pass TCP through (layer 4)",
+        )
+    try:
+        first = tls.recv(9)
+    except ssl.SSLError as error:
+        return causes.tls_error(error, place)
+    except TimeoutError:
+        return Diagnosis(
+            "E-TLS-15",
+            f"{place} accepts TLS and then says nothing",
+            "what answers there is no coordinator: check the address and port",
+        )
+    except ConnectionResetError:
+        first = b""
+    if first:
+        return Diagnosis(
+            None, f"TLS 1.3 to {place} works and both sides accept each other's certificate", "all is well"
+        )
+    if not had_certificate:
+        return Diagnosis(
+            "E-TLS-09", f"{place} asks for a client certificate, this side gave none", "run `silo join TOKEN`"
+        )
+    return Diagnosis(
+        "E-TLS-12",
+        f"{place} closed the connection on seeing this side's certificate, which is in force by this machine's clock "
+        "and of the pinned authority; the coordinator's clock may be wrong, or its authority another one",
+        "ask the coordinator's operator: its log names the reason and this connection's time",
+    )
+
+
+def _presented(
+    host: str, port: int, name: str, timeout: float, own: tuple[bytes | None, bytes | None]
+) -> x509.Certificate | None:
+    """Connect again without verification to read the refused certificate; nothing is sent."""
+    try:
+        with open_connection(host, port, timeout) as sock:
+            sock.settimeout(timeout)
+            with _context(None, *own).wrap_socket(sock, server_hostname=name) as tls:
+                der = tls.getpeercert(binary_form=True)
+        return None if der is None else parse_certificate(der)
+    except (OSError, NotConnected, ValueError):
+        return None

@@ -1,0 +1,88 @@
+"""TCP connections as gRPC makes them, through the environment's HTTP proxy where there is one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from urllib.parse import urlsplit
+
+from service_core.tls.diagnosis import Diagnosis, NotConnected
+
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+_BYPASS_VARIABLES = ("no_grpc_proxy", "no_proxy")
+
+
+def proxy_for(host: str) -> tuple[str, int, str] | None:
+    """Find the proxy that gRPC would use for `host`: (host, port, the variable that names it), or None."""
+    bypass = next((os.environ[name] for name in _BYPASS_VARIABLES if os.environ.get(name)), "")
+    entries = [entry.strip().lstrip(".") for entry in bypass.split(",") if entry.strip()]
+    if any(host == entry or host.endswith("." + entry) for entry in entries):
+        return None
+    for name in _PROXY_VARIABLES:
+        if os.environ.get(name):
+            url = urlsplit(os.environ[name] if "://" in os.environ[name] else f"http://{os.environ[name]}")
+            return (url.hostname or "", url.port or 80, name)
+    return None
+
+
+def open_connection(host: str, port: int, timeout: float) -> socket.socket:
+    """Connect to `host:port`, `timeout` seconds per step; raises NotConnected (E-TLS-01, E-TLS-13)."""
+    proxy = proxy_for(host)
+    if proxy is None:
+        return _connect(host, port, timeout)
+    where, proxy_port, variable = proxy
+    sock = _connect(where, proxy_port, timeout, f"the proxy that {variable} names, ")
+    answer = b""
+    try:
+        sock.sendall(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        while b"\r\n\r\n" not in answer and len(answer) < 16384:
+            piece = sock.recv(1)  # byte by byte: what follows the header is already TLS
+            if not piece:
+                break
+            answer += piece
+    except OSError:
+        answer = answer or b"(no answer)"
+    status = answer.split(b"\r\n", 1)[0].decode("ascii", "replace")[:80]
+    if status.split(" ")[1:2] != ["200"]:
+        sock.close()
+        raise NotConnected(
+            Diagnosis(
+                "E-TLS-13",
+                f"expected the proxy {where}:{proxy_port} (from {variable}) to open a tunnel to {host}:{port}, found "
+                f"its answer {status!r}",
+                f"ask the network's administrators to allow CONNECT to {host}:{port}, or set no_proxy={host}",
+            )
+        )
+    return sock
+
+
+def _connect(host: str, port: int, timeout: float, what: str = "") -> socket.socket:
+    place = f"{what}{host}:{port}"
+    try:
+        return socket.create_connection((host, port), timeout)
+    except socket.gaierror as error:
+        found = Diagnosis(
+            "E-TLS-01",
+            f"expected a host of the name {what}{host}, found none ({error.strerror})",
+            "check the spelling of the address and this machine's DNS; an IP address works if the coordinator was "
+            "given it at `coordinator init`",
+        )
+    except ConnectionRefusedError:
+        found = Diagnosis(
+            "E-TLS-01",
+            f"expected a service at {place}, found that nothing listens there",
+            "start it (`coordinator serve`), or correct the port",
+        )
+    except TimeoutError:
+        found = Diagnosis(
+            "E-TLS-01",
+            f"expected an answer from {place} within {timeout:g} s, found silence",
+            "a firewall drops the packets or the machine is off: ask for outgoing TCP to this address and port",
+        )
+    except OSError as error:
+        found = Diagnosis(
+            "E-TLS-01",
+            f"expected a way to {place}, found {error.strerror or type(error).__name__}",
+            "check this machine's network and VPN, then ask for outgoing TCP to this address and port",
+        )
+    raise NotConnected(found)

@@ -1,0 +1,199 @@
+"""What has left this hospital: which runs, what numbers, how many bytes; and whether an image can be among it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service_core.console import counted
+from silo.storage.store import RunRecord, Store
+
+WORDS: Mapping[str, str] = {
+    "delta": "by how much training changed each number of the model",
+    "metrics": "how often the model was right on test images here, by class",
+    "clinical": "which class the model took test images of each class for, and how sure it was",
+    "personal": "how often this hospital's own model, which stays here, was right on test images here",
+    "personal_public": "how often this hospital's own model, which stays here, was right on public test images",
+    "personal_ga": "how often this hospital's own model was right on images of other hospitals' classes",
+    "prototypes": "one average of what the model sees, for each class",
+    "class_gradients": "one average direction of change, for each class",
+    "census": "how many hospitals took part",
+    "control": "a correction as large as the model",
+    "buffers": "averages that the model keeps",
+    "steps": "how many steps training took",
+    "heads": "the last layer of the model, and how many training images here are of each class",
+    "labels": "how many training images here are of each class",
+    "hyper": "by how much training changed what makes a head from shares of classes",
+    "generator": "by how much training changed what makes up features of each class",
+    "fine": "how the model's answers divide into finer classes",
+}
+"""Parts of updates in plain words; others are named as they are."""
+NO_PRIVACY = "no privacy"
+_BYTES_PER_NUMBER, _BYTES_PER_TENSOR, _FRAME_BYTES = 4, 512, 4096
+"""The most that an update's file takes: its numbers, and what names and places them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """What an update of a run may hold, by its manifest: numbers of each part, and tensors in all."""
+
+    parts: Mapping[str, int]
+    tensors: int
+
+    def to_json(self) -> str:
+        return json.dumps({"parts": dict(self.parts), "tensors": self.tensors}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Leaves | None:
+        """Read what was noted of a run; None where an earlier version noted nothing."""
+        if not text:
+            return None
+        raw = json.loads(text)
+        return cls({str(k): int(v) for k, v in raw["parts"].items()}, int(raw["tensors"]))
+
+    @property
+    def numbers(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def most_bytes(self) -> int:
+        return _BYTES_PER_NUMBER * self.numbers + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
+
+    def words(self) -> list[str]:
+        return [
+            f"{count:,} {'number' if count == 1 else 'numbers'}: {WORDS.get(name, f'the part {name}')}"
+            for name, count in sorted(self.parts.items(), key=lambda item: -item[1])
+            if count
+        ]
+
+
+class Unprotected(NamedTuple):
+    """How many updates left without privacy, and of how many runs.
+
+    unregistered: of data that the ledger does not know, which may be any records   unknown: not in `updates`, since an
+    earlier version made them.
+    """
+
+    updates: int = 0
+    runs: int = 0
+    unregistered: int = 0
+    unknown: int = 0
+
+    def sentence(self, whose: str = "") -> str:
+        """Say it to whoever answers for the records; empty where there are none. whose: " of these records"."""
+        text = ""
+        if self.updates:
+            text = (
+                f"{counted(self.updates, 'update')}{whose} left without privacy, in {counted(self.runs, 'run')}: no "
+                f"bound holds for what {'it tells' if self.updates == 1 else 'they tell'}."
+            )
+        if self.unregistered:
+            of = "It is" if self.updates == 1 else f"Of these, {self.unregistered} are"
+            text += f" {of} of data that the ledger does not know, which may be the same records."
+        if self.unknown:
+            text += f" Of {counted(self.unknown, 'earlier update')} no version noted whether they had privacy."
+        return text.strip()
+
+
+NO_UPDATES = Unprotected()
+
+
+@dataclass(frozen=True, slots=True)
+class RunLeaving:
+    """What left for one run.
+
+    privacy: what it promises, empty where not noted   last: when the newest was ready to be sent   larger: updates that
+    their numbers exceed.
+    """
+
+    run_id: str
+    name: str
+    state: str
+    reason: str
+    updates: int
+    bytes: int
+    largest: int
+    last: float | None
+    waiting: int
+    leaves: Leaves | None
+    privacy: str = ""
+
+    @property
+    def protected(self) -> bool:
+        return not self.privacy.startswith(NO_PRIVACY)
+
+    @property
+    def fits(self) -> bool | None:
+        """Tell whether no update is larger than the numbers that its run's manifest lists; None where not noted."""
+        if not self.updates:
+            return True
+        return None if self.leaves is None else self.largest <= self.leaves.most_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What left for all runs, the newest run first; unprotected: of any records."""
+
+    runs: tuple[RunLeaving, ...]
+    unprotected: Unprotected = NO_UPDATES
+
+    @property
+    def updates(self) -> int:
+        return sum(run.updates for run in self.runs)
+
+    @property
+    def bytes(self) -> int:
+        return sum(run.bytes for run in self.runs)
+
+    @property
+    def last(self) -> float | None:
+        return max((run.last for run in self.runs if run.last is not None), default=None)
+
+    @property
+    def proved(self) -> bool:
+        """Tell whether every update that was sent is known to be no larger than its run's numbers."""
+        return all(run.fits for run in self.runs)
+
+    @property
+    def verdict(self) -> str:
+        """Say in one sentence what is known: the headline of the page, and a line of `silo status`.
+
+        Guarantees: that no image left is said only where every update that was sent is known to be no larger than the
+        numbers that the manifest of its run lists, which are sums over records.
+        """
+        if not self.updates:
+            return "Nothing has left this hospital"
+        found = {run.fits for run in self.runs}
+        if False in found:
+            return "An update that left this hospital was larger than its numbers"
+        if None in found:
+            return "Updates have left this hospital, and of some only the size is known"
+        return "No image has left this hospital"
+
+
+def leaving(store: Store) -> Leaving:
+    """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
+    listed = store.unprotected()
+    runs = [update.run_id for update in listed if update.splits is not None]
+    unprotected = Unprotected(len(runs), len(set(runs)), unknown=len(listed) - len(runs))
+    return Leaving(tuple(_of_run(run) for run in reversed(store.history())), unprotected)
+
+
+def _of_run(run: RunRecord) -> RunLeaving:
+    sent = [t for t in run.tasks if t.receipt or t.refused is not None]
+    waiting = [t for t in run.tasks if t.staged is not None and t.included is None and t not in sent]
+    return RunLeaving(
+        run_id=run.run_id,
+        name=run.name,
+        state=run.state,
+        reason=run.reason,
+        updates=len(sent),
+        bytes=sum(t.size for t in sent),
+        largest=max((t.size for t in sent), default=0),
+        last=max((t.staged for t in sent if t.staged is not None), default=None),
+        waiting=len(waiting),
+        leaves=Leaves.from_json(run.leaves),
+        privacy=run.privacy,
+    )

@@ -1,0 +1,131 @@
+"""Runs that ask this hospital: what they ask for beside its policy, and what they would spend of its budgets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fl_core.errors import ConfigError, FederationError, RefusedError
+from silo.reports.leaving import Leaves
+from silo.reports.run_request import Comparison, RunRequest
+from silo.reports.spending import Preview, preview
+from silo.storage.approvals import Approval
+from silo.storage.home import Home
+from silo.training.policy_in_force import in_force
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
+    from privacy.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a request is held against: policy and ledger, or why they cannot be read; the data's fingerprint."""
+
+    policy: Policy | None
+    policy_error: str
+    ledger: Ledger | None
+    ledger_error: str
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None) -> Known:
+        """Read both as they are now. ledger: one that is open already; it reads what is new."""
+        policy, policy_error, ledger_error = None, "", ""
+        try:
+            policy = in_force(home)
+        except RefusedError as error:
+            policy_error = str(error)
+        try:
+            if not home.ledger.exists():
+                ledger = None
+            elif ledger is None:
+                from privacy.ledger.ledger import Ledger
+
+                ledger = Ledger(home.ledger, home.ledger_key)
+            if ledger is not None:
+                ledger.collections()
+        except FederationError as error:
+            ledger, ledger_error = None, str(error)
+        return cls(policy, policy_error, ledger, ledger_error, fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A run to decide about, with everything that a person is shown of it.
+
+    previews: what it would spend; None where that cannot be said, empty where it spends nothing   spends: the same in
+    words   digest: of all of it; another one when anything of it has changed.
+    """
+
+    approval: Approval
+    request: RunRequest | None
+    comparisons: tuple[Comparison, ...]
+    previews: tuple[Preview, ...] | None
+    spends: str
+    digest: str
+
+    @classmethod
+    def of(cls, approval: Approval, known: Known) -> Question:
+        request = _request(approval)
+        comparisons: tuple[Comparison, ...] = ()
+        if request is not None and known.policy is not None:
+            comparisons = tuple(request.compare(known.policy))
+        previews, spends = _spends(request, known)
+        shown = [
+            approval.run_id,
+            approval.manifest_digest,
+            approval.name,
+            approval.about,
+            approval.decided,
+            approval.request,
+            comparisons,
+            spends,
+            [p.sentence() for p in previews or ()],
+        ]
+        digest = hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+        return cls(approval, request, comparisons, previews, spends, digest)
+
+    @property
+    def leaves(self) -> Leaves | None:
+        return None if self.request is None else self.request.leaves
+
+    @property
+    def all_spends(self) -> str:
+        return " ".join([self.spends, *(f"{p.sentence()}." for p in self.previews or ())])
+
+
+def _request(approval: Approval) -> RunRequest | None:
+    try:
+        return RunRequest.from_json(approval.request)
+    except (FederationError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # shown by its sentence alone
+
+
+def _spends(request: RunRequest | None, known: Known) -> tuple[tuple[Preview, ...] | None, str]:
+    """Return what a run would spend, and a sentence about it."""
+    if request is None:
+        return None, "What it would spend is not known: an earlier version of this software was asked."
+    if not request.private:
+        return (), (
+            "It promises no differential privacy: it spends nothing of any budget, and no bound holds for what its "
+            "updates tell."
+        )
+    if request.charges is None:
+        return None, "It spends nothing here: this hospital is not among its members."
+    if known.ledger_error:
+        return None, f"The ledger cannot be read, so the run would be refused: {known.ledger_error}"
+    if known.ledger is None:
+        return None, "There is no ledger yet, so the run would be refused: silo ledger register"
+    try:
+        found = preview(known.ledger, known.policy, request, known.fingerprint)
+    except ConfigError as error:
+        return None, f"What it would spend cannot be computed: {error}"
+    if found is None:
+        return None, (
+            "What it would spend is not known, because the ledger does not have the data that is served, or has "
+            "several: silo ledger register"
+        )
+    return found, "At most, for all its rounds together:"

@@ -1,0 +1,131 @@
+"""What a run asks of this hospital, as it is kept beside the question for approval: read without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from fl_core.converter import structure
+from fl_core.types.clinical import CLINICAL
+from privacy.accounting.accountant import Mechanism
+from privacy.policy import ACCURACY, NOTHING, Policy
+from silo.reports.leaving import Leaves
+
+
+class Comparison(NamedTuple):
+    """One line of a request: what is asked for, and what the policy says of it."""
+
+    what: str
+    asked: str
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A run as a hospital decides about it.
+
+    profile: of privacy; epsilon, delta, subject only of a private one   rng, test_data: its options   prototypes: the
+    run takes them from this hospital   extensions: code that is not of this software   charges: (noise, rate, steps) of
+    all rounds, by split, at most; None where this hospital is no member.
+    """
+
+    method: str
+    model: str
+    data: str
+    classes: tuple[str, ...]
+    rounds: int
+    hospitals: int
+    lead: str = ""
+    start: str = ""
+    extensions: tuple[str, ...] = ()
+    profile: str = "none"
+    epsilon: float | None = None
+    delta: float | None = None
+    subject: str = ""
+    rng: str = ""
+    test_data: str = ""
+    prototypes: bool = False
+    parts: Mapping[str, int] = field(default_factory=dict)
+    tensors: int = 0
+    charges: Mapping[str, tuple[tuple[float, float, int], ...]] | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRequest | None:
+        """Read what was kept; None where an earlier version was asked, which kept less."""
+        if not text:
+            return None
+        raw: dict[str, Any] = json.loads(text)
+        charges = raw.pop("charges")
+        found = structure(cls, raw, "request")
+        if charges is None:
+            return found
+        kept = {str(k): tuple((float(z), float(q), int(n)) for z, q, n in rows) for k, rows in charges.items()}
+        return cls(**{**{name: getattr(found, name) for name in cls.__slots__}, "charges": kept})
+
+    @property
+    def private(self) -> bool:
+        return self.epsilon is not None
+
+    @property
+    def leaves(self) -> Leaves:
+        return Leaves(self.parts, self.tensors)
+
+    def mechanisms(self) -> dict[str, list[Mechanism]]:
+        return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}
+
+    def compare(self, policy: Policy) -> list[Comparison]:
+        """Set what is asked for beside the policy. Whether it is allowed, the service decides: `Policy.check`."""
+        floors, runs = policy.privacy, policy.runs
+        most = f"epsilon {floors.epsilon:g} at delta {floors.delta:g}"
+        start = f", going on from {self.start}" if self.start else ""
+        rows = [
+            Comparison("Asked for by", self.lead or "a lead without a name", ", ".join(runs.leads) or "any lead"),
+            Comparison("Method", self.method, ", ".join(runs.methods) or "any method"),
+            Comparison("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
+            Comparison("Length", f"{self.rounds} rounds with {self.hospitals} hospitals, {self.model}{start}", "–"),
+        ]
+        if self.extensions:
+            allowed = ", ".join(runs.extensions) or "none"
+            rows.append(Comparison("Code of others", "; ".join(self.extensions), allowed))
+        if self.epsilon is None or self.delta is None:
+            asked, allowed = "no differential privacy", f"only {floors.require}" if floors.require else "also without"
+            return [*rows, Comparison("Privacy", asked, allowed), self._results(policy), self._prototypes(policy)]
+        rows += [
+            Comparison(
+                "Privacy",
+                f"epsilon {self.epsilon:g} at delta {self.delta:g} for {self.subject} ({self.profile})",
+                f"at most {most}" + (f", only {floors.require}" if floors.require else ""),
+            ),
+            Comparison(
+                "Noise",
+                "from a secret source" if self.rng == "secure" else "that can be repeated: it protects nobody",
+                "only secret noise" if floors.rng == "secure" else "also noise that can be repeated",
+            ),
+            Comparison(
+                "Test images",
+                "counted exactly" if self.test_data == "public" else "counted with noise",
+                "also counted exactly" if floors.public_test else "only with noise",
+            ),
+        ]
+        return [*rows, self._prototypes(policy)]
+
+    def _results(self, policy: Policy) -> Comparison:
+        """Say what an exact evaluation sends of the results on this hospital's test images."""
+        accuracies = "correct answers per class"
+        more = ", confusion matrix, scores and confidence in bins" if "clinical" in self.parts else ""
+        leaves = {CLINICAL: "all of it leaves", ACCURACY: f"only {accuracies} leave", NOTHING: "nothing leaves"}
+        return Comparison("Results on test images", f"{accuracies}{more}", leaves[policy.evaluation.send])
+
+    def _prototypes(self, policy: Policy) -> Comparison:
+        said = policy.prototypes
+        allowed = "may leave" if said.submit else "never leave"
+        if said.submit and said.hidden:
+            allowed += f", but not of {', '.join(said.hidden)}"
+        if said.submit and said.min_count:
+            allowed += f", but only of classes with at least {said.min_count:g}"
+        return Comparison("Class prototypes", "asked for" if self.prototypes else "not asked for", allowed)

@@ -1,0 +1,178 @@
+"""What was spent of each collection of records, and what a run would spend on top."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from privacy.accounting.accountant import Filter, Mechanism
+from silo.reports.leaving import NO_UPDATES, Unprotected
+from silo.reports.run_request import RunRequest
+from silo.storage.tasks import UnprotectedUpdate
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
+    from privacy.policy import Policy
+
+SPLITS = ("train", "test")
+WHOLE = "hospital"
+"""The collection of everything that the hospital has."""
+_SAYABLE = math.log(1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """A collection's spending, by RDP. budget, delta: of its ledger's budget, None and 1e-5 without one.
+
+    cap: epsilon of the policy's own budget   used: share of whichever of both is used up first, None without any, or
+    where one is too small for anything (`closed`)   unprotected: updates of its records that no spending covers.
+    """
+
+    collection: str
+    unit: str
+    spent: float
+    delta: float
+    budget: float | None
+    cap: float | None
+    used: float | None
+    closed: bool = False
+    unprotected: Unprotected = NO_UPDATES
+
+    @property
+    def limit(self) -> float | None:
+        return min((e for e in (self.budget, self.cap) if e is not None), default=None)
+
+    def sentence(self) -> str:
+        """Say it to whoever answers for the records. What it says holds of private runs; `warning` names the others."""
+        whom = {"hospital": "the hospital as a whole", "group": "each patient", "record": "each record"}
+        unit = whom.get(self.unit, f"each {self.unit}")
+        charged = "runs that protect the hospital as a whole" if self.unit == WHOLE else "private runs"
+        if not self.spent:
+            start = f"Nothing has been spent for {unit} in {charged}."
+            if self.limit is None:
+                return f"{start} There is no budget: private runs are refused."
+            return f"{start} The budget of epsilon {self.limit:g} is too small for any run." if self.closed else start
+        of = "" if self.limit is None else f" of {self.limit:g}"
+        factor = f"a factor of {math.exp(self.spent):,.2g}" if self.spent < _SAYABLE else "a factor beyond a million"
+        if self.spent < math.log(100):
+            factor = f"a factor of {math.exp(self.spent):.1f}"
+        return (
+            f"Epsilon {self.spent:.2f}{of} is spent for {unit} in {charged}: whatever others learn from these runs "
+            f"alone, their odds of guessing right about one of them have grown by at most {factor} (but for a chance "
+            f"of {self.delta:g})."
+        )
+
+    @property
+    def warning(self) -> str:
+        """Say how many updates the sentence does not cover; empty where there are none."""
+        return self.unprotected.sentence(" of this hospital's records" if self.unit == WHOLE else " of these records")
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A collection before and after a run. fits: within all budgets, so the run would not be refused for them."""
+
+    before: Spending
+    after: Spending
+    fits: bool
+
+    @property
+    def more(self) -> float:
+        return max(0.0, (self.after.used or 0.0) - (self.before.used or 0.0))
+
+    def sentence(self) -> str:
+        name, now, then = self.before.collection, self.before.spent, self.after.spent
+        if self.before.budget is None:
+            return f"{name} has no budget, so the run would be refused: silo ledger budget set {name}"
+        text = f"{name}: epsilon {then:.2f} of {self.before.limit:g} would be spent, where {now:.2f} is now"
+        return text if self.fits else f"{text}. It does not fit: the run would be refused"
+
+
+def spending(
+    ledger: Ledger,
+    policy: Policy | None,
+    name: str,
+    asked: Sequence[Mechanism] = (),
+    updates: Sequence[UnprotectedUpdate] = (),
+) -> Spending:
+    """Read a collection's spending; asked: as if that were spent as well. policy: None where it cannot be read.
+
+    updates: of the home's list of those that nothing protects.
+    """
+    status, cap = ledger.status(name, prv=False, asked=asked), None if policy is None else policy.caps().get(name)
+    limits = [limit for limit in (ledger.budget(name), cap) if limit is not None]
+    closed, spent = any(limit.bound <= 0 for limit in limits), [*ledger.history(name), *asked]
+    return Spending(
+        collection=name,
+        unit=status.unit,
+        spent=status.spent_rdp,
+        delta=status.delta or 1e-5,
+        budget=status.epsilon,
+        cap=None if cap is None else cap.epsilon,
+        used=None if closed else max((limit.used(spent) for limit in limits), default=None),
+        closed=closed,
+        unprotected=unprotected(ledger, name, updates),
+    )
+
+
+def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate]) -> Unprotected:
+    """Count the updates of a collection's records that nothing protects, by the versions of data that its ledger knows.
+
+    Guarantees: none is left out. Data that the ledger does not know count for every collection, and what an earlier
+    version made counts unless its run was charged for such records.
+    """
+    charged, found = ledger.charged_runs(), list[tuple[str, bool]]()
+    for update in updates:
+        splits = update.splits
+        if splits is None:
+            splits = tuple(s for s in SPLITS if not any(c.endswith(f"/{s}") for c in charged.get(update.run_id, ())))
+        told = {ledger.collection_of(version_of(update.fingerprint, split)) for split in splits}
+        if told and (name == WHOLE or told & {name, None}):
+            found.append((update.run_id, name == WHOLE or name in told))
+    return Unprotected(len(found), len({run for run, _ in found}), sum(not known for _, known in found))
+
+
+def preview(
+    ledger: Ledger, policy: Policy | None, request: RunRequest, fingerprint: str = ""
+) -> tuple[Preview, ...] | None:
+    """Say what a run would spend of each collection, at most; None where the data's collection is not known.
+
+    fingerprint: of the data that is served, where it is known.
+    """
+    known, found = ledger.collections(), []
+    for split, asked in request.mechanisms().items():
+        if not asked:
+            continue
+        name = _collection(ledger, known, split, fingerprint)
+        if name is None:
+            return None
+        limits: list[Filter] = [f for f in (ledger.budget(name),) if f is not None]
+        limits += [] if policy is None else [cap for key, cap in policy.caps().items() if key == name]
+        history = ledger.history(name)
+        fits = ledger.budget(name) is not None and all(limit.admits(history, asked) for limit in limits)
+        before, after = spending(ledger, policy, name), spending(ledger, policy, name, asked)
+        found.append(Preview(before, after, fits))
+    return tuple(found)
+
+
+def _collection(ledger: Ledger, known: Sequence[str], split: str, fingerprint: str) -> str | None:
+    if split == WHOLE:
+        return WHOLE if WHOLE in known else None
+    if fingerprint:
+        return ledger.collection_of(version_of(fingerprint, split))
+    candidates = [name for name in known if name.endswith(f"/{split}")]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def version_of(fingerprint: str, split: str) -> str:
+    """Name the version of a split; the same as `privacy.ledger.registration.version`."""
+    return hashlib.sha256(f"{fingerprint}|{split}".encode()).hexdigest()
+
+
+def charges_of(charges: Mapping[str, Sequence[Mechanism]]) -> dict[str, tuple[tuple[float, float, int], ...]]:
+    from privacy.accounting.accountant import aggregated
+
+    return {split: tuple((m.noise, m.rate, m.steps) for m in aggregated(found)) for split, found in charges.items()}

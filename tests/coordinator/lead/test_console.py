@@ -1,0 +1,204 @@
+"""What a person sees of numbers."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from coordinator.lead import console as display
+from coordinator.lead.console import percent
+from fl_core.types.records import NO_BOUND
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import make_table
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        (0.0, "0.00 %"),
+        (0.923, "92.30 %"),
+        (1.0, "100.00 %"),
+        (-1.0, "-"),
+        (-0.031, "withheld: no counts can be these"),
+        (1.2, "withheld: no counts can be these"),
+    ],
+)
+def test_what_can_be_no_accuracy_is_not_shown_as_one(share: float, shown: str) -> None:
+    assert percent(share) == shown
+
+
+AS_IT_IS = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
+
+
+@pytest.mark.parametrize("console", ["OUT", "ERR"])
+def test_text_is_shown_as_it_is(console: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fingerprints are read out to others: no part of one may turn into a picture."""
+    getattr(display, console).print(AS_IT_IS)
+    getattr(display, console).print(make_table("[/title]", ("[/head]",), [(AS_IT_IS,)]))
+    shown = "".join(capsys.readouterr())
+    assert shown.count(AS_IT_IS) == 2
+    assert "[/title]" in shown
+    assert "[/head]" in shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "said"),
+    [("opened", 0, "round 1/3"), ("closed", 2, "round 3/3"), ("closed", 3, "evaluation"), ("ended", 3, "")],
+)
+def test_rounds_are_counted_from_one_for_people(
+    kind: str, number: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with display.Watcher() as watcher:
+        watcher.show(pb.Event(kind=kind, round=number, info=pb.RunInfo(rounds=3, accuracy=-1, best_accuracy=-1)))
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert ("round" in shown) == said.startswith("round")
+
+
+def test_a_round_is_named_by_its_place_and_the_evaluation_after_the_last_by_what_it_is() -> None:
+    assert display.round_text(0, pb.TRAIN) == "1"
+    assert display.round_text(3, pb.EVALUATE) == "evaluation"
+
+
+JUDGED = pb.RoundInfo(
+    round=1,
+    kind=pb.TRAIN,
+    missing={"west": "E-RUN-44: west: too long", "late": "E-RUN-13: no update"},
+    cut={"north": "2 rows of prototypes cut", "east": "update cut to 4 times the usual length"},
+    cut_rows=2,
+    unbounded=True,
+)
+COUNTS = "1 update refused, 2 cut, 2 rows of prototypes cut; 1 round without a bound on updates"
+
+
+def test_a_closed_round_says_which_updates_were_refused_and_cut_and_that_nothing_bounded_them() -> None:
+    said = display.round_json(JUDGED)
+    assert said["refused"] == {"west": "E-RUN-44: west: too long"}
+    assert (set(said["cut"]), said["cut_rows"], said["unbounded"]) == ({"north", "east"}, 2, True)  # type: ignore[call-overload]
+    assert display.judged_updates(JUDGED)[0] == ("all", NO_BOUND)
+    assert [name for name, _ in display.judged_updates(JUDGED)] == ["all", "late", "west", "east", "north"]
+
+
+def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_in_the_title() -> None:
+    other = pb.RoundInfo(round=0, kind=pb.TRAIN, cut={"north": "cut"})
+    info = pb.RunInfo(rounds=3, accuracy=-1, best_accuracy=-1)
+    for terminal in (False, True):
+        written = io.StringIO()
+        with display.Watcher(Console(file=written, force_terminal=terminal, width=250)) as watcher:
+            for k, closed in enumerate((other, JUDGED)):
+                watcher.show(pb.Event(kind="closed", round=k, closed=closed, info=info))
+        shown = written.getvalue()
+        total = COUNTS.replace("2 cut", "3 cut") if terminal else COUNTS
+        assert f"({total})" in shown
+        assert terminal or "(0 updates refused, 1 cut, 0 rows of prototypes cut)" in shown
+
+
+def test_a_run_says_its_rule_with_its_counts_also_where_they_are_0() -> None:
+    none = dict.fromkeys(("updates_refused", "updates_cut", "cut_rows", "unbounded_rounds"), 0)
+    said = display.aggregator_text("mean", none)
+    assert said == "updates become one by aggregator=mean: 0 updates refused, 0 cut, 0 rows of prototypes cut"
+
+
+SOUTH = pb.AwaitedSilo(name="south", left_s=725, offline_s=2400, classes=["keratosis"])
+WAITING = pb.RunInfo(
+    run_id="run-1", rounds=9, closed=6, state="running", waiting=pb.Waiting(round=6, there=5, needed=4, silos=[SOUTH])
+)
+
+
+def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on_it() -> None:
+    line = "south (offline 40 min, for at most 12 min more; nobody else holds keratosis)"
+    assert display.waiting_lines(WAITING) == [
+        "round 7: 5 updates are there, 4 close it; waits for",
+        f"  {line}",
+    ]
+    assert display.run_json(WAITING)["waiting"] == {
+        "round": 6,
+        "there": 5,
+        "needed": 4,
+        "silos": [{"name": "south", "left": 725.0, "online": False, "offline": 2400.0, "classes": ["keratosis"]}],
+    }
+    out = io.StringIO()
+    with display.Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
+        watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))
+    assert "offline; awaited (offline 40 min, for at most 12 min more; nobody else holds keratosis)" in out.getvalue()
+
+
+def closed(number: int, correct: float) -> pb.Event:
+    return pb.Event(
+        kind="closed", round=number, closed=pb.RoundInfo(round=number, correct=[correct], examples=[4]), info=WAITING
+    )
+
+
+def test_a_terminal_shows_the_accuracies_of_a_run_as_a_chart_and_a_pipe_does_not() -> None:
+    shown, piped = io.StringIO(), io.StringIO()
+    for out, terminal in ((shown, True), (piped, False)):
+        with display.Watcher(Console(file=out, force_terminal=terminal, width=80)) as watcher:
+            for number, correct in enumerate((1.0, 2.0, 4.0)):
+                watcher.show(closed(number, correct))
+    assert "accuracy over 2 rounds of training" in shown.getvalue()
+    assert " 100 % ┤" in shown.getvalue()
+    assert "█" not in piped.getvalue()
+    assert "accuracy over" not in piped.getvalue()
+
+
+def test_on_a_narrow_terminal_a_run_can_still_be_named_and_nothing_is_left_out() -> None:
+    runs = [pb.RunInfo(run_id=f"fedmr-folder-{k:04x}", state="finished", rounds=3, accuracy=-1) for k in (1, 2)]
+    for run in runs:
+        run.accuracy_estimate.withheld = "noise larger than signal"
+    out = io.StringIO()
+    Console(file=out, width=80).print(display.runs_table(runs))
+    assert "fedmr-folder-0001" in out.getvalue()
+    assert "fedmr-folder-0002" in out.getvalue()
+    assert "…" not in out.getvalue()
+    assert "noise larger" not in out.getvalue()
+
+
+def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_above_it() -> None:
+    out = io.StringIO()
+    info = pb.RunInfo(run_id="run-1", state="running", rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)
+    with display.Watcher(Console(file=out, force_terminal=True, width=200, highlight=False)) as watcher:
+        watcher.show(pb.Event(kind="warning", text="fewer than 3 silos", info=info, at_unix=1))
+        watcher.show(pb.Event(kind="silo", info=info, silos=[pb.SiloInfo(name="north", state="online")]))
+    lines = out.getvalue().splitlines()
+    assert any("warning" in line and "fewer than 3 silos" in line for line in lines)
+    assert any("run-1  running  round 1/3  accuracy 50.00 %" in line for line in lines)
+
+
+def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_before_it() -> None:
+    out = io.StringIO()
+    info = pb.RunInfo(rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)
+    with display.Watcher(Console(file=out, width=200)) as watcher:
+        watcher.show(pb.Event(kind="closed", round=0, info=info))
+        watcher.show(pb.Event(kind="closed", round=3, info=info))
+    assert out.getvalue().count("accuracy before it 50.00 %") == 1
+    assert out.getvalue().count("accuracy 50.00 %") == 1
+
+
+def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:
+    silo = pb.SiloInfo(name="north", state="online", activity=pb.AWAITING_APPROVAL, software="consilium-fl 0.1.0+abc")
+    silo.data.CopyFrom(pb.DataOffer(name="folder", nominal_size=100, holds=["nevus", "keratosis"]))
+    out = io.StringIO()
+    Console(file=out, width=220).print(display.silos_table([silo]))
+    for said in ("size, rounded up", "nevus, keratosis", "awaiting approval (round 1)", " 0.1.0+abc "):
+        assert said in out.getvalue()
+
+
+def test_a_run_names_its_coordinators_build_and_the_hospitals_that_had_another() -> None:
+    found = {"": "fl 1+a", "north": "fl 1+a", "west": "fl 1+a", "south": "fl 1+b", "east": ""}
+    assert display.software_text(found) == ("fl 1+a (coordinator and 2 silos), east no version given, south fl 1+b")
+    assert display.software_text({"": "fl 1+a"}) == "fl 1+a (coordinator and 0 silos)"
+    assert display.software_text({}) == ""
+    assert display.software_json(found) == {
+        "coordinator": "fl 1+a",
+        "silos": {"east": "", "north": "fl 1+a", "south": "fl 1+b", "west": "fl 1+a"},
+    }
+
+
+def test_the_builds_of_a_run_are_no_lines_of_watch_and_a_warning_of_them_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.Watcher() as watcher:
+        watcher.show(pb.Event(kind="software", silo="north", text="fl 1+b"))
+        watcher.show(pb.Event(kind="warning", text="expected fl 1+a on all sides, found north (fl 1+b)"))
+    shown = capsys.readouterr().out
+    assert shown.count("fl 1+b") == 1

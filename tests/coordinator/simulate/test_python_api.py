@@ -1,0 +1,269 @@
+"""`consilium.simulate`: the command line's runs from Python, bit for bit, and what only Python can hand over."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import consilium
+from consilium import ConfigError, DataError, Progress, simulate
+from consilium.extending import ArrayData, FedAvg, HeadOptions, Schema, SplitModel
+from coordinator.cli.research import simulate as command
+from coordinator.config.hydra_config import choices, compose_simulation
+from coordinator.simulate import python_api, runner
+from coordinator.simulate.engine import SimulationEngine
+from fl_core.extensions import loading as extensions
+from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.models.small.digits import DigitsLinear
+from fl_core.types import tensor_maps
+
+FEW = {"rounds": 1, "train": {"max_steps": 1}}
+X, Y = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
+PAIRS = ((X, Y), (X[:12] + 0.5, Y[:12]))
+
+
+@pytest.fixture(scope="module")
+def made() -> consilium.Simulation:
+    return simulate("fedmr", "digits", "p5c2", seed=3, personal=True, rounds=2, train__max_steps=2)
+
+
+def test_five_lines_give_the_command_s_digest_summary_and_manifest(
+    made: consilium.Simulation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["method=fedmr", "data=digits", "federation=p5c2", "seed=3", "personal=true", "rounds=2"]
+    command([*words, "train.max_steps=2"], as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said == json.loads(json.dumps(made.summary))
+    assert (made.digest, made.manifest.digest()) == (said["model_digest"], said["manifest_digest"])
+
+
+def test_frame_curves_and_tables_say_what_the_summary_says(made: consilium.Simulation) -> None:
+    assert made.curves.accuracy.tolist() == made.summary["accuracy_by_round"]
+    assert made.curves.pa.dropna().iloc[-1] == pytest.approx(made.summary["pa"])
+    assert set(made.frame.measure) >= {"accuracy", "balanced_accuracy", "class_accuracy", "pa", "pm_v"}
+    classes = made.tables["classes"]
+    assert dict(zip(classes["class"], classes.value, strict=True)) == made.summary["class_accuracy"]
+    assert made.tables["silos"].examples.sum() == 1797
+    assert made.plot().axes
+    assert made.digest[:16] in repr(made)
+
+
+def test_the_model_is_the_final_one_and_measures_the_accuracy_that_was_reported(made: consilium.Simulation) -> None:
+    model = made.model
+    assert tensor_maps.digest(tensor_maps.copy_state(model)) == made.digest
+    assert not model.training
+    _, sets = runner.build_simulation(made.config)
+    right = total = 0
+    for silo in sets:
+        x, y = silo.test.batch(torch.arange(len(silo.test)))
+        with torch.no_grad():
+            right += int((model(x).argmax(1) == y).sum())
+        total += len(y)
+    assert right / total == pytest.approx(made.summary["global_accuracy"])
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    assert tensor_maps.digest(tensor_maps.copy_state(made.model)) == made.digest  # each is a copy
+
+
+def test_what_is_saved_is_what_out_writes(made: consilium.Simulation, tmp_path: Path) -> None:
+    made.save(tmp_path / "a")
+    made.save(tmp_path / "a")
+    names = {file.name for file in (tmp_path / "a").iterdir()}
+    assert {"config.yaml", "manifest.json", "history.csv", "summary.json", "model.safetensors", "plot.png"} <= names
+    with pytest.raises(ConfigError, match="another folder"):
+        simulate("fedavg", "digits", "p5c2", out=tmp_path / "a", **FEW)
+
+
+# ---- objects in place of words --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(FedAvg):
+    """FedAvg under another name."""
+
+    mu: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Flat(HeadOptions):
+    width: int = 4
+
+    def build(self, schema: Schema) -> SplitModel:
+        body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, self.width))
+        return self.complete(body, self.width, schema)
+
+
+class Four(ArrayData):
+    shape, classes = (1, 8, 8), ("a", "b", "c", "d")
+
+    def read(self, root: Path | None):
+        return PAIRS
+
+
+@dataclass(frozen=True)
+class Alternate:
+    silos: int = 2
+
+    def partition(self, train, test, n_classes, seed):
+        return [np.arange(k, len(train), self.silos) for k in range(self.silos)]
+
+
+def test_an_instance_of_ours_is_its_name_and_all_its_options() -> None:
+    a = simulate(FedMR(mu1=0.03, mu2=0.1, eps=0.1), "digits", "p5c2", model=DigitsLinear(), **FEW)
+    words = ["method=fedmr", "method.mu1=0.03", "method.mu2=0.1", "method.eps=0.1", "model=digits_linear"]
+    b = runner.run(compose_simulation([*words, "data=digits", "federation=p5c2", "rounds=1", "train.max_steps=1"]))
+    assert a.digest == b.model_digest
+    assert a.manifest.digest() == b.manifest.digest()
+
+
+def test_classes_and_instances_of_ones_own_of_all_four_kinds_go_together() -> None:
+    a = simulate(Mine(mu=0.25), Four, Alternate(silos=2), Flat(width=5), **FEW)
+    assert a.manifest.method.options == {"mu": 0.25, "weights": "samples"}
+    assert {e.name.rpartition(":")[2] for e in a.manifest.extensions} == {"Mine", "Flat"}
+    assert len(a.manifest.members) == 2
+    assert a.manifest.schema.classes == ("a", "b", "c", "d")
+    assert simulate(Mine, Four(), Alternate, Flat(width=5), **FEW).digest == a.digest
+    for kind, name in (("method", "Mine"), ("model", "Flat"), ("data", "Four"), ("partition", "Alternate")):
+        assert extensions.loaded(kind, f"{__name__}:{name}") is None  # nothing stays behind
+
+
+def test_tensors_are_data_and_shares_are_a_federation() -> None:
+    a = simulate("fedavg", PAIRS, "iid-2", "digits_linear", seed=1, **FEW)
+    assert a.manifest.schema == Schema((1, 8, 8), ("0", "1", "2", "3"))
+    arrays = tuple((x.numpy(), y.numpy()) for x, y in PAIRS)
+    assert simulate("fedavg", arrays, "iid-2", "digits_linear", seed=1, **FEW).digest == a.digest
+    own = [np.arange(k, 40, 2) for k in range(2)]
+    b = simulate("fedavg", PAIRS, own, "digits_linear", **FEW)
+    c = simulate("fedavg", PAIRS, lambda train, test: [np.arange(k, len(train), 2) for k in range(2)], **FEW)
+    d = simulate("fedavg", PAIRS, Alternate, **FEW)
+    assert simulate("fedavg", PAIRS, own, **FEW).digest == c.digest == d.digest
+    assert b.tables["silos"].query("split == 'train'").examples.sum() == 40
+
+
+def test_a_function_sees_the_labels_of_named_data_and_pairs_name_the_test_examples_too() -> None:
+    seen = []
+
+    def low_and_high(train, test):
+        seen.append((len(train), len(test)))
+        return [(np.flatnonzero(f(train)), np.flatnonzero(f(test))) for f in (lambda y: y < 5, lambda y: y >= 5)]
+
+    found = simulate("fedavg", "digits", low_and_high, **FEW).tables["silos"]
+    assert seen == [(1438, 359)]
+    held = found[found.examples > 0].groupby(["silo", "split"])["class"].apply(set)
+    assert held["hospital0", "test"] == held["hospital0", "train"] == set("01234")
+
+
+def test_progress_is_told_each_round_and_may_end_the_simulation() -> None:
+    told: list[Progress] = []
+    result = simulate("fedavg", PAIRS, "iid-2", rounds=3, train__epochs=1, progress=told.append)
+    assert [(p.done, p.rounds) for p in told] == [(1, 3), (2, 3), (3, 3)]
+    assert [p.accuracy for p in told] == result.summary["accuracy_by_round"][:3]  # type: ignore[index]
+
+    def stop(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate("fedavg", PAIRS, "iid-2", **FEW, progress=stop)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ({"method": "fedmrr"}, "E-CFG-01", "did you mean"),
+        ({"round": 3}, "E-CFG-01", "rounds"),
+        ({"train__lrr": 3}, "E-CFG-01", "lrr"),
+        ({"train": {"lr": "x"}}, "E-CFG-02", "train.lr"),
+        ({"rounds": float("nan")}, "E-CFG-02", "rounds"),
+        ({"seed": print}, "E-CFG-02", "seed"),
+        ({"seed": object()}, "E-CFG-02", "seed"),
+        ({"name": "${oc.env:HOME}"}, "E-CFG-02", "interpolation"),
+        ({"privacy": 3}, "E-CFG-02", "privacy"),
+        ({"method": dict}, "E-CFG-02", "a method"),
+        ({"method": 3}, "E-CFG-02", "a method"),
+        ({"model": dict}, "E-CFG-02", "a model"),
+        ({"data": 3}, "E-CFG-02", "data"),
+        ({"data": (X, Y)}, "E-CFG-02", "data"),
+        ({"data": ((X, Y), ("a", "b"))}, "E-CFG-02", "arrays"),
+        ({"data": ((X, Y[:3]), PAIRS[1])}, "E-DATA-07", "expected x"),
+        ({"data": ((X, Y - 1), PAIRS[1])}, "E-DATA-05", "from 0 to"),
+        ({"data": ((X, Y + 0.5), PAIRS[1])}, "E-DATA-05", "fractions"),
+        ({"data": ((X * float("nan"), Y), PAIRS[1])}, "E-DATA-07", "NaN"),
+        ({"federation": []}, "E-CFG-02", "at least one silo"),
+        ({"federation": 3}, "E-CFG-02", "federation"),
+        ({"federation": [[0, 1], [1, 40]]}, "E-CFG-08", "silo 1"),
+        ({"federation": [[0, 0]]}, "E-CFG-08", "different positions"),
+        ({"federation": [[-1]]}, "E-CFG-08", "different positions"),
+        ({"federation": [[0.5]]}, "E-CFG-08", "different positions"),
+        ({"federation": [([0], [0]), [1]]}, "E-CFG-08", "found both"),
+        ({"federation": lambda train, test: None}, "E-CFG-02", "shares"),
+        ({"data_root": "/nowhere", "data": "cifar10"}, "E-DATA-02", "cifar"),
+    ],
+)
+def test_a_wrong_argument_is_refused_as_the_command_line_refuses_it(
+    arguments: dict[str, object], code: str, says: str
+) -> None:
+    given = {"method": "fedavg", "data": PAIRS, "federation": "iid-2", **FEW, **arguments}
+    with pytest.raises((ConfigError, DataError), match=says) as caught:
+        simulate(**given)  # type: ignore[arg-type]
+    assert caught.value.code == code
+    assert len(str(caught.value)) < 1500
+
+
+VALUES = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_characters="$"), max_size=6),
+    st.text("'\\\\,[]{}=: #\n%", max_size=6),
+    st.floats(allow_nan=False),
+    st.integers(-(2**62), 2**62),
+    st.booleans(),
+    st.none(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALUES | st.lists(VALUES, max_size=3))
+def test_values_come_through_hydra_s_grammar_as_they_are(value: object) -> None:
+    word = f"name={python_api._hydra('name', value)}"
+    (found,) = OverridesParser.create().parse_overrides([word])
+    got = found.value()
+    plain = [getattr(v, "text", v) for v in got] if isinstance(got, list) else getattr(got, "text", got)
+    assert plain == value
+
+
+def test_text_with_quotes_and_backslashes_reaches_the_configuration() -> None:
+    for text in ("it's\\", "\\'", "a: [b], {c}=d # e", ""):
+        assert compose_simulation([f"name={python_api._hydra('name', text)}"]).name == text
+
+
+def test_a_method_that_no_other_process_can_import_is_refused_workers_and_gets_none_by_itself() -> None:
+    class Local(FedAvg):
+        pass
+
+    with pytest.raises(ConfigError, match="a method or model of this process alone"):
+        simulate(Local, PAIRS, "iid-2", engine=SimulationEngine(workers=2), **FEW)
+    assert simulate(Local, PAIRS, "iid-2", **FEW).digest == simulate("fedavg", PAIRS, "iid-2", **FEW).digest
+
+
+def test_choices_do_not_show_what_was_given_in_hand() -> None:
+    simulate(Mine, PAIRS, "iid-2", **FEW)
+    assert not [name for group in ("method", "data", "model", "federation") for name in choices(group) if "own" in name]
+
+
+def test_the_public_names_are_there_and_documented() -> None:
+    import consilium.extending
+    import consilium.testing
+
+    for module in (consilium, consilium.extending, consilium.testing):
+        assert all(hasattr(module, name) for name in module.__all__)
+    for name in ("simulate", "Simulation", "Progress"):
+        assert getattr(consilium, name).__doc__

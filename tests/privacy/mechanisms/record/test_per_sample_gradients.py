@@ -1,0 +1,258 @@
+"""Clipped sums against a loop over examples, in float64; sensitivity by brute force."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from opacus.grad_sample.conv import compute_conv_grad_sample as opacus_conv
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_core.errors import ConfigError
+from fl_core.models import build_model
+from fl_core.types.records import Schema
+from privacy.mechanisms.noise import grid
+from privacy.mechanisms.record import layer_gradients
+from privacy.mechanisms.record.model_check import validate
+from privacy.mechanisms.record.per_sample_gradients import (
+    MODES,
+    Gradients,
+    clipped,
+    conv_grad_sample,
+    mode_of,
+    per_unit,
+    trainable,
+)
+
+SCHEMA = Schema((1, 8, 8), tuple("abcd"))
+
+
+def made(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return build_model("digits_cnn", {}, SCHEMA, 3).to(dtype)
+
+
+def batch(n: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(n)
+    return torch.rand(n, 1, 8, 8, generator=g, dtype=torch.float64), torch.arange(n) % 4
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y, reduction="none")
+
+
+def loop(model: nn.Module, x: Tensor, y: Tensor, units: Tensor, clip: float) -> Gradients:
+    """The slow way: one unit at a time."""
+    params = trainable(model)
+    total = [torch.zeros_like(p) for p in params]
+    for u in range(int(units.max()) + 1):
+        mine = units == u
+        grads = torch.autograd.grad(ce(model, x[mine], y[mine]).mean(), params)
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        for t, g in zip(total, grads, strict=True):
+            t += g * min(1.0, clip / float(norm))
+    return total
+
+
+def fast(model: nn.Module, x: Tensor, y: Tensor, units: Tensor, clip: float, mode: str = "bookkeeping") -> Gradients:
+    with per_unit(model, mode) as engine:
+        return engine.clipped_sum(lambda: ce(model, x, y), units, clip)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clip", [0.05, 0.5, 1e6])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_t_17_clipped_sums_are_those_of_a_loop_over_units(clip: float, grouped: bool, mode: str) -> None:
+    model, (x, y) = made(), batch(9)
+    units = torch.tensor([0, 0, 1, 2, 2, 2, 3, 4, 4]) if grouped else torch.arange(9)
+    for a, b in zip(fast(model, x, y, units, clip, mode), loop(model, x, y, units, clip), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4 if clip < 1 else 1e-9, atol=1e-12)  # the clip is 5e-5 shorter
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_are_gone_afterwards(mode: str) -> None:
+    model, (x, y) = made(), batch(4)
+    clean = copy.deepcopy(model)
+    fast(model, x, y, torch.arange(4), 1.0, mode)
+    assert [*model.state_dict()] == [*clean.state_dict()]
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+    assert all(not m._forward_hooks and not m._backward_hooks for m in model.modules())
+    fast(model, x, y, torch.arange(4), 1.0)  # and can be put on again
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(4, 1), (4, 2), (6, 6), (4, 4)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_t_18_grouped_sampler_equals_opacus(channels: int, groups: int, bias: bool) -> None:
+    layer = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, groups=groups, bias=bias).double()
+    x = torch.randn(5, channels, 7, 7, dtype=torch.float64)
+    dy = torch.randn_like(layer(x))
+    ours, theirs = conv_grad_sample(layer, [x], dy), opacus_conv(layer, [x], dy)
+    assert set(ours) == set(theirs)
+    for p, value in theirs.items():
+        assert torch.allclose(ours[p], value, rtol=0, atol=1e-12)
+
+
+def norm_of(grads: Gradients) -> float:
+    return float(torch.stack([g.square().sum() for g in grads]).sum().sqrt())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_t_14_adding_or_removing_any_record_moves_the_sum_by_at_most_the_clip(mode: str) -> None:
+    model, (x, y) = made(), batch(12)
+    clip = 0.03
+    whole = fast(model, x, y, torch.arange(12), clip, mode)
+    moved = []
+    for i in range(12):
+        rest = [k for k in range(12) if k != i]
+        less = fast(model, x[rest], y[rest], torch.arange(11), clip, mode)
+        moved.append(norm_of([a - b for a, b in zip(whole, less, strict=True)]))
+    assert max(moved) <= clip
+    assert max(moved) > 0.99 * clip  # the bound is reached
+
+
+def test_t_14_adding_or_removing_any_group_moves_the_sum_by_at_most_the_clip() -> None:
+    model, (x, y) = made(), batch(9)
+    units, clip = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3]), 0.03
+    whole = fast(model, x, y, units, clip)
+    for u in range(4):
+        keep = units != u
+        renumbered = torch.unique(units[keep], return_inverse=True)[1]
+        less = fast(model, x[keep], y[keep], renumbered, clip)
+        assert norm_of([a - b for a, b in zip(whole, less, strict=True)]) <= clip
+
+
+def test_a_microbatch_is_shortened_to_its_clip() -> None:
+    model, (x, y) = made(), batch(6)
+    loss = ce(model, x, y).sum()
+    assert norm_of(clipped(100 * loss, trainable(model), 0.2)) == pytest.approx(0.2, rel=1e-4)
+    assert norm_of(clipped(100 * ce(model, x, y).sum(), trainable(model), 0.2)) <= 0.2
+    free = clipped(ce(model, x, y).sum(), trainable(model), 1e9)
+    for a, b in zip(free, torch.autograd.grad(ce(model, x, y).sum(), trainable(model)), strict=True):
+        assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_without_influence_has_a_zero_gradient(mode: str) -> None:
+    model, (x, y) = made(), batch(3)
+    model.add_module("unused", nn.Linear(2, 3, dtype=torch.float64))
+    found = fast(model, x, y, torch.arange(3), 1.0, mode)
+    assert [g.shape for g in found] == [p.shape for p in trainable(model)]
+    assert [bool(g.any()) for g in found] == [True] * (len(found) - 2) + [False] * 2
+
+
+class Odd(nn.Module):
+    """Every kind of layer and use: a sequence, a strided and a grouped convolution, few places and many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(1, 4, 3, padding=1)
+        self.grouped = nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2)
+        self.few = nn.Conv2d(8, 16, 4, stride=3, padding=1, dilation=1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.rows = nn.Linear(16, 48)
+        self.twice = nn.Linear(48, 48, bias=False)
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(self.few(self.grouped(self.wide(x)).tanh())).flatten(2).mT
+        z = self.twice(self.rows(z).tanh()).tanh()
+        logits: Tensor = self.head(self.twice(z.mean(1)))
+        return logits
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_kind_of_layer_gives_the_sums_of_a_loop(clip: float, grouped: bool) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Odd().double(), batch(6)
+    units = torch.tensor([0, 0, 1, 1, 1, 2]) if grouped else torch.arange(6)
+    assert mode_of(model) == "bookkeeping"
+    for a, b in zip(fast(model, x, y, units, clip), loop(model, x, y, units, clip), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4 if clip < 1 else 1e-9, atol=1e-12)  # the clip is 5e-5 shorter
+
+
+def test_norms_come_by_gram_matrices_where_places_are_few() -> None:
+    model = Odd()
+    assert layer_gradients.prefers_ghost_norms(model.rows, torch.zeros(5, 4, 48))
+    assert not layer_gradients.prefers_ghost_norms(model.rows, torch.zeros(5, 8, 48))
+    assert layer_gradients.prefers_ghost_norms(model.head, torch.zeros(5, 4))
+    late, early = nn.Conv2d(256, 256, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+    assert layer_gradients.prefers_ghost_norms(late, torch.zeros(2, 256, 8, 8))
+    assert not layer_gradients.prefers_ghost_norms(early, torch.zeros(2, 64, 32, 32))
+    assert not layer_gradients.prefers_ghost_norms(nn.Conv2d(256, 256, 3, groups=256), torch.zeros(2, 256, 2, 2))
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_norms_by_gram_matrices_are_exact_where_terms_cancel(places: int) -> None:
+    """All places see nearly the same, and their gradients sum to nearly nothing: the norm is 1e-4 of its terms."""
+    torch.manual_seed(1)
+    layer = nn.Conv2d(64, 64, 1)
+    x = torch.randn(3, 64, 1, 1).expand(-1, -1, 1, places) + 1e-4 * torch.randn(3, 64, 1, places)
+    dy = torch.randn(3, 64, 1, places)
+    dy = dy - dy.mean(3, keepdim=True) if places > 1 else dy
+    exact = conv_grad_sample(layer, [x.double()], dy.double())
+    true = torch.stack([g.flatten(1).square().sum(1) for g in exact.values()]).sum(0)
+    found = layer_gradients.ghost_norms(layer, x, dy)
+    assert bool((found >= true * (1 - 1e-12)).all())  # longer by a bound on its error, never shorter
+    assert torch.allclose(found, true, rtol=1e-4 if places > 1 else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("width", [3, 4096, 3_000_001])
+def test_norms_of_millions_of_numbers_are_exact_to_what_the_clip_allows(width: int) -> None:
+    """A float32 norm of the last one is wrong by 4e-5: its clipped gradient would be longer than the clip."""
+    g = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
+    true = g.double().square().sum(1)
+    assert torch.allclose(grid.square_norms([g]), true, rtol=1e-6, atol=0)
+
+
+def test_modes_agree_on_a_resnet() -> None:
+    model = build_model("resnet18", {"norm": "group"}, Schema((3, 16, 16), tuple("abcd")), 0)
+    x, y = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(3)
+    one, two = (fast(model, x, y, torch.arange(3), 0.5, mode) for mode in MODES)
+    whole = norm_of(one)
+    assert norm_of([a - b for a, b in zip(one, two, strict=True)]) < 1e-5 * whole
+
+
+@pytest.mark.parametrize("kind", ["shared weights", "a weight of no layer"])
+def test_a_model_that_bookkeeping_cannot_follow_gets_hooks(kind: str) -> None:
+    model = made()
+    assert mode_of(model) == "bookkeeping"
+    if kind == "shared weights":
+        model.add_module("twin", nn.Linear(64, 4))
+        model.twin.weight = model.head.weight  # type: ignore[union-attr]
+    else:
+        model.register_parameter("loose", nn.Parameter(torch.ones(2)))
+    assert mode_of(model) == "hooks"
+
+
+def test_the_chosen_mode_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="privacy.mechanisms.record.per_sample_gradients"), per_unit(made()):
+        pass
+    assert caplog.messages == ["per-example gradients: bookkeeping"]
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        nn.LSTM(2, 2),
+        nn.BatchNorm2d(3),
+        Frozen(),
+        nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True)),
+        nn.ReLU(True),
+    ],
+)
+def test_t_19_modules_that_mix_examples_or_work_in_place_are_refused(bad: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="E-PRIV-14"):
+        validate(nn.Sequential(nn.Linear(2, 2), bad))
+
+
+@pytest.mark.parametrize(("name", "options"), [("digits_cnn", {}), ("resnet18", {"norm": "group"})])
+def test_t_19_models_without_batch_norm_pass(name: str, options: dict[str, object]) -> None:
+    validate(build_model(name, options, SCHEMA if name == "digits_cnn" else Schema((3, 32, 32), tuple("abcd")), 0))

@@ -1,0 +1,249 @@
+"""What a service records: floods are counted, ends of other logs are kept, a full disk stops nobody."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import closing
+
+import pytest
+
+from fl_core.errors import FederationError, RefusedError, StateError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire import log_heads
+from service_core.audit_log.heads import KeptHeads, SignedHead
+from service_core.audit_log.lines import REFUSED, Entry, Line
+from service_core.audit_log.log import AuditLog, LogFolder
+from service_core.audit_log.recorder import WINDOW_S, Recorder
+from service_core.audit_log.verification import heads_in, read_lines, verify
+from service_core.storage.private_files import Credentials
+from tests.support.pki import authority, join, today
+
+OWN = "coordinator://demo"
+
+
+class Now:
+    """A clock by hand."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@pytest.fixture
+def now():
+    return Now()
+
+
+@pytest.fixture
+def recorder(tmp_path, now):
+    return Recorder(AuditLog(tmp_path / "audit"), OWN, now)
+
+
+def entries(tmp_path) -> list[Entry]:
+    return [Line.decode(raw).entry for _, _, raw in read_lines(LogFolder(tmp_path / "audit"))]
+
+
+def refusal(who: str, about: str = "", what: str = "Lead/Submit") -> Entry:
+    return Entry(who, what, about, REFUSED, "E-ID-11", serial="ab", address="ipv4:10.0.0.1:9")
+
+
+@pytest.mark.fault(
+    "a hospital", "is refused a hundred thousand times", "one line a minute in the audit log, with the number"
+)
+def test_a_flood_of_refusals_is_counted(tmp_path, recorder, now):
+    for minute in range(5):
+        now.s = minute * WINDOW_S
+        recorder.flush()
+        for k in range(20_000):
+            recorder.record(refusal("silo://demo/h1", f"whatever {k}"))
+    recorder.close()
+    found = [e for e in entries(tmp_path) if e.what == "Lead/Submit"]
+    assert len(found) == 6
+    assert sum(e.times for e in found) == 100_000
+    assert verify(LogFolder(tmp_path / "audit")).notes == ()
+
+
+def test_each_minute_of_a_flood_is_a_line_and_its_end_is_one(tmp_path, recorder, now):
+    for minute in range(3):
+        now.s = minute * WINDOW_S
+        recorder.flush()
+        for _ in range(512):
+            recorder.record(refusal("silo://demo/h1"))
+    now.s += 2 * WINDOW_S
+    recorder.flush()
+    recorder.flush()
+    assert [e.times for e in entries(tmp_path)] == [1, 511, 512, 512]
+
+
+def test_what_differs_is_a_line_of_its_own(tmp_path, recorder):
+    recorder.record(refusal("silo://demo/h1"))
+    recorder.record(refusal("silo://demo/h2"))
+    recorder.record(refusal("silo://demo/h1", what="Lead/Runs"))
+    recorder.record(Entry("silo://demo/h1", "Transfer/Get", "a", bytes=5))
+    recorder.record(Entry("silo://demo/h1", "Transfer/Get", "b", bytes=5))
+    assert len(entries(tmp_path)) == 5
+
+
+def test_callers_without_end_take_no_memory_and_lose_no_line(tmp_path, recorder):
+    for k in range(5000):
+        recorder.record(refusal(f"silo://demo/h{k}"))
+    assert len(entries(tmp_path)) == 5000
+
+
+def test_a_full_disk_is_said_and_counted(tmp_path, recorder, monkeypatch, caplog):
+    recorder.record(Entry("a", "before"))
+    with monkeypatch.context() as patch:
+        patch.setattr("service_core.audit_log.log.write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        for k in range(10):
+            recorder.record(Entry("a", f"lost {k}"))
+    recorder.record(Entry("a", "after"))
+    said = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(said) == 1
+    assert "E-STATE-63" in said[0].getMessage()
+    assert [e.what for e in entries(tmp_path)] == ["before", "lost", "after"]
+    assert "10 lines" in verify(LogFolder(tmp_path / "audit")).notes[0]
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_sides(tmp_path):
+    """A coordinator with a log and its credentials, the authority, and a hospital's credentials."""
+    ca = authority(tmp_path / "ca", today())
+    server = ca.issue_server()
+    silo = join(ca, tmp_path / "silo", "h1").current_credentials()
+    return ca.ca_pem, server, silo
+
+
+def other_side(tmp_path, heads: list[SignedHead]):
+    """The lines of a side that kept these heads."""
+    folder = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
+    with closing(AuditLog(folder)) as log:
+        for head in heads:
+            log.append(Entry(head.of, "head", head=head))
+    return LogFolder(folder).file(1)
+
+
+@pytest.mark.fault(
+    "an intruder at one side",
+    "writes the whole audit log anew, with a chain of its own",
+    "`log verify --against` the other side's lines names the first line that differs",
+)
+def test_a_log_that_was_replaced_is_found_by_what_the_other_side_holds(tmp_path, two_sides):
+    authority_pem, server, _ = two_sides
+    with closing(AuditLog(tmp_path / "audit")) as log:
+        heads = []
+        for k in range(9):
+            log.append(Entry("silo://demo/h1", f"call {k}"))
+            heads.append(SignedHead.sign(OWN, *log.head(), server))
+    kept = other_side(tmp_path, heads[2::3])
+    found = heads_in(kept, OWN, authority_pem)
+    assert verify(LogFolder(tmp_path / "audit"), found).agreed == 3
+
+    def again(name: str, calls: int, changed: int) -> LogFolder:
+        with closing(AuditLog(tmp_path / name, clock=iter(range(99)).__next__)) as log:
+            for k in range(calls):
+                log.append(Entry("silo://demo/h1", f"call {k}{'!' * (k == changed)}"))
+        return LogFolder(tmp_path / name)
+
+    with pytest.raises(StateError, match=r"line 3 .*the whole log up to there was replaced"):
+        verify(again("other", 9, 0), found)
+    with pytest.raises(StateError, match=r"expected the log to reach line 9, .*found its end at line 2"):
+        verify(again("short", 2, -1), found[2:])
+    with pytest.raises(StateError, match="found none"):
+        verify(LogFolder(tmp_path / "nowhere"), found)
+
+    lines = LogFolder(tmp_path / "audit").file(1).read_bytes().splitlines(keepends=True)
+    forged = AuditLog(tmp_path / "forged")
+    forged.folder.file(1).write_bytes(b"".join(lines[:4]))
+    for k in range(9):
+        forged.append(Entry("silo://demo/h1", f"other {k}"))
+    forged.close()
+    with pytest.raises(StateError, match=r"line 6 .*lines 4 to 6 were replaced"):
+        verify(forged.folder, found)
+
+
+def test_an_end_that_this_side_never_signed_is_refused(tmp_path, two_sides):
+    authority_pem, server, silo = two_sides
+    stranger = authority(tmp_path / "stranger", today()).issue_server()
+    sound = SignedHead.sign(OWN, 7, "ab" * 32, server)
+    for lie in (
+        SignedHead.sign(OWN, 7, "ab" * 32, silo),
+        SignedHead.sign(OWN, 7, "ab" * 32, stranger),
+        SignedHead(OWN, 8, sound.hash, sound.signature, sound.certificate),
+        SignedHead(OWN, 7, sound.hash, b"", sound.certificate),
+        SignedHead(OWN, 7, sound.hash, sound.signature, b""),
+        SignedHead(OWN, 7, sound.hash, sound.signature, b"-----BEGIN CERTIFICATE-----\nAA\n"),
+    ):
+        with pytest.raises(RefusedError, match="E-ID-14"):
+            heads_in(other_side(tmp_path, [sound, lie]), OWN, authority_pem)
+    with pytest.raises(FederationError, match="found none"):
+        heads_in(other_side(tmp_path, [sound]), "silo://demo/h1", authority_pem)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"number": 0},
+        {"number": 2**63},
+        {"number": 2**64 - 1},
+        {"hash": b""},
+        {"hash": b"a" * 10_000},
+        {"signature": b"s" * 1000},
+        {"certificate_pem": b"c" * 100_000},
+        {"certificate_pem": b"\xff\x00"},
+    ],
+)
+def test_a_message_of_another_form_is_refused(two_sides, lie):
+    authority_pem, _, silo = two_sides
+    message = log_heads.to_message(SignedHead.sign("silo://demo/h1", 7, "ab" * 32, silo))
+    assert log_heads.of_message(message, "silo://demo/h1", authority_pem).number == 7
+    bad = pb.LogHead(**{f.name: value for f, value in message.ListFields()} | lie)
+    with pytest.raises(FederationError, match=r"E-WIRE-06|E-ID-14"):
+        log_heads.of_message(bad, "silo://demo/h1", authority_pem)
+
+
+def test_what_stands_around_a_certificate_is_not_kept(two_sides):
+    authority_pem, _, silo = two_sides
+    dirty = Credentials(silo.key_pem, b"\x1b[31m secret \xff\n" + silo.cert_pem, silo.ca_pem)
+    message = log_heads.to_message(SignedHead.sign("silo://demo/h1", 7, "ab" * 32, dirty))
+    try:
+        kept = log_heads.of_message(message, "silo://demo/h1", authority_pem)
+    except FederationError:
+        return
+    assert kept.certificate == silo.cert_pem
+
+
+@pytest.mark.fault(
+    "an intruder at one side",
+    "puts an older audit log back",
+    "the other side notices it at the next round, and says so",
+)
+def test_a_log_that_went_back_is_noticed(tmp_path, recorder, two_sides):
+    _, _, silo = two_sides
+    ends = [SignedHead.sign("silo://demo/h1", n, h * 32, silo) for n, h in ((5, "ab"), (9, "cd"), (9, "ef"), (4, "ab"))]
+    assert recorder.keep(ends[0]) is None
+    assert recorder.keep(ends[1]) is None
+    assert recorder.keep(ends[1]) is None
+    recorder.close()
+    again = Recorder(AuditLog(tmp_path / "audit"), OWN)  # and a restart forgets nothing
+    assert "line 9" in str(again.keep(ends[2]))
+    assert "line 4" in str(again.keep(ends[3]))
+    again.close()
+    assert [e.what for e in entries(tmp_path)].count("log went back") == 2
+
+
+def test_damaged_heads_are_begun_anew(tmp_path, two_sides):
+    _, _, silo = two_sides
+    head = SignedHead.sign("silo://demo/h1", 5, "ab" * 32, silo)
+    kept = KeptHeads(tmp_path / "kept" / "heads.json")
+    for text in ("", "[]", "[" * 100_000, '{"a": 1}', json.dumps({"x": {"of": 1}})):
+        kept.keep(head)
+        kept.file.write_text(text)
+        assert kept.newest() == {}
+    assert kept.keep(head) is None
+    assert kept.newest() == {head.of: head}

@@ -1,0 +1,295 @@
+"""The metrics port: what it answers, whom it refuses, and that nobody can hold it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from fl_core.errors import ConfigError, StateError
+from service_core.operations import metrics
+from service_core.operations.metrics import Family, Snapshot
+from service_core.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
+from tests.support import until
+from tests.support.metrics import Scrape, ask, get
+
+HERE = LoopbackAddress("127.0.0.1", 0)
+
+
+class Counted(Collector):
+    """A metric that counts how often it was computed."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.free = threading.Event()
+        self.free.set()
+
+    def collect(self):
+        self.times += 1
+        assert self.free.wait(10)
+        yield GaugeMetricFamily("times", "how often this was computed", self.times)
+
+    def describe(self):
+        return ()
+
+
+def ended(line: socket.socket) -> bool:
+    """Wait until the other side has ended a connection."""
+    line.settimeout(10)
+    try:
+        return line.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+class Port:
+    """A port that is open, and what stands behind it."""
+
+    def __init__(self, **times: float) -> None:
+        self.counted, self.lives, self.problems = Counted(), True, ()
+        registry = CollectorRegistry(support_collectors_without_names=True)
+        registry.register(self.counted)
+        self.endpoint = MetricsEndpoint(registry, lambda: self.lives, lambda: self.problems, **times)
+        self.at = self.endpoint.open(HERE)
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    found = Port()
+    yield found
+    found.endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("9464", "127.0.0.1:9464"),
+        ("127.0.0.1:9464", "127.0.0.1:9464"),
+        ("127.8.8.8:1", "127.8.8.8:1"),
+        ("localhost:9464", "127.0.0.1:9464"),
+        ("LOCALHOST:0", "127.0.0.1:0"),
+        ("[::1]:9464", "[::1]:9464"),
+    ],
+)
+def test_a_bare_port_means_loopback_and_loopback_addresses_are_taken(text: str, shown: str) -> None:
+    assert str(LoopbackAddress.parse(text)) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0.0.0.0:9464",
+        "[::]:9464",
+        "10.0.0.7:9464",
+        "fl.example.org:9464",
+        "localhost.example.org:1",
+        "127.1:9",
+        "[fe80::1]:9",
+    ],
+)
+def test_an_address_that_others_reach_is_refused_and_the_error_says_why(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"no certificate.*proxy") as found:
+        LoopbackAddress.parse(text)
+    assert found.value.code == "E-CFG-02"
+
+
+@pytest.mark.parametrize("text", ["", ":9464", "65536", "-1", "1/metrics", "127.0.0.1:", "::1:9464", "٩٤", "9464\n"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a port or an address"):
+        LoopbackAddress.parse(text)
+
+
+def test_a_port_that_another_program_has_is_refused(port: Port) -> None:
+    other = MetricsEndpoint(CollectorRegistry(), lambda: True, tuple)
+    with pytest.raises(StateError, match="E-NET-20"):
+        other.open(port.at)
+    other.close()
+
+
+def test_only_three_pages_are_answered_and_only_to_get(port: Port) -> None:
+    assert get(port.at, "/metrics")[0] == 200
+    assert get(port.at, "/metrics?name[]=times")[0] == 200
+    assert get(port.at, "/healthz") == (200, "ok\n")
+    assert get(port.at, "/readyz") == (200, "ok\n")
+    for path in ("/", "/metrics/", "/../etc/passwd", "/metrics%00", "http://127.0.0.1/metrics", "*"):
+        assert get(port.at, path)[0] == 404
+    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "get"):
+        assert get(port.at, "/metrics", method=method)[0] == 405
+
+
+def test_health_and_readiness_are_told_apart(port: Port) -> None:
+    port.problems = ("disk", "stopping")
+    assert get(port.at, "/healthz")[0] == 200
+    assert get(port.at, "/readyz") == (503, "disk stopping\n")
+    port.lives = False
+    assert get(port.at, "/healthz")[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:9464", 200),
+        ("[::1]:9464", 200),
+        ("[::1]", 200),
+        ("evil.example.org", 403),
+        ("evil.example.org:9464", 403),
+        ("127.0.0.1.evil.example.org", 403),
+        ("localhost.evil.example.org", 403),
+        ("127.0.0.1@evil.example.org", 403),
+        ("10.0.0.7", 403),
+        ("[::]", 403),
+        ("", 403),
+    ],
+)
+def test_a_name_that_is_not_this_machines_loopback_is_refused(port: Port, host: str, status: int) -> None:
+    found, body = ask(port.at, f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    assert found == status
+    assert ("times" in body) is (status == 200)
+
+
+def test_a_request_with_two_hosts_or_none_is_refused(port: Port) -> None:
+    two = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example.org\r\n\r\n"
+    assert ask(port.at, two)[0] == 403
+    assert ask(port.at, b"GET /metrics HTTP/1.1\r\n\r\n")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"\x16\x03\x01\x00\xa5\x01\r\n\r\n", 400),
+        (b"GET /metrics\r\nHost: 127.0.0.1\r\n\r\n", 400),
+        (b"GET  /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 9000 + b"\r\n\r\n", 431),
+        (b"GET /" + b"m" * 20_000, 431),
+    ],
+)
+def test_what_is_no_request_is_answered_with_what_is_wrong(port: Port, raw: bytes, status: int) -> None:
+    assert ask(port.at, raw)[0] == status
+    assert get(port.at, "/metrics")[0] == 200
+
+
+@pytest.mark.fault("a scraper", "holds 200 connections and says nothing", "the next one is answered at once")
+def test_idle_connections_keep_nobody_out(port: Port) -> None:
+    before = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((port.at.host, port.at.port), 5))
+        assert Scrape.of(port.at)["times"] == 1
+        assert threading.active_count() <= before + 1
+
+
+def test_more_connections_than_are_held_end_the_oldest(port: Port) -> None:
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection((port.at.host, port.at.port), 5)) for _ in range(400)]
+        assert get(port.at, "/metrics")[0] == 200
+        assert ended(lines[0])
+    assert get(port.at, "/healthz")[0] == 200
+
+
+def test_a_request_that_does_not_end_in_time_is_cut_however_it_drips() -> None:
+    port = Port(idle_s=0.2)
+    try:
+        with socket.create_connection((port.at.host, port.at.port), 5) as line:
+            over = threading.Event()
+
+            def drip() -> None:
+                with ExitStack() as quiet:
+                    quiet.callback(over.set)
+                    try:
+                        while not over.wait(0.02):
+                            line.sendall(b"G")
+                    except OSError:
+                        return
+
+            thread = threading.Thread(target=drip)
+            thread.start()
+            assert ended(line)
+            over.set()
+            thread.join()
+    finally:
+        port.endpoint.close()
+
+
+@pytest.mark.fault("a scraper", "asks without pause", "metrics are computed once a second, and the service goes on")
+def test_a_flood_of_scrapes_is_one_computation() -> None:
+    port = Port(every_s=60.0)
+    try:
+        answers = [Scrape.of(port.at)["times"] for _ in range(50)]
+        assert answers == [1.0] * 50
+        assert port.counted.times == 1
+    finally:
+        port.endpoint.close()
+
+
+def test_metrics_that_take_long_hold_up_no_other_page(port: Port) -> None:
+    port.counted.free.clear()
+    found: list[tuple[int, str]] = []
+    asking = threading.Thread(target=lambda: found.append(get(port.at, "/metrics")))
+    asking.start()
+    until(lambda: port.counted.times >= 1)
+    assert get(port.at, "/readyz")[0] == 200
+    port.counted.free.set()
+    asking.join()
+    assert found[0][0] == 200
+
+
+def test_an_answer_that_nobody_reads_ends(port: Port) -> None:
+    with socket.create_connection((port.at.host, port.at.port), 5) as line:
+        line.sendall(f"GET /metrics HTTP/1.1\r\nHost: {port.at}\r\n\r\n".encode())
+        until(lambda: port.counted.times >= 1)
+    assert get(port.at, "/metrics")[0] == 200
+
+
+def test_closing_twice_and_with_a_connection_open_ends_at_once(port: Port) -> None:
+    with socket.create_connection((port.at.host, port.at.port), 5):
+        port.endpoint.close()
+        port.endpoint.close()
+    with pytest.raises(OSError):  # noqa: PT011
+        socket.create_connection((port.at.host, port.at.port), 1).close()
+
+
+def test_a_part_that_cannot_be_looked_up_is_said_and_the_others_are_there() -> None:
+    well = Family("well", "gauge", "a part that can be looked up")
+    success = Family("lookup_success", "gauge", "whether it could be", ("part",))
+
+    def ill():
+        raise OSError("the disk is gone")
+
+    registry = CollectorRegistry(support_collectors_without_names=True)
+    registry.register(Snapshot(success, {"ill": ill, "well": lambda: [well.one(3.0)]}))
+    endpoint = MetricsEndpoint(registry, lambda: True, tuple)
+    try:
+        found = Scrape.of(endpoint.open(HERE))
+    finally:
+        endpoint.close()
+    assert found == {"well": 3.0, "lookup_success{part=ill}": 0.0, "lookup_success{part=well}": 1.0}
+
+
+def test_values_of_labels_from_elsewhere_cannot_begin_a_line_and_are_bounded() -> None:
+    family = Family("kept", "gauge", "of somebody", ("who",))
+    hostile = ['a"} 1\nkept{who="b', "\x1b[2J", "x" * 5000, "\\"]
+    registry = CollectorRegistry(support_collectors_without_names=True)
+    registry.register(
+        Snapshot(Family("s", "gauge", "", ("part",)), {"p": lambda: [family.samples(((h,), 1.0) for h in hostile)]})
+    )
+    endpoint = MetricsEndpoint(registry, lambda: True, tuple)
+    try:
+        found = Scrape.of(endpoint.open(HERE))
+    finally:
+        endpoint.close()
+    assert len(found.labels("kept")) == len(hostile)
+    assert all(label.isprintable() and len(label) < 200 for label in found.labels("kept"))
+    assert metrics.bounded(list(range(250))) == (list(range(100)), 150)
+
+
+@pytest.mark.parametrize(("code", "label"), [("E-NET-12", "E-NET-12"), ("E-XYZ-99", "other"), ("", "other")])
+def test_a_code_that_the_catalogue_does_not_have_is_one_label(code: str, label: str) -> None:
+    assert metrics.code_label(code) == label

@@ -1,0 +1,150 @@
+"""Transactions of many threads and processes on one file, and what is left of them when a process ends unasked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import JSON, Column, Float, Integer, MetaData, String, Table, insert, select, text, update
+
+from fl_core.errors import StateError
+from service_core.storage.generation import incarnation_table
+from service_core.storage.sqlite import Database, rows_at_once
+
+metadata = MetaData()
+incarnation_table(metadata)
+counts = Table("counts", metadata, Column("id", Integer, primary_key=True), Column("value", Integer))
+
+OPENED = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_sqlite import add, opened
+
+database = opened(Path(sys.argv[1]))
+for _ in range(20):
+    add(database)
+os._exit(0)
+"""
+
+
+def opened(path: Path) -> Database:
+    return Database(path, counts.metadata, (), ("counts",))
+
+
+def add(database: Database) -> None:
+    with database.write() as db:
+        found = db.scalar(select(counts.c.value))
+        if found is None:
+            db.execute(insert(counts).values(id=1, value=1))
+        else:
+            db.execute(update(counts).values(value=found + 1))
+
+
+def value(database: Database) -> int | None:
+    with database.read() as db:
+        return db.scalar(select(counts.c.value))
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a#b", "a b", "ä", "file:a"])
+def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
+    with closing(opened(tmp_path / name)) as database:
+        add(database)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [name, f"{name}.generation"]
+    with closing(opened(tmp_path / name)) as database:
+        assert value(database) == 1
+
+
+def test_a_write_waits_for_the_disk(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "db")) as database, database.write() as db:
+        assert db.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
+        assert db.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+
+
+def test_a_write_is_all_or_nothing(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "db")) as database:
+        add(database)
+
+        def interrupted() -> None:
+            with database.write() as db:
+                db.execute(update(counts).values(value=7))
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert value(database) == 1
+        add(database)
+        assert value(database) == 2
+
+
+def test_a_reader_sees_one_moment_and_waits_for_no_writer(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "db")) as database, closing(opened(tmp_path / "db")) as other:
+        add(database)
+        with database.read() as reading:
+            assert reading.scalar(select(counts.c.value)) == 1
+            with other.write() as db:
+                db.execute(update(counts).values(value=7))
+                assert value(database) == 1
+            assert reading.scalar(select(counts.c.value)) == 1
+            assert value(database) == 7
+
+
+def test_threads_do_not_lose_each_others_writes(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "db")) as database, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: add(database), range(200)))
+        assert value(database) == 200
+
+
+def test_processes_that_make_a_file_at_once_and_end_unasked_lose_nothing(tmp_path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", OPENED, str(tmp_path / "db")]) for _ in range(4)]
+    assert [process.wait(120) for process in processes] == [0] * 4
+    with closing(opened(tmp_path / "db")) as database:
+        assert value(database) == 80
+
+
+def test_a_damaged_file_is_left_alone_and_the_error_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "db").write_bytes(b"this is no database, whatever its name says")
+    with pytest.raises(StateError, match=r"E-STATE-22.*restore it from a backup"):
+        opened(tmp_path / "db")
+    assert (tmp_path / "db").read_bytes() == b"this is no database, whatever its name says"
+    assert [file.name for file in tmp_path.iterdir()] == ["db"]
+
+
+NUMBERS = [1732418712.1234567, 0.1, 1 / 3, 1e300, 5e-324, -0.5, float(2**53 + 2), 0.0, None]
+
+
+def test_rows_that_are_read_at_once_are_those_that_are_read_one_by_one(tmp_path: Path) -> None:
+    tables = MetaData()
+    incarnation_table(tables)
+    columns = Column("id", Integer, primary_key=True), Column("at", Float), Column("said", String), Column("data", JSON)
+    table = Table("many", tables, *columns)
+    with closing(Database(tmp_path / "db", tables, (), ())) as database:
+        said = ["plain", 'a "quote"', "é\n\u2028", "", None]
+        data = [{"a": [1, 0.1, None]}, [], "text", {"b": 0.30000000000000004}, None]
+        with database.read() as db:
+            assert rows_at_once(db, select(table)) == []
+        with database.write() as db:
+            for k, number in enumerate(NUMBERS):
+                db.execute(insert(table).values(id=k, at=number, said=said[k % 5], data=data[k % 5]))
+        with database.read() as db:
+            found = sorted(rows_at_once(db, select(table)), key=lambda row: row["id"])
+            assert found == [dict(row._mapping) for row in db.execute(select(table).order_by(table.c.id))]
+            assert [row["at"] for row in found] == NUMBERS
+
+
+@pytest.mark.parametrize("damage", ["at = 'yesterday'", "data = '{'", "said = x'00ff'"])
+def test_a_damaged_row_among_many_is_an_error_of_ours(tmp_path: Path, damage: str) -> None:
+    tables = MetaData()
+    incarnation_table(tables)
+    columns = Column("id", Integer, primary_key=True), Column("at", Float), Column("said", String), Column("data", JSON)
+    table = Table("many", tables, *columns)
+    with closing(Database(tmp_path / "db", tables, (), ())) as database:
+        with database.write() as db:
+            db.execute(insert(table).values(id=1, at=1.0, said="", data={}))
+            db.execute(text(f"UPDATE many SET {damage}"))
+        with pytest.raises(StateError, match="E-STATE-22"), database.read() as db:
+            rows_at_once(db, select(table))
