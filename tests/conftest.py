@@ -15,8 +15,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.support import rewriting  # noqa: E402
-from tests.support.images import real_data  # noqa: E402
+from tests import rewriting  # noqa: E402
+from tests.support.data import real_data  # noqa: E402
 from tests.support.pki import today  # noqa: E402
 
 settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None)

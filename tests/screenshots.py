@@ -17,10 +17,8 @@ from PIL import Image
 
 from service_core.web.serve import PageServer
 from silo.page.site import HospitalPage
-from tests.support.chromium import Visit, chromium
-from tests.support.hospital_page import furnished
-from tests.support.lead_page import shown
-from tests.support.made_up_consortium import FEDAVG, FEDMR, WAITS, consortium
+from tests.support.hospital import furnished
+from tests.support.pages import FEDAVG, FEDMR, WAITS, Visit, chromium, consortium, shown
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pages"
 SCREENS = {

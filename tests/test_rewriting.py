@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from _pytest.assertion import rewrite
 
-from tests.support import rewriting
+from tests import rewriting
 
 
 def test_a_file_that_was_written_before_is_taken_by_pytest_and_explains_what_fails(

@@ -9,7 +9,7 @@ import pytest
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulate import runner
 from tests.support import processes
-from tests.support.distributions import install
+from tests.support.extensions import install
 from tests.support.processes import world
 
 SHORT = ("data=digits", "federation=p2c5", "rounds=2", "train.max_steps=3", "seed=3", "method=mine", "method.mu=0.25")

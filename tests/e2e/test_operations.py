@@ -25,7 +25,7 @@ from silo.cli.service import run
 from tests.support import until
 from tests.support.coordinator import World
 from tests.support.fake_coordinator import enrolled
-from tests.support.metrics import get
+from tests.support.pages import get
 
 PROGRAMS = {name: Path(sys.executable).with_name(name) for name in ("coordinator", "silo")}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "*"}

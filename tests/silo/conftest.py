@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fl_core.rounds.silo_round import run_silo_round
-from tests.support.fake_coordinator import Hospital
+from tests.support.fake_coordinator import Hospital, Rig
 from tests.support.hospital import Slow
-from tests.support.transfers import Rig
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The coordinator in this process over real gRPC and mutual TLS, sessions by hand, and whole federations with it."""
+"""The coordinator in this process over real gRPC and mutual TLS, sessions transfers by hand, whole federations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import grpc
+import pytest
+import torch
 
 from coordinator.api.server import CoordinatorServer, Settings
 from coordinator.pki.authority import Authority
@@ -25,15 +27,19 @@ from coordinator.storage.store import Store
 from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import run_silo_round
-from fl_core.types.values import State
+from fl_core.training.evaluation import METRICS
+from fl_core.types.values import Part, State
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import codec
+from protos.wire.chunks import append_chunk, read_chunks
+from protos.wire.tasks import FROM_WIRE, contribution_id
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, PeerCertificate, identity_of
 from service_core.pki.invitation import InvitationToken
+from service_core.storage import digests
 from service_core.storage.private_files import Credentials
 from service_core.tls.diagnosis import Diagnosis
 from service_core.version import PROTOCOL
@@ -44,6 +50,7 @@ from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
 from silo.training.trainer import RunRound
 from tests.support import until
+from tests.support.federations import manifest
 
 CONSORTIUM = "test"
 FAST = Settings(pulse_s=0.5, recycle_s=300)
@@ -358,3 +365,101 @@ def heard(world: World, run_id: str, kind: str, times: int = 1) -> list[tuple[st
     """Wait for so many events of a kind."""
     until(lambda: len(events(world, run_id, kind)) >= times, f"{times} events {kind!r}", 60)
     return events(world, run_id, kind)
+
+
+def fetch(stub: rpc.TransferStub, digest: str, folder: Path, offset: int = 0) -> Path:
+    """Read an object into a file."""
+    file, have = folder / digest, 0
+    with file.open("wb") as f:
+        for chunk in stub.Get(pb.GetRequest(digest=digest, offset=offset)):
+            have = append_chunk(chunk, f, have)
+    assert digests.file_digest(file) == digest
+    return file
+
+
+def open_request(silo: str, offer: pb.Offer, data: bytes) -> pb.OpenRequest:
+    """Announce some bytes as the update that an offer asked for."""
+    return pb.OpenRequest(
+        contribution_id=contribution_id(offer.run_id, offer.round, FROM_WIRE[offer.kind], silo, offer.base_digest),
+        run_id=offer.run_id,
+        round=offer.round,
+        kind=offer.kind,
+        manifest_digest=offer.manifest_digest,
+        base_digest=offer.base_digest,
+        object_digest=digests.digest(data),
+        size=len(data),
+    )
+
+
+def chunks(data: bytes, name: str, offset: int, folder: Path) -> Iterator[pb.Chunk]:
+    """Cut bytes into chunks."""
+    file = folder / f"{name}.out"
+    file.write_bytes(data)
+    return read_chunks(file, name, offset)
+
+
+def send(
+    stub: rpc.TransferStub, silo: str, offer: pb.Offer, data: bytes, stated: pb.Attestation | None = None
+) -> pb.Receipt:
+    """Open, put the rest, commit."""
+    request = open_request(silo, offer, data)
+    if stated is not None:
+        request.attestation.CopyFrom(stated)
+    reply = stub.Open(request, timeout=20)
+    if reply.HasField("receipt"):
+        return reply.receipt
+    with TemporaryDirectory() as folder:
+        if reply.have < len(data):
+            stub.Put(chunks(data, request.contribution_id, reply.have, Path(folder)), timeout=60)
+    return stub.Commit(pb.CommitRequest(contribution_id=request.contribution_id), timeout=20)
+
+
+def update_bytes(
+    change: float = 0.0, run: RunManifest | None = None, weight: float = 1.0, dtype: torch.dtype = torch.float32
+) -> bytes:
+    """Write an update that a run takes, by default: every value is `change`, the weight 1, without test examples."""
+    layout = (run or manifest()).layout
+    bundle = {}
+    for name, spec in layout.items():
+        counted = name == METRICS
+        total = {key: torch.full(shape, 0.0 if counted else change).to(dtype) for key, shape in spec.shapes.items()}
+        bundle[name] = Part(total, torch.full(spec.weight_shape, 0.0 if counted else weight))
+    return codec.pack_bundle(bundle)
+
+
+DATA = update_bytes(0.5)
+OTHER = update_bytes(0.25)
+STEP = 16 * 1024
+INVALID, LATE = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+AWAY = grpc.StatusCode.UNAVAILABLE
+
+
+def chunk(data: bytes, offset: int, name: str = "") -> pb.Chunk:
+    return pb.Chunk(object=name, offset=offset, data=data)
+
+
+def cut(data: bytes, name: str, start: int = 0, end: int | None = None, step: int = STEP) -> Iterator[pb.Chunk]:
+    for offset in range(start, len(data) if end is None else end, step):
+        yield chunk(data[offset : offset + step], offset, name if offset == start else "")
+
+
+def open_round(world: World, rounds: int = 1, request_id: str = "request") -> tuple[Run, pb.Offer]:
+    """Submit a run and wait for its first round; no silo is there to answer."""
+    run = world.submit(manifest(rounds=rounds), request_id)
+
+    def ready() -> object:
+        row = world.server.store.runs.round(run.id, 0)
+        return row if row is not None and row.base_digest else None
+
+    row = until(ready, "the first round")
+    return run, pb.Offer(
+        run_id=run.id, round=0, kind=pb.TRAIN, manifest_digest=run.manifest_digest, base_digest=row.base_digest
+    )
+
+
+def code(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode, str]:
+    return error.value.code(), error.value.details().split(":")[0]
+
+
+def commit(stub, request: pb.OpenRequest) -> pb.Receipt:
+    return stub.Commit(pb.CommitRequest(contribution_id=request.contribution_id))

@@ -1,35 +1,52 @@
-"""Small federations in this process: models, problem Q, made-up images, manifests, the round loop, updates in files."""
+"""Small federations in this process: models, problem Q, made-up images, manifests, the round loop; rounds of any method
+over a few silos, with cohorts and lost updates; small problems whose answer is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from consilium.testing.cases import CONTEXT as CONTEXT
+from consilium.testing.cases import TRAIN as TRAIN
 from consilium.testing.federation import NAMES as NAMES
 from consilium.testing.federation import SCHEMA as SCHEMA
 from consilium.testing.federation import MadeUp as Given  # noqa: F401
+from consilium.testing.federation import copied as copied
+from consilium.testing.federation import copied_bundle as copied_bundle
 from consilium.testing.federation import manifest as manifest
+from consilium.testing.federation import merged_total as merged_total
 from consilium.testing.federation import same as same
 from consilium.testing.federation import same_bundle as same_bundle
+from consilium.testing.federation import same_state as same_state
 from consilium.testing.federation import shares
+from consilium.testing.federation import stacked as stacked
+from consilium.testing.federation import total_of as total_of
 from fl_core.aggregation.aggregator import BLOCK
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
+from fl_core.methods import build_method
+from fl_core.methods.disjoint.fedcd import FedCD
+from fl_core.methods.fedavg import FedAvg
 from fl_core.models import MODELS, SplitModel, build_model
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import StepMemory, measure_step
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, local_ports
+from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, local_ports, simulate
+from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Split, TaskKind
-from fl_core.types.interfaces import SiloPort
+from fl_core.types.interfaces import Method, SiloPort
 from fl_core.types.records import RoundRecord, Schema, TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
+    LocalResult,
     LossFn,
     Part,
     PartSpec,
@@ -215,3 +232,233 @@ def measured(run: CompiledRun) -> StepMemory:
     context = RoundContext(*facts).for_silo(0, manifest.seed)
     msg = run.method.broadcast(run.initial_state())
     return measure_step(run.silo_runtime(), msg, lambda n: run.profile.made_up_data(0, n, context, cpu), context, cpu)
+
+
+def made(name: str) -> Method:
+    return build_method(name, METHOD_OPTIONS.get(name, {}))
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    return build_model("digits_cnn", {"norm": "batch"}, SCHEMA, seed)
+
+
+def server_of(method: Method) -> State:
+    """Make the state after one round, so that nothing in it is still at its start."""
+    start = method.init_server(model_of(), CONTEXT)
+    bundles = [local(method, start, k).bundle for k in range(3)]
+    return method.merge(start, merged_total(method, bundles), CONTEXT)
+
+
+@cache
+def _kept(name: str) -> tuple[State, tuple[Bundle, ...]]:
+    server = server_of(made(name))
+    return server, tuple(local(made(name), copied(server), k).bundle for k in range(3))
+
+
+def server_after_a_round(name: str) -> State:
+    """Give a copy of `server_of` the method, made once: what a test does to it no other test sees."""
+    return copied(_kept(name)[0])
+
+
+def answers(name: str) -> list[Bundle]:
+    """Give copies of what three silos answer to that state."""
+    return [copied_bundle(bundle) for bundle in _kept(name)[1]]
+
+
+def local(
+    method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None
+) -> LocalResult:
+    model = model_of() if model is None else model
+    share, context = shares()[k], CONTEXT.for_silo(k, 0)
+    silo = method.init_silo(model_of(), CONTEXT) if silo is None else silo
+    return method.local(
+        model, method.broadcast(server), silo, PlainLocalData(share.train, share.test, TRAIN, context), context
+    )
+
+
+class Exact(QData):
+    """Minimises a/2 (w - b)^2 + penalty by Newton's method: one step, the objective is a parabola."""
+
+    def sgd(self, model, loss, options=AS_SCHEDULED):  # type: ignore[no-untyped-def]
+        assert isinstance(model, Scalar)
+        assert options.shift is None
+        objective = 0.5 * self.a * (model.w - self.b).square().sum() + (
+            options.penalty(model) if options.penalty else 0.0
+        )
+        (slope,) = torch.autograd.grad(objective, model.w, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.sum(), model.w)
+        with torch.no_grad():
+            model.w -= slope / curve
+        return 1
+
+
+@dataclass
+class Played:
+    """What a run left: the reported model, server state, silo states and locally trained models after each round."""
+
+    path: list[float] = field(default_factory=list)
+    servers: list[State] = field(default_factory=list)
+    silos: list[dict[int, State]] = field(default_factory=list)
+    trained: list[dict[int, float]] = field(default_factory=list)
+
+    def state(self, t: int, group: str) -> list[float]:
+        """Read one group of every silo's state after round t."""
+        return [float(state[group]["w"]) for _, state in sorted(self.silos[t].items())]
+
+    def server(self, t: int, group: str) -> float:
+        """Read one group of the server's state after round t."""
+        return float(self.servers[t][group]["w"])
+
+
+def play(
+    method: FedAvg,
+    silos: Sequence[QData],
+    rounds: int,
+    *,
+    asked: Callable[[int], Collection[int]] | None = None,
+    lost: Mapping[int, Collection[int]] | None = None,
+    commit_anyway: bool = False,
+) -> Played:
+    """Play rounds; `lost` names by round the silos whose update does not arrive.
+
+    commit_anyway: what must not be done, a silo keeps its new state whether or not its update was included.
+    """
+    context, played = RoundContext(len(silos), 2), Played()
+    server = method.init_server(Scalar(), context)
+    states = {k: method.init_silo(Scalar(), context) for k in range(len(silos))}
+    for t in range(rounds):
+        arrived, trained = [], {}
+        for k in asked(t) if asked else range(len(silos)):
+            model = Scalar()
+            outcome = method.local(model, method.broadcast(server), states[k], silos[k], context.for_silo(k, 0))
+            trained[k] = float(model.w.detach())
+            missing = k in (lost or {}).get(t, ())
+            if not missing:
+                arrived.append(outcome.bundle)
+            if not missing or commit_anyway:
+                states[k] = outcome.state
+        if arrived:
+            server = method.merge(server, total_of(arrived), context)
+        played.path.append(float(server["w"]["w"]))
+        played.servers.append(server)
+        played.silos.append(dict(states))
+        played.trained.append(trained)
+    return played
+
+
+def alternating(t: int) -> list[int]:
+    """Ask the two silos in turn."""
+    return [t % 2]
+
+
+class Lossy:
+    """A port whose update of given rounds is made and then does not arrive."""
+
+    def __init__(self, inner: InProcessSilo, rounds: Collection[int]) -> None:
+        self.name, self.inner, self.rounds = inner.name, inner, rounds
+
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        """Do the work, and lose it in the rounds given."""
+        bundle = self.inner.round(msg, context, kind)
+        if context.round in self.rounds and kind is TaskKind.TRAIN:
+            raise UnavailableError("E-RUN-03", f"{self.name} was lost after its upload")
+        return bundle
+
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
+        """Pass the close on."""
+        self.inner.settle(context, kind, included)
+
+
+def run_and_lose(
+    method: str, options: Mapping[str, Option], lost: Mapping[int, str], rounds: int = 4
+) -> tuple[State, dict[str, State]]:
+    """Run the three silos with images; `lost` names by round the silo that fails. Return server and silo states."""
+    train = TrainConfig(lr=0.05, batch_size=4, epochs=1)
+    run = manifest(method, options, train=train, rounds=rounds, quorum=2)
+    ports = [
+        Lossy(port, [t for t, name in lost.items() if name == port.name])
+        for port in local_ports(RunSetup.of(run), shares())
+    ]
+    history = RoundHistory()
+    server = RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), history)
+    for record in history.records[:rounds]:
+        assert list(record.missing) == ([lost[record.round]] if record.round in lost else [])
+    states = {port.name: port.inner.state for port in ports}
+    assert all(state is not None for state in states.values())
+    return server, {name: state for name, state in states.items() if state is not None}
+
+
+def simulated(
+    method: str = "fedavg",
+    options: Mapping[str, Option] | None = None,
+    given: Sequence[SiloShare] | None = None,
+    **more: Any,
+) -> State:
+    """Run `manifest(method, options, **more)` in this process; return the server's last state."""
+    run = RunSetup.of(manifest(method, options, **more))
+    return simulate(run, shares() if given is None else given, RoundHistory())
+
+
+class Factor(nn.Module):
+    """Multiplies by one trainable number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x
+
+
+class Pair(nn.Module):
+    """u and v, both 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Factor(), Factor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(x))
+        return y
+
+    @property
+    def values(self) -> tuple[float, float]:
+        return float(self.body.w.detach()), float(self.head.w.detach())
+
+
+class PairData:
+    """One example, x = 1 and y: every pass is one step of size 0.1 on (v u - y)^2 / 2."""
+
+    lr, batch_size = 0.1, 1
+
+    def __init__(self, y: float) -> None:
+        self.y = y
+        self.epochs: list[float | None] = []
+
+    def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
+        self.epochs.append(options.epochs)
+        chosen = [p for name, p in model.named_parameters() if options.only is None or options.only(name)]
+        objective = 0.5 * (model(torch.ones((), dtype=torch.float64)) - self.y).square()
+        with torch.no_grad():
+            for p, g in zip(chosen, torch.autograd.grad(objective, chosen), strict=True):
+                p.sub_(self.lr * g)
+        return 1
+
+    def size(self) -> float:
+        return 1.0
+
+
+FEDCD_TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
+
+
+def fedcd_model(seed: int = 0) -> SplitModel:
+    return build_model("digits_cnn", {}, SCHEMA, seed)
+
+
+def played(method: FedCD, k: int = 0, server: State | None = None, t: int = 0) -> tuple[State, LocalResult]:
+    """Train one silo for one round."""
+    share, context = shares()[k], replace(FED, round=t).for_silo(k, 0)
+    msg = method.broadcast(method.init_server(fedcd_model(), FED) if server is None else server)
+    return msg, method.local(
+        fedcd_model(), msg, {}, PlainLocalData(share.train, share.test, FEDCD_TRAIN, context), context
+    )

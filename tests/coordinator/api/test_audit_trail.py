@@ -12,8 +12,17 @@ from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import Entry, Line
 from service_core.audit_log.log import LogFolder
 from service_core.audit_log.verification import read_lines, verify
-from tests.support.coordinator import CONSORTIUM, World, channel
-from tests.support.transfers import DATA, fetch, open_request, open_round, send, update_bytes
+from tests.support.coordinator import (
+    CONSORTIUM,
+    DATA,
+    World,
+    channel,
+    fetch,
+    open_request,
+    open_round,
+    send,
+    update_bytes,
+)
 
 OWN = f"coordinator://{CONSORTIUM}"
 

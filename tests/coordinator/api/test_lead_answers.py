@@ -19,9 +19,8 @@ from protos.wire import status
 from protos.wire.channel_options import MAX_MESSAGE_BYTES
 from service_core.pki.identity import Address
 from tests.support import until
-from tests.support.coordinator import HELLO, Line, World
+from tests.support.coordinator import HELLO, INVALID, Line, World, code
 from tests.support.federations import NAMES, manifest
-from tests.support.transfers import INVALID, code
 
 
 @pytest.mark.fault("a hospital", "declares megabytes of names of classes", "refused with E-WIRE-06")

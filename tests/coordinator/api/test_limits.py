@@ -30,9 +30,25 @@ from service_core.pki.invitation import InvitationToken
 from service_core.storage.private_files import Credentials
 from service_core.version import PROTOCOL
 from tests.support import until
-from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, online, running
+from tests.support.coordinator import (
+    AWAY,
+    DATA,
+    DENIED,
+    FAST,
+    HELLO,
+    INVALID,
+    Line,
+    World,
+    channel,
+    chunk,
+    code,
+    cut,
+    online,
+    open_request,
+    open_round,
+    running,
+)
 from tests.support.federations import NAMES
-from tests.support.transfers import AWAY, DATA, INVALID, chunk, code, cut, open_request, open_round
 
 QUICK = Limits(hello_s=0.3, put_idle_s=0.3, get_idle_s=0.3, watch_s=0.3)
 MANY = 70

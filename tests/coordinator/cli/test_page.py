@@ -14,8 +14,8 @@ import pytest
 
 from coordinator.pki.authority import Authority
 from tests.support.coordinator import World
+from tests.support.pages import request, send
 from tests.support.processes import BIN, ENV, here
-from tests.support.web import request, send
 
 
 def started(home: Path) -> subprocess.Popen[str]:

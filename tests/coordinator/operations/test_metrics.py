@@ -25,7 +25,7 @@ from tests.support import until
 from tests.support.coordinator import FAST, HELLO, Line, World, channel, running
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import ScriptedSilo
-from tests.support.metrics import Scrape, get, until_scraped
+from tests.support.pages import Scrape, get, until_scraped
 
 SERVED = replace(FAST, pulse_s=2.0, metrics=LoopbackAddress("127.0.0.1", 0))  # nobody is silent on a slow machine
 

@@ -21,9 +21,8 @@ from coordinator.storage.store import FILE, Store
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import identity_of
-from tests.support.coordinator import DENIED, World, credentials, running
+from tests.support.coordinator import DENIED, World, credentials, open_round, running
 from tests.support.federations import NAMES
-from tests.support.transfers import open_round
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from service_core.pki.invitation import InvitationToken
 from service_core.storage.private_files import Credentials
 from service_core.tls.connect import diagnose
 from silo.connection.channel import channel_credentials, diagnose_channel
-from tests.support.coordinator_process import Server
-from tests.support.pki import HOST, authority, call, join, refused_call, today
+from tests.support.pki import HOST, Server, authority, call, join, refused_call, today
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

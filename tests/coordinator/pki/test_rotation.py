@@ -15,8 +15,7 @@ from fl_core.errors import StateError
 from service_core.pki.identity import identity_of, serial_of
 from silo.connection.channel import channel_credentials
 from tests.support import until
-from tests.support.coordinator_process import Server
-from tests.support.pki import authority, join, today
+from tests.support.pki import Server, authority, join, today
 
 HOST = "127.0.0.1"
 

@@ -11,9 +11,8 @@ from coordinator.storage.records import Contribution
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
-from tests.support.coordinator import HELLO, Line, World, running
+from tests.support.coordinator import DATA, HELLO, Line, World, running, send
 from tests.support.federations import manifest
-from tests.support.transfers import DATA, send
 
 BOTH = ("east", "north")
 

@@ -23,10 +23,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
 from tests.support import until
-from tests.support.coordinator import World, events, running
+from tests.support.coordinator import World, commit, cut, events, open_request, open_round, running, update_bytes
 from tests.support.federations import NAMES, manifest, same, shares
 from tests.support.hospital import ScriptedSilo
-from tests.support.transfers import commit, cut, open_request, open_round, update_bytes
 
 Alter = Callable[[TaskKey, Bundle], Bundle]
 Told = dict[int, tuple[bool, str]]

@@ -20,9 +20,8 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from service_core.pki.invitation import InvitationToken
 from service_core.version import PROTOCOL
 from tests.support import until
-from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, credentials, online, running
+from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, credentials, online, running, send
 from tests.support.federations import NAMES, manifest
-from tests.support.transfers import send
 
 
 def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) -> None:

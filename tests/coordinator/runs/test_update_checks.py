@@ -12,8 +12,7 @@ from coordinator.runs.update_checks import UpdateChecks
 from fl_core.aggregation.update_check import MeasuredUpdate
 from fl_core.errors import ProtocolError
 from protos.wire.bundle_file import BundleFile
-from tests.support.coordinator import World
-from tests.support.transfers import DATA, open_request, open_round, update_bytes
+from tests.support.coordinator import DATA, World, open_request, open_round, update_bytes
 
 
 def test_a_round_takes_what_was_measured_before_the_receipt_once_and_bit_for_bit(world: World, tmp_path: Path) -> None:

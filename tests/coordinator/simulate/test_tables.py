@@ -15,7 +15,7 @@ from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
 from fl_core.errors import ConfigError, DataError
 from fl_core.rounds.manifest import RunManifest
-from tests.support.tables import SCHEMA, rows, write_table
+from tests.support.data import SCHEMA, rows, write_table
 
 
 @pytest.fixture

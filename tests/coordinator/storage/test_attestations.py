@@ -15,9 +15,8 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import receipts
 from service_core.version import PROTOCOL
 from tests.support import until
-from tests.support.coordinator import World, channel
+from tests.support.coordinator import DATA, World, channel, open_request, send
 from tests.support.federations import manifest
-from tests.support.transfers import DATA, open_request, send
 
 STATED = pb.Attestation(
     policy_digest="ab" * 32, ledger_seq=17, ledger_head="cd" * 32, ledger_sealed=b"sealed", ledger_restored=2

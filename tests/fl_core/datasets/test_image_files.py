@@ -20,7 +20,7 @@ from fl_core.datasets.image_files import (
 )
 from fl_core.datasets.image_loader import Form, ImageLoader, square
 from fl_core.errors import DataError
-from tests.support.images import truncate, write_image
+from tests.support.data import truncate, write_image
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from fl_core.datasets import image_loader
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.image_loader import Form, ImageLoader, SquareKey, shared_loader, square
 from fl_core.errors import ConfigError
-from tests.support.images import write_image
+from tests.support.data import write_image
 
 FORM = Form(16)
 BYTES = 16 * 16 * 3

@@ -19,7 +19,7 @@ from fl_core.methods import METHODS, build_method
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from tests.support.distributions import Installed, install
+from tests.support.extensions import Installed, install
 from tests.support.federations import manifest
 
 

@@ -15,8 +15,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part
 from fl_core.validate import UnitInterval
-from tests.support.federations import FED, SCHEMA, QData, same, shares
-from tests.support.methods import play
+from tests.support.federations import FED, SCHEMA, QData, play, same, shares
 
 Q = (QData(1, 0), QData(4, 1))
 

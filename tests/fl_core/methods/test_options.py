@@ -7,8 +7,7 @@ import pytest
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods import build_method
 from fl_core.types.records import TrainConfig
-from tests.support.federations import QData, same
-from tests.support.methods import play, simulated
+from tests.support.federations import QData, play, same, simulated
 
 WRONG = {
     "fedprox": [{"mu": -0.1}],

@@ -22,8 +22,8 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, Losses
+from tests.support.data import write_image
 from tests.support.federations import FED, SCHEMA, same, shares
-from tests.support.images import write_image
 
 HOW = replace(LESIONS, crop=2, shift=0.1)
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)

@@ -15,9 +15,9 @@ from fl_core.rounds.silo_round import run_silo_round
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
-from tests.support.accuracies import Case, Client, records
 from tests.support.fake_coordinator import Hospital
 from tests.support.privacy import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN, private
+from tests.support.recorded_runs import Case, Client, records
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from coordinator.lead import console
 from coordinator.simulate.runner import Result
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from privacy.profiles import result_noise
-from tests.support.accuracies import PERSONAL, SUMS, machine, truthful
 from tests.support.fake_coordinator import MEMBERS
 from tests.support.privacy import private
+from tests.support.recorded_runs import PERSONAL, SUMS, machine, truthful
 
 
 @pytest.mark.parametrize("case", SUMS)

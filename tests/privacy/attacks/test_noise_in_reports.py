@@ -24,9 +24,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli import console as show
 from silo.storage.tasks import Evaluation
 from silo.training import evaluation_summary
-from tests.support.accuracies import SUMS, machine, records, rows, truthful
 from tests.support.hospital import B, M, key, opened
 from tests.support.privacy import private
+from tests.support.recorded_runs import SUMS, machine, records, rows, truthful
 
 
 @pytest.mark.parametrize("case", SUMS)

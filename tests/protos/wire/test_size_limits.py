@@ -8,8 +8,7 @@ from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
-from tests.support.federations import METHOD_OPTIONS, manifest
-from tests.support.methods import TRAIN, answers, made, server_after_a_round
+from tests.support.federations import METHOD_OPTIONS, TRAIN, answers, made, manifest, server_after_a_round
 
 
 @pytest.mark.parametrize("name", METHODS)

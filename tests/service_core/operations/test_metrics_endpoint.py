@@ -17,7 +17,7 @@ from service_core.operations import metrics
 from service_core.operations.metrics import Family, Snapshot
 from service_core.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from tests.support import until
-from tests.support.metrics import Scrape, ask, get
+from tests.support.pages import Scrape, ask, get
 
 HERE = LoopbackAddress("127.0.0.1", 0)
 

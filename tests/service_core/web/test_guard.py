@@ -15,7 +15,7 @@ from service_core.web.serve import PageServer
 from service_core.web.sessions import LINK_S, MOST, SESSION_S, Sessions
 from service_core.web.site import Action, ChangedError, Download, MissingError, Site, View
 from tests.support import until
-from tests.support.web import Browser, address_of, cookie_of, request, send
+from tests.support.pages import Browser, address_of, cookie_of, request, send
 
 HOSTILE = "\x1b[2J\u202e<script>alert(1)</script>'\"&\u2066\x00" + "x" * 3000
 

@@ -16,8 +16,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli.service import run
 from silo.storage.home import Home
 from tests.support import until
-from tests.support.fake_coordinator import Hospital, enrolled
-from tests.support.transfers import authority
+from tests.support.fake_coordinator import Hospital, authority, enrolled
 
 
 def fails(capsys, code, status, *words):
@@ -198,7 +197,7 @@ def test_the_command_line_answers_before_anything_heavy_is_imported():
 
 
 def test_data_check_lists_every_fault_and_what_it_does_not_read(capsys, tmp_path):
-    from tests.support.images import write_image
+    from tests.support.data import write_image
 
     for name in ("train/nevus", "test/nevus", "train/melanoma"):
         write_image(tmp_path / name / "a.png", 90 + len(name))

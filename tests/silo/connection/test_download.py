@@ -10,7 +10,7 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import CHUNK_BYTES
 from service_core.storage import digests, disk
 from silo.connection.transfer import RetryPolicy, Transfer
-from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, still
+from tests.support.fake_coordinator import BYTES, CUTS, IDS, PATIENCE, Rig, still
 
 
 @pytest.mark.parametrize("size", [0, len(BYTES)], ids=["size unknown", "size known"])

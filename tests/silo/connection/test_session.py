@@ -18,8 +18,7 @@ from silo.connection.retry import Backoff, CancelToken
 from silo.connection.transfer import RetryPolicy
 from silo.storage.store import Store
 from tests.support import until
-from tests.support.fake_coordinator import FakeControl
-from tests.support.transfers import FakeTransfer, Host
+from tests.support.fake_coordinator import FakeControl, FakeTransfer, Host
 
 WELL = Diagnosis(None, "works", "all is well")
 QUICK = RetryPolicy(idle_s=5.0, backoff_s=0.001, backoff_cap_s=0.02)

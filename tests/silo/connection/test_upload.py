@@ -12,7 +12,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage import digests
 from silo.connection.transfer import RetryPolicy
 from tests.support import until
-from tests.support.transfers import BYTES, CUTS, IDS, PATIENCE, Rig, receipt_for
+from tests.support.fake_coordinator import BYTES, CUTS, IDS, PATIENCE, Rig, receipt_for
 
 
 def test_an_upload_gives_a_verified_receipt(rig):

@@ -9,8 +9,7 @@ from coordinator.pki.authority import Authority
 from service_core.pki.identity import Address, identity_of
 from service_core.tls.connect import diagnose
 from silo.connection.channel import diagnose_channel
-from tests.support.coordinator_process import Server
-from tests.support.pki import HOST, authority, join, refused_call, today
+from tests.support.pki import HOST, Server, authority, join, refused_call, today
 
 pytestmark = pytest.mark.usefixtures("no_proxy")
 

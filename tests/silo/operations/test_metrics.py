@@ -20,7 +20,7 @@ from silo.storage.home import Home
 from tests.support import until
 from tests.support.fake_coordinator import enrolled
 from tests.support.hospital import first, upload
-from tests.support.metrics import Scrape, get, until_scraped
+from tests.support.pages import Scrape, get, until_scraped
 
 HERE = LoopbackAddress("127.0.0.1", 0)
 

@@ -18,10 +18,9 @@ from silo.page.site import HospitalPage
 from silo.storage.home import Home
 from silo.storage.store import Store
 from tests.support import until
-from tests.support.chromium import Visit, chromium
-from tests.support.hospital_page import furnished
+from tests.support.hospital import furnished
+from tests.support.pages import Visit, address_of, chromium
 from tests.support.privacy import SEEDED_POLICY, TRAIN, budgeted, private
-from tests.support.web import address_of
 
 ASKS, OTHER = "fedmr-digits-7f3c", "fedavg-digits-90d2"
 PNG = bytes.fromhex(

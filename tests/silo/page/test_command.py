@@ -17,10 +17,10 @@ import pytest
 from silo.cli import foreground
 from tests.support import until
 from tests.support.fake_coordinator import enrolled
-from tests.support.hospital_page import spent
+from tests.support.hospital import spent
+from tests.support.pages import Answer, request, send
 from tests.support.pki import authority, join, today
 from tests.support.privacy import budgeted
-from tests.support.web import Answer, request, send
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "import sys; from silo.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"

@@ -20,9 +20,9 @@ from silo.page.site import HospitalPage
 from silo.storage.home import Home, Served
 from silo.storage.store import Store
 from tests.support.fake_coordinator import enrolled, manifest
-from tests.support.hospital_page import POLICY, RUN, asks, furnished, took_part
+from tests.support.hospital import POLICY, RUN, asks, furnished, took_part
+from tests.support.pages import Browser
 from tests.support.privacy import TEST, TRAIN
-from tests.support.web import Browser
 
 ASKS = "fedmr-digits-7f3c"
 HOSTILE = "\x1b]0;x\x07\u202e</td><script>alert(1)</script>\u2066 =cmd|' \x00" + "y" * 2000

@@ -28,7 +28,7 @@ from silo.storage.home import Home
 from silo.storage.tasks import UnprotectedUpdate
 from silo.training.run_request import leaves_of, privacy_of, request_of
 from tests.support.fake_coordinator import manifest
-from tests.support.hospital_page import RUN, spent
+from tests.support.hospital import RUN, spent
 from tests.support.privacy import DATA, TEST, TRAIN, budgeted, hospital_level, private
 
 SECURE = "[privacy]\nepsilon = 8\n"

@@ -10,9 +10,8 @@ import pytest
 from privacy.ledger.ledger import Ledger
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
-from tests.support.fake_coordinator import Hospital
+from tests.support.fake_coordinator import Hospital, receipt_for
 from tests.support.privacy import TEST, TRAIN, budgeted, private
-from tests.support.transfers import receipt_for
 
 
 @pytest.fixture

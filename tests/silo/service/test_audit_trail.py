@@ -12,8 +12,7 @@ from service_core.audit_log.log import LogFolder
 from service_core.audit_log.verification import read_lines, verify
 from service_core.storage.private_files import Credentials
 from tests.support import until
-from tests.support.fake_coordinator import Hospital
-from tests.support.transfers import CONSORTIUM, authority, receipt_for
+from tests.support.fake_coordinator import CONSORTIUM, Hospital, authority, receipt_for
 
 SILO, COORDINATOR = f"silo://{CONSORTIUM}/center1", f"coordinator://{CONSORTIUM}"
 
@@ -39,7 +38,7 @@ def answering_with(monkeypatch, *heads: SignedHead) -> None:
             made.log_head.CopyFrom(log_heads.to_message(left.pop(0)))
         return made
 
-    monkeypatch.setattr("tests.support.transfers.receipt_for", receipt)
+    monkeypatch.setattr("tests.support.fake_coordinator.receipt_for", receipt)
 
 
 def head(number: int, hash: str, own: Credentials, of: str = COORDINATOR) -> SignedHead:

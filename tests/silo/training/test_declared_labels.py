@@ -19,8 +19,8 @@ from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home
 from tests.support import until
+from tests.support.data import write_image
 from tests.support.fake_coordinator import MEMBERS, Hospital, manifest
-from tests.support.images import write_image
 from tests.support.privacy import private
 
 LABELS = ("keratosis", "melanoma", "nevus")

@@ -19,7 +19,7 @@ from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training.hospital_controls import HospitalControls, describe_request
 from silo.training.trainer import DataSource
-from tests.support.distributions import Installed, install
+from tests.support.extensions import Installed, install
 
 ALLOWED = "[runs]\nextensions = ['mine-package']\n"
 

@@ -14,8 +14,8 @@ from fl_core.rounds.manifest import NamedOptions
 from fl_core.types.records import Schema
 from privacy.ledger import registration
 from privacy.ledger.ledger import Ledger
+from tests.support.data import SCHEMA, rows, write_table
 from tests.support.fake_coordinator import Hospital, manifest
-from tests.support.tables import SCHEMA, rows, write_table
 
 
 def of_table(schema: Schema) -> dict[str, object]:

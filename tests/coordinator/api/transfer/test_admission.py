@@ -18,9 +18,8 @@ from coordinator.api.limits import Limits
 from fl_core.errors import UnavailableError
 from protos.wire.channel_options import WINDOW_BYTES
 from protos.wire.chunks import CHUNK_BYTES
-from tests.support.coordinator import FAST, running
+from tests.support.coordinator import AWAY, DATA, FAST, code, cut, open_request, open_round, running
 from tests.support.federations import NAMES
-from tests.support.transfers import AWAY, DATA, code, cut, open_request, open_round
 
 ROOM = WINDOW_BYTES + CHUNK_BYTES
 LARGE = 45 << 20

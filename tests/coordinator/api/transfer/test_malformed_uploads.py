@@ -10,8 +10,21 @@ from hypothesis import strategies as st
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import CHUNK_BYTES
-from tests.support.coordinator import World, channel
-from tests.support.transfers import AWAY, DATA, INVALID, LATE, STEP, chunk, code, commit, cut, open_request, open_round
+from tests.support.coordinator import (
+    AWAY,
+    DATA,
+    INVALID,
+    LATE,
+    STEP,
+    World,
+    channel,
+    chunk,
+    code,
+    commit,
+    cut,
+    open_request,
+    open_round,
+)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import receipts
 from service_core.storage import disk
 from tests.support import until
-from tests.support.coordinator import FAST, World, running
-from tests.support.federations import NAMES
-from tests.support.transfers import (
+from tests.support.coordinator import (
     DATA,
+    FAST,
     INVALID,
     LATE,
     OTHER,
     STEP,
+    World,
     chunk,
     code,
     commit,
@@ -29,7 +29,9 @@ from tests.support.transfers import (
     fetch,
     open_request,
     open_round,
+    running,
 )
+from tests.support.federations import NAMES
 
 
 def test_open_and_commit_are_idempotent_and_the_receipt_is_signed(world: World, offer: pb.Offer) -> None:

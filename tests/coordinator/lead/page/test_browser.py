@@ -15,12 +15,10 @@ from safetensors import safe_open
 from coordinator.storage.records import RunState
 from fl_core.errors import UnavailableError
 from service_core.web.serve import PageServer
-from tests.support.chromium import Visit, chromium
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import ScriptedSilo
-from tests.support.lead_page import MadeUpService, shown, shown_for
-from tests.support.made_up_consortium import FEDAVG, FEDMR, WAITS, consortium
+from tests.support.pages import FEDAVG, FEDMR, WAITS, MadeUpService, Visit, chromium, consortium, shown, shown_for
 from tests.support.recorded_runs import record_run
 
 

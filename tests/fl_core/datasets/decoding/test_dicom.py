@@ -28,8 +28,7 @@ from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import content, open_image
 from fl_core.errors import DataError
-from tests.support.dicom import PATIENT, lookup_table, write_dicom
-from tests.support.images import write_image
+from tests.support.data import PATIENT, lookup_table, write_dicom, write_image
 
 RNG = np.random.default_rng(0)
 HU = RNG.integers(0, 4096, (12, 10)).astype(np.uint16)  # 12 bits, as of a CT

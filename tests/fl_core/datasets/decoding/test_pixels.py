@@ -11,7 +11,7 @@ from PIL import Image
 from fl_core.datasets.decoding import pixels
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import content, open_image
-from tests.support.images import write_image
+from tests.support.data import write_image
 
 DEEP = np.random.default_rng(1).integers(0, 65536, (9, 7)).astype(np.uint16)
 SCALED = np.rint(255 * DEEP.astype(float) / 65535).astype(np.uint8)

@@ -16,7 +16,7 @@ from PIL import Image
 from fl_core.datasets import ImageLoader, check, federation, load, load_all
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
-from tests.support.images import refuse, truncate, write_csv, write_image
+from tests.support.data import refuse, truncate, write_csv, write_image
 
 HEADER = ("path", "label", "group", "split")
 

@@ -9,7 +9,7 @@ import torch
 
 from fl_core.datasets import DATA_ROOT, check, load
 from fl_core.errors import DataError
-from tests.support.images import isic_row, refuse, truncate, write_csv, write_image, write_isic
+from tests.support.data import isic_row, refuse, truncate, write_csv, write_image, write_isic
 
 
 def isic_rows() -> list[list[object]]:

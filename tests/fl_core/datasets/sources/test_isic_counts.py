@@ -11,7 +11,7 @@ import torch
 
 from fl_core.datasets import check, load
 from fl_core.types.enums import Split
-from tests.support.images import isic_row, write_isic
+from tests.support.data import isic_row, write_isic
 
 # centre -> train, test per class: MEL NV BCC AK BKL DF VASC SCC; FLamby's split of 23,247 images
 B8 = {

@@ -11,7 +11,7 @@ from fl_core.datasets import federation, load
 from fl_core.datasets.catalogue import CHARACTERS
 from fl_core.datasets.sources import leaf
 from fl_core.errors import DataError
-from tests.support.images import images, write_leaf
+from tests.support.data import images, write_leaf
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

@@ -13,7 +13,7 @@ from fl_core.datasets.catalogue import CIFAR10_CLASSES, KNOWN
 from fl_core.datasets.sources import torchvision
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
-from tests.support.images import images, real_data, write_cifar, write_emnist, write_image, write_mnist, write_svhn
+from tests.support.data import images, real_data, write_cifar, write_emnist, write_image, write_mnist, write_svhn
 
 N, TRAIN = 60, 40
 pytestmark = pytest.mark.usefixtures("fresh")

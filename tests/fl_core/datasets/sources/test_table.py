@@ -18,8 +18,7 @@ from fl_core.datasets.sources.table import cell_parser
 from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.columns import Column, difference
-from tests.support.images import refuse, write_csv
-from tests.support.tables import HEADER, SCHEMA, rows, write_table
+from tests.support.data import HEADER, SCHEMA, refuse, rows, write_csv, write_table
 
 
 def test_a_row_becomes_its_places_in_the_declared_ranges(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, Coupling
 from fl_core.types.values import AS_SCHEDULED, SgdOptions
-from tests.support.federations import FED, Given, manifest, same, shares
-from tests.support.methods import FEDCD_TRAIN, fedcd_model, played
+from tests.support.federations import FED, FEDCD_TRAIN, Given, fedcd_model, manifest, played, same, shares
 
 
 class Blobs:

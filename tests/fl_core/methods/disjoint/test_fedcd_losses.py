@@ -18,8 +18,7 @@ from fl_core.methods.disjoint.fedcd import FedCD, Objective, bpr, decay, hpc
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.values import Part
-from tests.support.federations import FED, same, shares
-from tests.support.methods import FEDCD_TRAIN, fedcd_model, played
+from tests.support.federations import FED, FEDCD_TRAIN, fedcd_model, played, same, shares
 
 
 def double(*values: float) -> Tensor:

@@ -19,8 +19,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, RoundContext
-from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
-from tests.support.methods import simulated
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 FLOAT64 = {"dtype": torch.float64}

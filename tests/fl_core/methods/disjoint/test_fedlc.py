@@ -16,8 +16,7 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from tests.support.federations import FED, SCHEMA, Given, same, shares
-from tests.support.methods import simulated
+from tests.support.federations import FED, SCHEMA, Given, same, shares, simulated
 
 COUNTS = torch.tensor([1, 16, 81, 256, 10000], dtype=torch.float64)
 G = torch.tensor([[2, 1, 0.5, 0, -1]], dtype=torch.float64)

@@ -18,8 +18,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part, RoundContext, State
-from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
-from tests.support.methods import simulated
+from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares, simulated
 
 PROTOTYPES = torch.tensor([[2, 0], [0, 3], [-1, -1]], dtype=torch.float64)
 Z = torch.tensor([[0.6, 0.8], [1, 0]], dtype=torch.float64)

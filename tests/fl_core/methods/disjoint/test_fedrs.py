@@ -14,8 +14,7 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares
-from tests.support.methods import simulated
+from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares, simulated
 
 H = torch.tensor([[1, 2]], dtype=torch.float64)
 W = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.float64)

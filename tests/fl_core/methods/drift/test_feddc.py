@@ -13,8 +13,7 @@ from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.rounds.capabilities import check_supported
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
-from tests.support.federations import QData, same
-from tests.support.methods import alternating, play, run_and_lose, simulated
+from tests.support.federations import QData, alternating, play, run_and_lose, same, simulated
 
 Q = (QData(1, 0), QData(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)

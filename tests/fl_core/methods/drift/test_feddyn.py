@@ -14,8 +14,19 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part, RoundContext
-from tests.support.federations import SCHEMA, QData, Scalar, manifest, same, shares
-from tests.support.methods import Exact, alternating, play, run_and_lose, simulated
+from tests.support.federations import (
+    SCHEMA,
+    Exact,
+    QData,
+    Scalar,
+    alternating,
+    manifest,
+    play,
+    run_and_lose,
+    same,
+    shares,
+    simulated,
+)
 
 EXACT = (Exact(1, 0), Exact(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)

@@ -19,8 +19,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Part, RoundContext, State
-from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
-from tests.support.methods import play, simulated, total_of
+from tests.support.federations import FED, SCHEMA, QData, Scalar, play, same, shares, simulated, total_of
 
 
 def bundle(n: float, delta: Sequence[float], a: float) -> Bundle:

@@ -14,8 +14,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext
-from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
-from tests.support.methods import Exact, play, simulated
+from tests.support.federations import FED, SCHEMA, Exact, QData, Scalar, play, same, shares, simulated
 
 
 @pytest.mark.parametrize(("mu", "first", "limit"), [(1, 0.4, 8 / 13), (10, 0.1428571429, 0.7586206897)])

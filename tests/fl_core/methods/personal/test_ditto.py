@@ -11,8 +11,7 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
-from tests.support.federations import FED, SCHEMA, QData, Scalar, same, shares
-from tests.support.methods import Exact, simulated
+from tests.support.federations import FED, SCHEMA, Exact, QData, Scalar, same, shares, simulated
 
 
 def number(value: float) -> dict[str, dict[str, torch.Tensor]]:

@@ -13,8 +13,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext
-from tests.support.federations import FED, SCHEMA, manifest, same, shares
-from tests.support.methods import Pair, PairData
+from tests.support.federations import FED, SCHEMA, Pair, PairData, manifest, same, shares
 
 
 def test_t_bab_1_one_step_and_one_step_of_fine_tuning() -> None:

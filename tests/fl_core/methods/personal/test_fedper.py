@@ -14,8 +14,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext, State
-from tests.support.federations import FED, SCHEMA, manifest, same, shares
-from tests.support.methods import Pair, PairData
+from tests.support.federations import FED, SCHEMA, Pair, PairData, manifest, same, shares
 
 
 def played(method: FedAvg, rounds: int = 1) -> tuple[State, list[tuple[float, float]], list[State]]:

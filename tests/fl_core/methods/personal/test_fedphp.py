@@ -20,8 +20,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, RoundContext, State
-from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares
-from tests.support.methods import simulated
+from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares, simulated
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
 

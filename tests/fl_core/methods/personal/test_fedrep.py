@@ -12,8 +12,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LocalResult, RoundContext
-from tests.support.federations import FED, SCHEMA, shares
-from tests.support.methods import Pair, PairData
+from tests.support.federations import FED, SCHEMA, Pair, PairData, shares
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.5, weight_decay=1e-2, batch_size=4, epochs=2)
 

@@ -18,8 +18,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, State
-from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
-from tests.support.methods import simulated
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
 
 CONFIG = TrainConfig(lr=0.05, momentum=0.9, weight_decay=0.1, batch_size=4, epochs=2)
 

@@ -1,4 +1,5 @@
-"""Real images that a tester brings, tiny ones made here in the published layouts, and data sets that are refused."""
+"""Files of data made here: images in each source's layout, DICOM with a patient's name in every tag that has room for
+one, and tables of patients with a schema beside them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
 from scipy.io import savemat
 
 from fl_core.datasets import load
@@ -144,3 +147,106 @@ def refuse(match: str, code: str, reference: str, **options: object) -> None:
     with pytest.raises(DataError, match=match) as caught:
         load(reference, **options)
     assert caught.value.code == code
+
+
+PATIENT = "Geheimnis^Patientin"
+
+
+def write_dicom(
+    path: Path,
+    pixels: np.ndarray,
+    *,
+    bits: int = 0,
+    photometric: str = "",
+    syntax: str = ExplicitVRLittleEndian,
+    encoded: bytes | None = None,
+    **tags: object,
+) -> Path:
+    """Write pixels (H, W) or (H, W, 3) of 8 or 16 bits. bits: stored ones   encoded: what stands there instead."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    meta = FileMetaDataset()
+    meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
+    meta.MediaStorageSOPInstanceUID = generate_uid(entropy_srcs=[str(path)])
+    meta.TransferSyntaxUID = syntax
+    order = syntax != ExplicitVRBigEndian
+    found = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128, is_little_endian=order)
+    found.SOPClassUID, found.SOPInstanceUID = meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID
+    for name in ("PatientName", "PatientID", "ReferringPhysicianName", "InstitutionName", "OtherPatientIDs"):
+        setattr(found, name, PATIENT)
+    found.PatientBirthDate, found.StudyDescription, found.ImageComments = "19430112", PATIENT, PATIENT
+    found.private_block(0x0099, PATIENT, create=True).add_new(0x01, "LO", PATIENT)
+    item = Dataset()
+    item.PatientID = PATIENT
+    found.RequestAttributesSequence = [item]
+    found.Rows, found.Columns = pixels.shape[:2]
+    found.SamplesPerPixel = 3 if pixels.ndim == 3 else 1
+    found.PhotometricInterpretation = photometric or ("RGB" if pixels.ndim == 3 else "MONOCHROME2")
+    if pixels.ndim == 3:
+        found.PlanarConfiguration = 0
+    found.BitsAllocated = 8 * pixels.dtype.itemsize
+    found.BitsStored = bits or found.BitsAllocated
+    found.HighBit = found.BitsStored - 1
+    found.PixelRepresentation = int(pixels.dtype.kind == "i")
+    found.PixelData = pixels.tobytes() if encoded is None else encoded
+    found["PixelData"].VR = "OW" if pixels.dtype.itemsize == 2 else "OB"
+    found["PixelData"].is_undefined_length = encoded is not None
+    for name, value in tags.items():
+        setattr(found, name, value)
+    found.save_as(path, enforce_file_format=True)
+    return path
+
+
+def lookup_table(first: int, entries: np.ndarray, bits: int) -> Dataset:
+    """Make an item of a modality or VOI LUT sequence."""
+    item = Dataset()
+    item.add_new("LUTDescriptor", "SS" if first < 0 else "US", [len(entries), first, bits])
+    item.add_new("LUTData", "US", [int(v) for v in entries])
+    return item
+
+
+SCHEMA = """
+label = "diagnosis"
+classes = ["benign", "malignant"]
+{roles}
+[columns.age]
+type = "integer"
+min = 0
+max = 120
+
+[columns.marker]
+type = "number"
+min = -1.0
+max = 3.0
+missing = "indicator"
+
+[columns.sex]
+type = "category"
+categories = ["f", "m"]
+
+[columns.smoker]
+type = "boolean"
+"""
+HEADER = ("visit", "patient", "age", "marker", "sex", "smoker", "diagnosis", "split")
+
+
+def rows(n: int, seed: int = 0) -> list[list[object]]:
+    """Draw rows whose diagnosis follows from age and marker; two visits per patient."""
+    rng = np.random.default_rng(seed)
+    found: list[list[object]] = []
+    for k in range(n):
+        age, marker = int(rng.integers(0, 121)), round(float(rng.uniform(-1, 3)), 4)
+        sick = age / 60 + marker > 2
+        cell = "" if rng.random() < 0.1 else marker
+        split = "train" if k // 2 % 5 else "test"
+        found.append(
+            [f"v{seed}-{k}", f"p{seed}-{k // 2}", age, cell, "fm"[k % 2], "yes", ("benign", "malignant")[sick], split]
+        )
+    return found
+
+
+def write_table(
+    folder: Path, body: list[list[object]], roles: str = 'split = "split"', schema: str = SCHEMA, name: str = "patients"
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.toml").write_text(schema.replace("{roles}", roles))
+    return write_csv(folder / f"{name}.csv", HEADER, body)
