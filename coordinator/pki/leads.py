@@ -23,7 +23,7 @@ class Leads:
     clock: Clock = utc_now
 
     def adopt(self) -> None:
-        """List the leads in the authority's folder: of an earlier version, or of an authority on another machine."""
+        """List the leads in the authority's folder, which an authority on another machine may have certified."""
         folder = self._authority().folder
         for path in sorted(folder.glob("lead-*.pem")):
             try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 import sqlalchemy as sa
 
 from service_core.storage.generation import incarnation_table
+from service_core.storage.migration import Step
 
 metadata = sa.MetaData()
 incarnation = incarnation_table(metadata)
@@ -252,83 +251,6 @@ def row_values(table: sa.Table, record: object) -> dict[str, object]:
     return {column.name: getattr(record, column.name) for column in table.c}
 
 
-def _scores_and_attestations(db: sqlite3.Connection) -> None:
-    """Complete a file of version 1, which was not counted up when tables and columns were added."""
-    db.execute(
-        "CREATE TABLE IF NOT EXISTS scores (run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, "
-        "personal JSON NOT NULL, PRIMARY KEY (run_id, round))"
-    )
-    db.execute(
-        "CREATE TABLE IF NOT EXISTS attestations (id VARCHAR NOT NULL PRIMARY KEY, policy VARCHAR NOT NULL, "
-        "seq INTEGER NOT NULL, head VARCHAR NOT NULL)"
-    )
-    db.execute("CREATE TABLE IF NOT EXISTS policies (silo VARCHAR NOT NULL PRIMARY KEY, digest VARCHAR NOT NULL)")
-    there = {row[1] for row in db.execute("PRAGMA table_info(attestations)")}
-    for column, kind in (("sealed", "BLOB NOT NULL DEFAULT x''"), ("restored", "INTEGER NOT NULL DEFAULT 0")):
-        if column not in there:
-            db.execute(f"ALTER TABLE attestations ADD COLUMN {column} {kind}")
-
-
-def _incarnation(db: sqlite3.Connection) -> None:
-    """Count changes from here on."""
-    db.execute(
-        "CREATE TABLE incarnation (id INTEGER NOT NULL PRIMARY KEY, incarnation VARCHAR NOT NULL, "
-        "generation INTEGER NOT NULL)"
-    )
-    db.execute("INSERT INTO incarnation VALUES (1, lower(hex(randomblob(16))), 1)")
-
-
-def _leads_and_alarms(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE leads (number INTEGER NOT NULL PRIMARY KEY, serial VARCHAR NOT NULL UNIQUE, "
-        "name VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL, issued FLOAT NOT NULL, until FLOAT NOT NULL, "
-        "first_used FLOAT)"
-    )
-    db.execute("CREATE INDEX ix_leads_name ON leads (name)")
-    db.execute("CREATE TABLE alarms (name VARCHAR NOT NULL PRIMARY KEY, at FLOAT NOT NULL, text TEXT NOT NULL)")
-    db.execute("INSERT INTO counters VALUES ('leads_unlisted_before', CAST(strftime('%s', 'now') AS INTEGER))")
-
-
-def _steering(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE steering (run_id VARCHAR NOT NULL REFERENCES runs (id), attempt INTEGER NOT NULL, "
-        "quorum INTEGER NOT NULL, excluded JSON NOT NULL, extended_round INTEGER NOT NULL, extended_s FLOAT NOT NULL, "
-        "holds JSON NOT NULL, PRIMARY KEY (run_id))"
-    )
-
-
-def _judgements_and_sizes(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE judgements (run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, "
-        "cut JSON NOT NULL, medians JSON NOT NULL, PRIMARY KEY (run_id, round))"
-    )
-    db.execute(
-        "CREATE TABLE declared_sizes (run_id VARCHAR NOT NULL REFERENCES runs (id), silo VARCHAR NOT NULL, "
-        "train FLOAT NOT NULL, test FLOAT NOT NULL, PRIMARY KEY (run_id, silo))"
-    )
-
-
-def _clinical(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE clinical (run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, "
-        "metrics JSON NOT NULL, PRIMARY KEY (run_id, round))"
-    )
-
-
-def _cut_rows_and_rounds_without_a_bound(db: sqlite3.Connection) -> None:
-    for column in ("cut_rows", "unbounded"):
-        db.execute(f"ALTER TABLE judgements ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
-
-
-MIGRATIONS = (
-    _scores_and_attestations,
-    _incarnation,
-    _leads_and_alarms,
-    _steering,
-    _judgements_and_sizes,
-    _clinical,
-    _cut_rows_and_rounds_without_a_bound,
-)
-_ADDED = {"scores", "attestations", "policies", "incarnation", "leads", "alarms", "steering"}
-_ADDED |= {"judgements", "declared_sizes", "clinical"}
-IN_EVERY_VERSION = frozenset(metadata.tables) - _ADDED
+FIRST_VERSION = 8
+"""That of Consilium 0.1.0: no older file is opened."""
+MIGRATIONS: tuple[Step, ...] = ()

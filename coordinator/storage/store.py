@@ -10,7 +10,7 @@ from coordinator.storage.attestations import AttestationStore
 from coordinator.storage.contributions import ContributionStore
 from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
-from coordinator.storage.schema import IN_EVERY_VERSION, MIGRATIONS, metadata
+from coordinator.storage.schema import FIRST_VERSION, MIGRATIONS, metadata
 from coordinator.storage.steering import SteeringStore
 from service_core.storage.object_store import count_objects
 from service_core.storage.private_files import FolderLock, own_home
@@ -39,8 +39,8 @@ class Store:
         self.database = Database(
             home / FILE,
             metadata,
+            FIRST_VERSION,
             MIGRATIONS,
-            IN_EVERY_VERSION,
             contents=lambda: count_objects(home / OBJECTS),
             accept_loss=accept_loss,
         )

@@ -26,47 +26,59 @@ def set_user_version(db: sqlite3.Connection, version: int) -> None:
 def migrate(
     db: sqlite3.Connection,
     create: Step,
+    first: int,
     steps: Sequence[Step],
-    known: Collection[str],
+    tables: Collection[str],
     version: Callable[[sqlite3.Connection], int] = user_version,
     set_version: Callable[[sqlite3.Connection, int], object] = set_user_version,
 ) -> None:
-    """Bring a file to version `len(steps) + 1`; `steps[n]` brings one of version n + 1 to version n + 2.
+    """Bring a file to version `first + len(steps)`; `steps[n]` brings one of version `first + n` to the next.
 
     db: without a transaction (isolation_level=None)   create: makes a new file's tables, of the newest version
-    known: tables that files of every version have
+    first: the version of Consilium 0.1.0   tables: that a file of the newest version has
 
     Guarantees: all steps are one transaction, so a crash leaves the old file; of two processes one migrates.
-    Raises StateError (E-STATE-22) on a file of a newer version, and on one of another form.
+    Raises StateError (E-STATE-22) on a file of a newer version, of one before the first, and on one of another form.
     """
-    newest = len(steps) + 1
-    if version(db) == newest and set(known) <= _tables(db):
+    newest = first + len(steps)
+    if version(db) == newest and set(tables) <= _tables(db):
         return
     db.execute("BEGIN IMMEDIATE")
     try:
-        found, tables = version(db), _tables(db)
+        found = version(db)
         if found > newest:
             raise StateError(
                 "E-STATE-22",
                 f"expected {_file(db)} of version {newest} or older, found version {found}: a newer version of this "
                 "software wrote it; use that one, or a newer one still",
             )
-        if not tables and found == 0:
-            create(db)
-        elif found < 1 or not set(known) <= tables:
+        if 0 < found < first:
             raise StateError(
                 "E-STATE-22",
-                f"expected a database with the tables {', '.join(sorted(known))} in {_file(db)}, found another file "
-                f"(version {found}): restore the one that was there from a backup, or name another place",
+                f"expected {_file(db)} of version {first} or newer, found version {found}, from before Consilium "
+                "0.1.0: use the software that wrote it, or begin with a new folder",
             )
-        else:
-            for step in steps[found - 1 :]:
-                step(db)
+        if found < 0 or (found == 0 and _tables(db)):
+            raise _another_file(db, found, tables)
+        if found == 0:
+            create(db)
+        for step in steps[found - first :] if found else ():
+            step(db)
+        if not set(tables) <= _tables(db):
+            raise _another_file(db, found, tables)
         set_version(db, newest)
     except BaseException:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
+
+
+def _another_file(db: sqlite3.Connection, found: int, tables: Collection[str]) -> StateError:
+    return StateError(
+        "E-STATE-22",
+        f"expected a database with the tables {', '.join(sorted(tables))} in {_file(db)}, found another file "
+        f"(version {found}): restore the one that was there from a backup, or name another place",
+    )
 
 
 def _tables(db: sqlite3.Connection) -> set[str]:

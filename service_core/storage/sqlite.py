@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import RLock
@@ -64,12 +64,12 @@ class Database:
         self,
         path: Path,
         tables: MetaData,
+        first: int,
         steps: Sequence[Step],
-        known: Collection[str],
         contents: Callable[[], int] = lambda: 0,
         accept_loss: bool = False,
     ) -> None:
-        """Open, make or migrate the file; see `migrate`. tables: with that of `incarnation_table`.
+        """Open, make or migrate the file; first, steps: see `migrate`   tables: with that of `incarnation_table`.
 
         contents: see `GenerationFile.require`   accept_loss: go on with what is there, whatever lies beside it.
         Raises StateError: E-STATE-22 on a damaged file, one of another form, or one of a newer version; E-STATE-23 on
@@ -100,7 +100,7 @@ class Database:
                 with closing(read_only(path) if path.exists() else sqlite3.connect(":memory:")) as db:
                     self._file.require(db, contents)
             with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as db:
-                migrate(db, create, steps, known)
+                migrate(db, create, first, steps, tables.tables)
                 self.incarnation = self._begin(db, accept_loss)
         self.checkpoint()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, MetaData, String, Table
 
 from service_core.storage.generation import incarnation_table
+from service_core.storage.migration import Step
 
 metadata = MetaData()
 incarnation = incarnation_table(metadata)
@@ -118,81 +117,6 @@ contact = Table(  # the last session with the coordinator: one row
 )
 
 
-def _mirrored(db: sqlite3.Connection) -> None:
-    """Tell states apart: what was staged before is discarded unless it is included."""
-    db.execute("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1")
-
-
-def _attested_and_approvals(db: sqlite3.Connection) -> None:
-    db.execute("ALTER TABLE tasks ADD COLUMN attested VARCHAR NOT NULL DEFAULT ''")
-    db.execute(
-        "CREATE TABLE approvals (run_id VARCHAR NOT NULL, manifest_digest VARCHAR NOT NULL, name VARCHAR NOT NULL, "
-        "about VARCHAR NOT NULL, asked DOUBLE NOT NULL, decided BOOLEAN, PRIMARY KEY (run_id, manifest_digest))"
-    )
-
-
-def _states_and_incarnations(db: sqlite3.Connection) -> None:
-    """Count changes from here on, and keep more than one committed state: a coordinator may be restored."""
-    db.execute(
-        "CREATE TABLE incarnation (id INTEGER NOT NULL PRIMARY KEY, incarnation VARCHAR NOT NULL, "
-        "generation INTEGER NOT NULL)"
-    )
-    db.execute("INSERT INTO incarnation VALUES (1, lower(hex(randomblob(16))), 1)")
-    db.execute(
-        "CREATE TABLE states (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, digest VARCHAR NOT NULL, "
-        "coordinator VARCHAR NOT NULL DEFAULT '', PRIMARY KEY (run_id, round))"
-    )
-    db.execute(
-        "INSERT INTO states SELECT run_id, state_round, state_digest, '' FROM runs "
-        "WHERE state_digest IS NOT NULL AND state_round IS NOT NULL"
-    )
-    for column in ("state_digest", "state_round"):
-        db.execute(f"ALTER TABLE runs DROP COLUMN {column}")
-    db.execute("ALTER TABLE tasks ADD COLUMN coordinator VARCHAR NOT NULL DEFAULT ''")
-
-
-def _run_data(db: sqlite3.Connection) -> None:
-    db.execute("CREATE TABLE run_data (run_id VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL, PRIMARY KEY (run_id))")
-
-
-def _requests_and_what_leaves(db: sqlite3.Connection) -> None:
-    db.execute("ALTER TABLE approvals ADD COLUMN request VARCHAR NOT NULL DEFAULT ''")
-    db.execute("ALTER TABLE runs ADD COLUMN leaves VARCHAR NOT NULL DEFAULT ''")
-
-
-def _unprotected_and_trainings(db: sqlite3.Connection) -> None:
-    """Take over every update that an earlier version made: whether anything protected it, the ledger says."""
-    db.execute("ALTER TABLE runs ADD COLUMN privacy VARCHAR NOT NULL DEFAULT ''")
-    db.execute(
-        "CREATE TABLE unprotected (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, "
-        "object_digest VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL DEFAULT '', splits VARCHAR, "
-        "PRIMARY KEY (run_id, round, kind, object_digest))"
-    )
-    db.execute(
-        "INSERT INTO unprotected SELECT t.run_id, t.round, t.kind, t.object_digest, "
-        "coalesce(substr(d.fingerprint, 1, instr(d.fingerprint || ':', ':') - 1), ''), NULL "
-        "FROM tasks t LEFT JOIN run_data d ON d.run_id = t.run_id WHERE t.object_digest <> ''"
-    )
-    db.execute(
-        "CREATE TABLE trainings (run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, "
-        "attempt INTEGER NOT NULL DEFAULT 0, under_way BOOLEAN NOT NULL DEFAULT 1, kills INTEGER NOT NULL DEFAULT 0, "
-        "PRIMARY KEY (run_id, round, kind))"
-    )
-
-
-MIGRATIONS = (
-    _mirrored,
-    _attested_and_approvals,
-    _states_and_incarnations,
-    _run_data,
-    _requests_and_what_leaves,
-    _unprotected_and_trainings,
-)
-IN_EVERY_VERSION = frozenset(metadata.tables) - {
-    "approvals",
-    "incarnation",
-    "states",
-    "run_data",
-    "unprotected",
-    "trainings",
-}
+FIRST_VERSION = 7
+"""That of Consilium 0.1.0: no older file is opened."""
+MIGRATIONS: tuple[Step, ...] = ()

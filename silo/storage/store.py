@@ -39,7 +39,7 @@ from service_core.storage.sqlite import Database
 from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.schema import (
-    IN_EVERY_VERSION,
+    FIRST_VERSION,
     MIGRATIONS,
     bases,
     contact,
@@ -117,8 +117,8 @@ class Store:
         self.database = Database(
             path,
             metadata,
+            FIRST_VERSION,
             MIGRATIONS,
-            IN_EVERY_VERSION,
             contents=lambda: count_objects(path.with_name(OBJECTS)),
             accept_loss=accept_loss,
         )

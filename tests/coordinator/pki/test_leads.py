@@ -1,9 +1,8 @@
-"""Leads: listed, added, renewed and revoked; those of an older version; names that nobody else may have."""
+"""Leads: listed, added, renewed and revoked; names that nobody else may have."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,7 @@ from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import FILE, Store
+from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import identity_of
@@ -92,24 +91,6 @@ def test_a_lead_that_no_list_has_is_refused(world: World) -> None:
     assert asked(world, "minted") == "E-ID-13"
     world.people["other"] = Authority.open(world.home).make_lead("lead")  # under a known name
     assert asked(world, "other") == "E-ID-13"
-
-
-def test_leads_of_an_older_version_keep_working(tmp_path: Path) -> None:
-    ca = Authority.create(tmp_path, "test", ["127.0.0.1:8443"])
-    moved = identity_of(ca.make_lead("elsewhere").cert_pem)  # its file is on a lead's own machine
-    kept = identity_of(ca.issue_lead("lead").cert_pem)
-    with closing(sqlite3.connect(tmp_path / FILE)) as db:
-        db.executescript((Path(__file__).parents[2] / "data" / "coordinator_v1.sql").read_text())
-    with closing(Store(tmp_path)) as store:
-        people = Leads(tmp_path, store)
-        people.adopt()
-        for peer in (kept, moved):
-            assert store.members.leads.status(peer).member
-        assert [lead.name for lead in people.all()] == ["elsewhere", "lead"]
-        again = identity_of(ca.make_lead("elsewhere").cert_pem)
-        assert not store.members.leads.status(again).member  # a second one under that name
-        people.revoke("elsewhere", "gone")
-        assert store.members.leads.status(moved).revoked == "gone"
 
 
 @pytest.mark.fault("a lead", "invites a hospital under a lead's name, or the other way", "refused with E-ID-30")

@@ -17,7 +17,7 @@ from service_core.storage.object_store import ObjectStore, count_objects
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest
 
-DUMP = Path(__file__).resolve().parents[2] / "data" / "coordinator_v2.sql"
+DUMP = Path(__file__).resolve().parents[2] / "data" / "coordinator_v8.sql"
 GENERATION = f"{FILE}.generation"
 
 

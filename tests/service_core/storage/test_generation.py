@@ -32,7 +32,7 @@ stored = Table("stored", metadata, Column("id", Integer, primary_key=True), Colu
 
 
 def opened(path: Path) -> Database:
-    return Database(path, metadata, (), ("stored",))
+    return Database(path, metadata, 1, ())
 
 
 def fill(database: Database, rows: int = 30, size: int = 400) -> None:

@@ -33,7 +33,7 @@ os._exit(0)
 
 
 def opened(path: Path) -> Database:
-    return Database(path, counts.metadata, (), ("counts",))
+    return Database(path, counts.metadata, 1, ())
 
 
 def add(database: Database) -> None:
@@ -122,7 +122,7 @@ def test_rows_that_are_read_at_once_are_those_that_are_read_one_by_one(tmp_path:
     incarnation_table(tables)
     columns = Column("id", Integer, primary_key=True), Column("at", Float), Column("said", String), Column("data", JSON)
     table = Table("many", tables, *columns)
-    with closing(Database(tmp_path / "db", tables, (), ())) as database:
+    with closing(Database(tmp_path / "db", tables, 1, ())) as database:
         said = ["plain", 'a "quote"', "é\n\u2028", "", None]
         data = [{"a": [1, 0.1, None]}, [], "text", {"b": 0.30000000000000004}, None]
         with database.read() as db:
@@ -142,7 +142,7 @@ def test_a_damaged_row_among_many_is_an_error_of_ours(tmp_path: Path, damage: st
     incarnation_table(tables)
     columns = Column("id", Integer, primary_key=True), Column("at", Float), Column("said", String), Column("data", JSON)
     table = Table("many", tables, *columns)
-    with closing(Database(tmp_path / "db", tables, (), ())) as database:
+    with closing(Database(tmp_path / "db", tables, 1, ())) as database:
         with database.write() as db:
             db.execute(insert(table).values(id=1, at=1.0, said="", data={}))
             db.execute(text(f"UPDATE many SET {damage}"))

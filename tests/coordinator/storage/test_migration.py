@@ -1,0 +1,112 @@
+"""A database that 0.1.0 wrote opens and says what it said; one that cannot be opened is left as it is.
+
+tests/data/coordinator_v8.sql is from real runs of two hospitals: three finished, one in its first round with one update
+there, one that no hospital has approved. Receipts and sealed figures are cut short; clinical metrics and one cut update
+were written in by hand, and the count of its changes begins at one, as beside no file of generations.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from coordinator.storage.records import RunState, Steering
+from coordinator.storage.store import FILE, Store
+from fl_core.errors import StateError
+
+DUMP = Path(__file__).resolve().parents[2] / "data" / "coordinator_v8.sql"
+NOW = 1795581400.0
+PLAIN, PERSONAL, PRIVATE, WAITS, ASKS = "plain-b6c1", "personal-4bc4", "private-1534", "waits-9e36", "asks-ca29"
+BOTH = ("hospital0", "hospital1")
+
+
+def written(home: Path, change: str = "") -> Path:
+    with closing(sqlite3.connect(home / FILE)) as db:
+        db.executescript(DUMP.read_text() + change)
+    return home
+
+
+def columns(home: Path) -> list[tuple[object, ...]]:
+    every = "SELECT m.name, p.name, p.type, p.pk FROM sqlite_master m, pragma_table_info(m.name) p ORDER BY 1, 2"
+    with closing(Store(home)) as store, store.database.read() as db:
+        return [tuple(row) for row in db.exec_driver_sql(every)]
+
+
+def test_members_runs_and_rounds_are_there(tmp_path: Path) -> None:
+    with closing(Store(written(tmp_path), lambda: NOW)) as store:
+        assert [(s.name, s.revoked, s.data.name) for s in store.members.silos()] == [(n, False, "digits") for n in BOTH]
+        serial = store.members.silos()[1].certificate.serial
+        assert store.members.membership_status("hospital1", serial).member
+        assert [lead.name for lead in store.members.leads.all()] == ["lead"]
+        assert [i.name for i in store.members.invitations()] == ["hospital2"]
+        version, signed = store.members.roster() or (0, None)
+        assert (version, store.members.version()) == (2, 2)
+        assert signed is not None
+        assert b'"consortium":"test"' in signed.document
+        assert {(r.id, r.state, r.closed) for r in store.runs.all()} == {
+            (PLAIN, RunState.FINISHED, 2),
+            (PERSONAL, RunState.FINISHED, 1),
+            (PRIVATE, RunState.FINISHED, 2),
+            (WAITS, RunState.RUNNING, 0),
+            (ASKS, RunState.RUNNING, 0),
+        }
+        run = store.runs.get(PLAIN)
+        assert (run.model_digest[:16], run.best_accuracy) == ("16aa1745e92221ab", 0.5459610027855153)
+        assert (run.bytes_up, run.members) == (691088, BOTH)
+        first, second, last = store.runs.rounds(PLAIN)
+        assert [(r.round, r.kind.value, r.included) for r in (first, second, last)] == [
+            (0, "train", BOTH),
+            (1, "train", BOTH),
+            (2, "evaluate", BOTH),
+        ]
+        assert (first.cut, first.cut_rows, first.unbounded) == ({}, 0, True)
+        assert (second.cut, second.cut_rows) == ({"hospital1": "update cut to 2x the median"}, 3)
+        assert first.clinical is None
+        assert last.clinical is not None
+        assert last.clinical.confusion[0][0] == 7
+        assert store.runs.rounds(PERSONAL)[0].personal["pa"] == 0.9165270030498505
+        assert [e.number for e in store.runs.events(PLAIN, 0)] == list(range(1, 30))
+        row = store.runs.round(WAITS, 0)
+        assert row is not None
+        assert row.is_open
+        assert store.contributions.readable(row.base_digest, "hospital0") in (WAITS, ASKS)  # both begin with it
+        assert len(store.contributions.referenced_digests()) == 10
+        found = store.attestations.newest("hospital1")
+        assert found is not None
+        assert (found.ledger_seq, len(found.ledger_sealed)) == (20, 32)
+        assert store.attestations.policies()["hospital1"].startswith("ff09b028")
+
+
+def test_a_run_under_way_goes_on(tmp_path: Path) -> None:
+    with closing(Store(written(tmp_path), lambda: NOW)) as store:
+        store.runs.end(WAITS, RunState.PAUSED, "too few", [RunState.RUNNING])
+        store.steering.exclude(WAITS, "hospital1", readmit=False)
+        assert store.runs.resume(WAITS, quorum=1).state is RunState.WAITING
+        store.steering.extend(WAITS, 0, 60.0)
+        store.runs.event(WAITS, "opened")
+        assert [e.number for e in store.runs.events(WAITS, 10)] == [11, 12, 13]
+    with closing(Store(tmp_path, lambda: NOW)) as store:
+        assert store.steering.of(WAITS) == Steering(WAITS, 1, 1, ("hospital1",), 0, 60.0)
+
+
+def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    assert columns(written(tmp_path)) == columns(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("PRAGMA user_version = 99", "found version 99.*use that one"),
+        ("PRAGMA user_version = 7", "found version 7, from before Consilium 0.1.0: use the software that wrote it"),
+        ("DROP TABLE silos", "found another file .version 8.: restore the one that was there from a backup"),
+    ],
+)
+def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, said: str) -> None:
+    before = (written(tmp_path, made) / FILE).read_bytes()
+    with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
+        Store(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before

@@ -1,0 +1,98 @@
+"""A database that 0.1.0 wrote opens and says what it said; one that cannot be opened is left as it is.
+
+tests/data/silo_v7.sql is a hospital's after three real runs, with an update of a fourth in its outbox, and one run that
+waits for an answer. Receipts are cut short, and the count of its changes begins at one, as beside no file of
+generations.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from fl_core.errors import StateError
+from fl_core.types.enums import TaskKind
+from protos.wire.tasks import TaskKey
+from silo.storage.store import Store
+
+DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v7.sql"
+PLAIN, PERSONAL, PRIVATE, ASKS = "plain-b6c1", "personal-4bc4", "private-1534", "asks-ca29"
+OPEN = TaskKey("waits-9e36", 0, TaskKind.TRAIN)
+
+
+def written(file: Path, change: str = "") -> Path:
+    with closing(sqlite3.connect(file)) as db:
+        db.executescript(DUMP.read_text() + change)
+    return file
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Store]:
+    store = Store(file)
+    try:
+        yield store
+    finally:
+        store.close_database()
+
+
+def columns(file: Path) -> list[tuple[object, ...]]:
+    every = "SELECT m.name, p.name, p.type, p.pk FROM sqlite_master m, pragma_table_info(m.name) p ORDER BY 1, 2"
+    with opened(file) as store, store.database.read() as db:
+        return [tuple(row) for row in db.exec_driver_sql(every)]
+
+
+def test_runs_questions_and_outbox_are_there_and_the_run_under_way_goes_on(tmp_path: Path) -> None:
+    with opened(written(tmp_path / "silo.db")) as store:
+        assert [(r.run_id, r.state, r.state_round) for r in store.history()] == [
+            (PLAIN, "finished", 1),
+            (PERSONAL, "finished", 0),
+            (PRIVATE, "finished", 1),
+            (OPEN.run_id, "running", None),
+        ]
+        of_private = store.history()[2].tasks
+        assert [(t.key.kind.value, t.receipt, t.included, t.size) for t in of_private] == [
+            ("train", True, True, 155244),
+            ("train", True, True, 155244),
+            ("evaluate", True, True, 344),
+        ]
+        assert of_private[0].evaluation is not None
+        assert of_private[0].evaluation.noise is not None
+        (entry,) = store.outbox()
+        assert (entry.key, entry.size, entry.receipt is not None, entry.mirrored) == (OPEN, 166820, True, False)
+        assert store.committed(PRIVATE) == (entry.state_digest, 1)
+        assert len(store.receipts()) == 9
+        assert {entry.object_digest, entry.base_digest, entry.manifest_digest} <= store.referenced()
+        assert [(a.run_id, a.decided) for a in store.approvals.all()] == [(ASKS, None), (OPEN.run_id, True)]
+        assert store.approvals.decide("asks", approved=False).decided is False
+        assert store.latest_attestation_sent().seq == 21
+        assert [len([u for u in store.unprotected() if u.run_id == run]) for run in (PLAIN, PERSONAL)] == [3, 2]
+        met = store.contact()
+        assert met is not None
+        assert met.software.startswith("consilium-fl 0.1.0")
+    with opened(tmp_path / "silo.db") as again:
+        assert again.close(OPEN, included=True)
+        assert again.outbox() == []
+        assert again.committed(OPEN.run_id) == (entry.state_digest, 0)
+
+
+def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
+    assert columns(written(tmp_path / "silo.db")) == columns(tmp_path / "new.db")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("PRAGMA user_version = 99", "found version 99.*use that one"),
+        ("PRAGMA user_version = 6", "found version 6, from before Consilium 0.1.0: use the software that wrote it"),
+        ("DROP TABLE tasks", "found another file .version 7.: restore the one that was there from a backup"),
+    ],
+)
+def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, said: str) -> None:
+    before = written(tmp_path / "silo.db", made).read_bytes()
+    with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
+        Store(tmp_path / "silo.db")
+    assert (tmp_path / "silo.db").read_bytes() == before
