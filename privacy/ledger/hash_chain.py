@@ -185,6 +185,7 @@ class HashChain:
             migrate(
                 db,
                 lambda db: create(db, new_facts()),
+                UNKEYED,
                 steps,
                 _IN_EVERY_VERSION,
                 version=schema_version,
