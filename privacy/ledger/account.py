@@ -1,6 +1,6 @@
 """The state that follows from a ledger's events alone: spending, budgets and registrations.
 
-Admission and every figure come from here; the file's other tables repeat it for readers with other tools.
+Admission and every figure come from here; the file's views show it to readers with other tools.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from privacy.accounting.accountant import Filter, Mechanism
-from privacy.ledger.hash_chain import Event
+from privacy.ledger.event_chain import Event
 
 OPEN = ("INTENT", "RUNNING")
 CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
@@ -24,7 +24,6 @@ _NEXT: Mapping[str, tuple[str, ...]] = {
     "INTENT": ("RUNNING", "RELEASED_UNUSED", "SPENT_ON_RECOVERY"),
     "RUNNING": ("SPENT", "SPENT_ON_RECOVERY"),
 }
-Rows = dict[str, list[tuple[object, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class PlannedRelease:
 class Entry:
     """One planned release, usually one round of one run.
 
-    owner: the process that reserved it   coordinator: who asked; empty where earlier versions did not note it.
+    owner: the process that reserved it   coordinator: who asked; empty where nobody did, as after a restoration.
     """
 
     id: str
@@ -115,7 +114,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a coordinator was refused with, and how often by now; earlier versions noted the code of each alone."""
+    """What a coordinator was refused with, and how often by now; without a coordinator, the code is all there is."""
 
     code: str
     coordinator: str = ""
@@ -174,11 +173,9 @@ class Account:
                 facts = json.loads(event.detail)
                 self.kept[event.subject, facts["name"]] = facts["value"], event.created_at
             elif event.state == "RESTORED":
-                seq, hash, *times = event.detail.split()
+                seq, hash, times = event.detail.split()
                 self.forgiven.add(f"{seq} {hash}")
-                self.restored = max([self.restored + 1, *map(int, times)])
-            elif event.state == "MIGRATED":
-                self._load(json.loads(event.detail))
+                self.restored = max(self.restored + 1, int(times))
             elif event.state == "REFUSED":
                 refusal = Refusal.of(event.detail)
                 self.refusals[refusal.coordinator, refusal.code] = refusal.times
@@ -194,16 +191,13 @@ class Account:
         if event.state not in _NEXT.get(old, ()):
             raise UnsoundError(f"{id!r} cannot go from {old or 'nothing'} to {event.state}")
         if entry is None:
-            entry = self._enter(Entry.of(event))
+            entry = Entry.of(event)
+            self.entries[id] = self._of_run[f"run {entry.run}"][id] = entry
+            if entry.manifest:
+                self._of_run[f"manifest {entry.manifest}"][id] = entry
         self._tally(entry, -1)
         entry.state = event.state
         self._tally(entry, 1)
-
-    def _enter(self, entry: Entry) -> Entry:
-        self.entries[entry.id] = self._of_run[f"run {entry.run}"][entry.id] = entry
-        if entry.manifest:
-            self._of_run[f"manifest {entry.manifest}"][entry.id] = entry
-        return entry
 
     def _tally(self, entry: Entry, sign: int) -> None:
         if entry.charged:
@@ -217,35 +211,6 @@ class Account:
         version = Version(collection, int(facts["records"]), int(facts["units"]), at)
         self.versions.setdefault(facts["fingerprint"], version)
         self.units[collection] = facts["digests"]
-
-    def snapshot(self) -> str:
-        return json.dumps(
-            {
-                "collections": self.collections,
-                "versions": {f: [v.collection, v.records, v.units, v.created_at] for f, v in self.versions.items()},
-                "units": self.units,
-                "budgets": [[b.collection, b.detail(), b.created_at] for b in self.budgets],
-                "kept": [[*key, *value] for key, value in self.kept.items()],
-                "entries": [[e.id, e.state, e.detail(), e.created_at] for e in self.entries.values()],
-                "forgiven": sorted(self.forgiven),
-                "restored": self.restored,
-            }
-        )
-
-    def _load(self, facts: Mapping[str, Any]) -> None:
-        if self.entries or self.versions:
-            raise UnsoundError("a ledger migrates before anything else")
-        self.collections = {name: (unit, at) for name, (unit, at) in facts["collections"].items()}
-        self.versions = {f: Version(*row) for f, row in facts["versions"].items()}
-        self.units = dict(facts["units"])
-        for collection, detail, at in facts["budgets"]:
-            self.apply(Event(0, None, collection, "BUDGET", detail, at))
-        self.kept = {(f, name): (value, at) for f, name, value, at in facts["kept"]}
-        for id, state, detail, at in facts["entries"]:
-            entry = self._enter(Entry.of(Event(0, id, id, "", detail, at)))
-            entry.state = state
-            self._tally(entry, 1)
-        self.forgiven, self.restored = set(facts["forgiven"]), int(facts["restored"])
 
     # ---- what follows from it -----------------------------------------------------------------------------------
 
@@ -264,27 +229,6 @@ class Account:
         """List the entries of a run at a collection: under its id or its manifest, since others choose both."""
         found = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
         return [entry for entry in found.values() if entry.collection == collection]
-
-    def rows(self) -> Rows:
-        return {
-            "collection": [(name, unit, at) for name, (unit, at) in self.collections.items()],
-            "dataset_version": [(f, v.collection, v.records, v.units, v.created_at) for f, v in self.versions.items()],
-            "budget": [
-                (n, b.collection, b.filter.epsilon, b.filter.delta, b.filter.order, b.operator, b.reason, b.created_at)
-                for n, b in enumerate(self.budgets, 1)
-            ],
-            "entry": [
-                (e.id, e.collection, e.fingerprint, e.run, e.manifest, e.round, e.attempt, e.kind, e.created_at)
-                for e in self.entries.values()
-            ],
-            "mechanism": [row for e in self.entries.values() for row in mechanism_rows(e)],
-            "kept": [(f, name, value, at) for (f, name), (value, at) in self.kept.items()],
-        }
-
-
-def mechanism_rows(entry: Entry) -> list[tuple[object, ...]]:
-    made = ((p.purpose, p.mechanism) for p in entry.planned)
-    return [(entry.id, i, what, float(m.noise), float(m.rate), m.steps) for i, (what, m) in enumerate(made)]
 
 
 def plain(planned: Iterable[PlannedRelease]) -> list[list[object]]:

@@ -18,7 +18,7 @@ from privacy.accounting.accountant import Filter, Mechanism, rdp
 from privacy.ledger import owners
 from privacy.ledger.account import Account, Entry
 from privacy.ledger.admission import ATTEMPTS
-from privacy.ledger.hash_chain import ChainHead, now
+from privacy.ledger.event_chain import ChainHead, now
 from privacy.ledger.ledger import Ledger, PlannedRelease
 from privacy.ledger.sealed import Figures, largest_of, most_expensive, unseal
 
@@ -38,7 +38,7 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     or while a service uses the ledger, E-BUDGET-04 when a charged collection is not registered, or none has a budget;
     as `Ledger.verify` on one that was edited.
     """
-    if owners.others(ledger.file):
+    if owners.others(ledger.chain.file):
         raise StateError("E-BUDGET-11", "expected no service on this ledger, found one at work: stop it first")
     newest = max(seen, key=lambda s: (s.restored, s.head.seq), default=LastSeen(ChainHead(0, "")))
     try:
@@ -49,7 +49,7 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     else:
         raise StateError("E-BUDGET-11", f"expected a ledger that lacks event {newest.head.seq}, found that it has it")
     fork = max((s.head.seq for s in seen if ledger.holds(s.head)), default=0)
-    known = {s: unseal(ledger.secret, s.head, s.restored, s.sealed) for s in seen}
+    known = {s: unseal(ledger.chain.secret, s.head, s.restored, s.sealed) for s in seen}
     figures = known[newest] and largest_of([f for s, f in known.items() if f is not None and not ledger.holds(s.head)])
     common = ledger.account_at(fork)
     with ledger.writing() as (db, account):
@@ -70,9 +70,9 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
                 tuple(planned),
             )
             ledger.enter(db, made, "INTENT")
-            ledger.write_event(db, made.id, made.id, "SPENT_ON_RECOVERY", "may have been spent after the copy was made")
+            ledger.chain.write(db, made.id, made.id, "SPENT_ON_RECOVERY", "may have been spent after the copy was made")
         times = 1 + max([account.restored, *(s.restored for s in seen)])
-        ledger.write_event(db, None, f"restored by {operator}", "RESTORED", f"{newest.head} {times}")
+        ledger.chain.write(db, None, f"restored by {operator}", "RESTORED", f"{newest.head} {times}")
     how = "its whole budget" if figures is None else f"what was attested, and {ATTEMPTS} times its most expensive entry"
     return dict.fromkeys(sorted(charges), how)
 

@@ -76,26 +76,22 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
     found = {}
     for split, examples in splits(dataset).items():
         to, contents = collection(name, split), list(content_names(examples))
-        older = list(_former_names(examples)) if ledger.migrated and examples.groups is None else []
         units = unit_names(examples) if examples.groups is not None else contents
         try:
-            found[to] = ledger.register(
-                to, unit_of(examples), version(dataset, split), len(examples), units, [*contents, *older]
-            )
+            found[to] = ledger.register(to, unit_of(examples), version(dataset, split), len(examples), units, contents)
         except RefusedError as error:
-            raise _naming_files(error, ledger, to, examples, contents, older) from error
+            raise _naming_files(error, ledger, to, examples, contents) from error
     everything = len(dataset.train) + len(dataset.test)
     found[HOSPITAL] = ledger.register(HOSPITAL, HOSPITAL, version(dataset, HOSPITAL), everything, [HOSPITAL])
     return found
 
 
 def _naming_files(
-    error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str], older: Sequence[str]
+    error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str]
 ) -> RefusedError:
     paths = [path.name for path in getattr(examples, "paths", ())]
-    known = {*ledger.elsewhere(to, contents), *ledger.elsewhere(to, older)}
-    both = zip(paths, zip(contents, older or contents, strict=True), strict=bool(paths))
-    files = [path for path, names in both if known & set(names)]
+    known = set(ledger.elsewhere(to, contents))
+    files = [path for path, name in zip(paths, contents, strict=bool(paths)) if name in known]
     shown = f" ({len(files)} files: {', '.join(files[:SHOWN])})" if files else ""
     return RefusedError(error.code, f"{error.message}{shown}")
 
@@ -111,18 +107,6 @@ def _image(path: Path) -> str:
 
 def _named(kind: str, shape: tuple[int, ...], numbers: bytes) -> str:
     return f"content {hashlib.sha256(f'{kind} {shape} '.encode() + numbers).hexdigest()}"
-
-
-def _former_names(examples: Examples) -> Iterator[str]:
-    """Name each record as ledgers did before contents were decoded: by its file's bytes where it is one."""
-    paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
-    if paths is not None:
-        for path in paths:
-            with path.open("rb") as file:
-                yield f"record {hashlib.file_digest(file, 'sha256').hexdigest()}"
-        return
-    for x in _rows(examples):
-        yield f"record {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()}"
 
 
 def _rows(examples: Examples) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ import typer
 
 from fl_core.errors import ConfigError, StateError
 from privacy.accounting.accountant import replace_one
-from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger
 from service_core.console import print_json
 from silo.cli import console
@@ -208,7 +208,7 @@ def restore(
         finally:
             store.close_database()
         found = charge_unknown_spending(
-            Ledger(silo_home.ledger, silo_home.ledger_key, older=True), seen, operator or getpass.getuser()
+            Ledger(silo_home.ledger, silo_home.ledger_key), seen, operator or getpass.getuser()
         )
     console.answer(as_json, {"charged": found}, [(name, f"charged {what}") for name, what in found.items()])
 

@@ -120,7 +120,7 @@ class Examination:
             yield checks.ok("policy", f"only {policy.privacy.require}, {facts}")
 
     def _ledger(self) -> Iterator[Finding]:
-        from privacy.ledger.hash_chain import SCHEMA_VERSION, ChainHead, schema_version
+        from privacy.ledger.event_chain import SCHEMA_VERSION, ChainHead, schema_version
         from privacy.ledger.ledger import Ledger
 
         file, key = self.home.ledger, self.home.ledger_key

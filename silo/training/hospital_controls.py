@@ -20,7 +20,7 @@ from fl_core.types.clinical import CLINICAL
 from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
-from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger.event_chain import ChainHead
 from privacy.policy import ACCURACY, BY_HAND, NOTHING, Policy, check_labels
 from privacy.release_log import InMemoryReleaseLog
 from service_core.storage import private_files
@@ -123,7 +123,7 @@ class HospitalControls:
         if not self.home.ledger.exists() and not self.home.ledger_key.exists():
             return  # all is lost: the coordinator's word is all there is
         sealed = bytes.fromhex(seen.sealed)
-        known = unseal(self.ledger.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
+        known = unseal(self.ledger.chain.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
         if not known and (sealed or any(a.sealed for a in self.store.attested())):
             raise StateError(
                 "E-BUDGET-18",

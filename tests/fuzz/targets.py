@@ -33,7 +33,7 @@ from privacy.accounting.accountant import Mechanism
 from privacy.compiled_run import CompiledRun
 from privacy.ledger import key
 from privacy.ledger.account import Account
-from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.sealed import Figures, seal, unseal
 from privacy.policy import Policy
@@ -259,9 +259,9 @@ def _ledger() -> tuple[bytes, bytes]:
         if t == 1:
             ledger.commit(entry, "sha")
     copy = folder / "copy.db"
-    with closing(sqlite3.connect(ledger.file)) as db:
+    with closing(sqlite3.connect(ledger.chain.file)) as db:
         db.execute("VACUUM INTO ?", (str(copy),))
-    return copy.read_bytes(), ledger.key_file.read_bytes()
+    return copy.read_bytes(), ledger.chain.key_file.read_bytes()
 
 
 def _place_ledger(data: bytes) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism, aggregated, epsilon_rdp
 from privacy.ledger.admission import ATTEMPTS
-from privacy.ledger.hash_chain import ChainHead
+from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import LastSeen, charge_unknown_spending
 from privacy.ledger.sealed import MOST, PAD, Figures, seal, unseal
@@ -155,18 +155,18 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
     ledger = made(tmp_path)
     spend(ledger, 0, LARGE)
     head, sealed, restored = ledger.statement()
-    figures = unseal(ledger.secret, head, restored, sealed)
+    figures = unseal(ledger.chain.secret, head, restored, sealed)
     assert figures is not None
     assert figures.spent[SKIN] == [LARGE]
     for secret, at, text in (
         (b"\0" * 32, head, sealed),
-        (ledger.secret, ChainHead(head.seq + 1, head.hash), sealed),
-        (ledger.secret, head, sealed[:-1]),
-        (ledger.secret, head, b""),
-        (ledger.secret, head, bytes([sealed[0] ^ 1]) + sealed[1:]),
+        (ledger.chain.secret, ChainHead(head.seq + 1, head.hash), sealed),
+        (ledger.chain.secret, head, sealed[:-1]),
+        (ledger.chain.secret, head, b""),
+        (ledger.chain.secret, head, bytes([sealed[0] ^ 1]) + sealed[1:]),
     ):
         assert unseal(secret, at, restored, text) is None
-    assert unseal(ledger.secret, head, restored + 1, sealed) is None
+    assert unseal(ledger.chain.secret, head, restored + 1, sealed) is None
     for word in (b"skin", b"lung", b"9.0"):
         assert word not in sealed
     lengths = set()
@@ -176,7 +176,7 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
     assert lengths == {len(sealed)}  # whole kilobytes
     assert (len(sealed) - 12 - 16) % PAD == 0
     many = {f"c{n}": [Mechanism(1 + random.random(), 0.3, 7) for _ in range(500)] for n in range(20)}
-    assert seal(ledger.secret, head, 0, Figures(many, {}, {})) == b""
+    assert seal(ledger.chain.secret, head, 0, Figures(many, {}, {})) == b""
     assert MOST >= 1 << 16
 
 
@@ -198,7 +198,7 @@ def test_a_ledger_that_was_edited_is_not_restored_on_top(tmp_path: Path) -> None
     after = stated(ledger)
     copy = put_back(tmp_path, "copy.db")
     with sqlite3.connect(tmp_path / "ledger.db") as db:
-        db.execute("INSERT INTO collection VALUES('mine','record','now')")
+        db.execute("DELETE FROM unit_digest")
     with pytest.raises(StateError, match="E-BUDGET-07"):
         charge_unknown_spending(copy, [after], "dpo")
     assert json.dumps([e[2] for e in copy.events()]).count("RESTORED") == 0

@@ -146,7 +146,7 @@ def test_a_consortium_uses_up_no_attempt_and_no_bound_of_another_on_the_same_led
     bounds = (Filter.of(0.7, 1e-5),)
     assert [asked_by(ledger, "theirs", run) for run in ("run", "run", "another", "run")] == ["", "", "", "E-BUDGET-12"]
     assert [asked_by(ledger, "mine", bounds=bounds) for _ in range(4)] == ["", "", "", "E-BUDGET-12"]
-    again = Ledger(ledger.file)  # what is known of who asked is in the chain
+    again = Ledger(ledger.chain.file)  # what is known of who asked is in the chain
     assert [asked_by(again, who) for who in ("mine", "theirs", "third")] == ["E-BUDGET-12", "E-BUDGET-12", ""]
     assert ledger.history(SKIN) == [Mechanism(2.85, 0.032, 31 * 7)]  # all of it is spent of the one budget
     again.verify()
@@ -171,7 +171,7 @@ def test_a_refusal_that_repeats_without_end_is_an_event_only_each_time_that_its_
         ("mine", "E-POLICY-05", 1),
         ("theirs", "E-BUDGET-01", 1),
     ]
-    ledger = Ledger(ledger.file)
+    ledger = Ledger(ledger.chain.file)
     for n in range(513):
         ledger.note_refusal(f"run-{n}", "E-POLICY-05", "theirs")  # a restart goes on from what is in the file
     assert noted()[-1].times == 1024

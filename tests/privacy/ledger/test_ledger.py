@@ -125,22 +125,9 @@ def test_t_41_concurrent_reservations_serialise_and_never_pass_the_cap(tmp_path:
     ledger.verify()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE event SET state='RELEASED_UNUSED'",
-        "DELETE FROM event",
-        "UPDATE mechanism SET noise=100",
-        "DELETE FROM mechanism",
-        "UPDATE entry SET round=9",
-        "DELETE FROM entry",
-        "UPDATE budget SET epsilon=100",
-        "DELETE FROM budget",
-    ],
-)
-def test_t_41_rows_can_neither_be_changed_nor_deleted(tmp_path: Path, statement: str) -> None:
-    ledger = made(tmp_path)
-    spend(ledger, 0)
+@pytest.mark.parametrize("statement", ["UPDATE event SET state='RELEASED_UNUSED'", "DELETE FROM event"])
+def test_t_41_events_can_neither_be_changed_nor_deleted(tmp_path: Path, statement: str) -> None:
+    spend(made(tmp_path), 0)
     with sqlite3.connect(tmp_path / "ledger.db") as db, pytest.raises(sqlite3.IntegrityError, match="append-only"):
         db.execute(statement)
 
@@ -252,16 +239,3 @@ def test_a_lower_budget_keeps_what_is_spent(tmp_path: Path) -> None:
 def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
     made(tmp_path)
     assert stat.S_IMODE((tmp_path / "ledger.db").stat().st_mode) == 0o600
-
-
-def test_a_full_disk_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = made(tmp_path)
-
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(Ledger, "write_event", full)
-    with pytest.raises(sqlite3.OperationalError):
-        ledger.reserve("isic/center3", task(0), ROUND)
-    monkeypatch.undo()
-    assert ledger.status("isic/center3").spent_rdp == 0

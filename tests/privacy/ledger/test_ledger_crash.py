@@ -20,7 +20,7 @@ from fl_core.rounds.run_setup import RunSetup
 from privacy.accounting.accountant import Mechanism, aggregated
 from privacy.accounting.release_plan import Release
 from privacy.compiled_run import CompiledRun
-from privacy.ledger import hash_chain
+from privacy.ledger import event_chain
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from privacy.ledger.run_ledger import RunLedger
@@ -75,7 +75,7 @@ def killed_before(statement: int) -> Callable[[], int]:
         db.set_trace_callback(watch)
         return db
 
-    hash_chain.sqlite3.connect = connect  # type: ignore[attr-defined]  # of this process, which ends here
+    event_chain.sqlite3.connect = connect  # type: ignore[attr-defined]  # of this process, which ends here
     return lambda: seen
 
 

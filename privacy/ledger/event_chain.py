@@ -1,0 +1,292 @@
+"""An append-only SQLite file whose events are chained by HMAC-SHA256 under a key outside it.
+
+Uses sqlite3 itself, unlike the services' databases: the schema is SQL for auditors, with triggers that keep it
+append-only, and every connection waits for the disk (synchronous=EXTRA).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_core.errors import StateError
+from privacy.ledger import key as ledger_key
+from service_core.storage.disk import disk_error
+from service_core.storage.migration import migrate
+
+FIRST_VERSION = 2
+"""That of Consilium 0.1.0: no older file is opened."""
+SCHEMA_VERSION = 3
+_CHAIN_VERSION = "2"
+"""Of how events are chained, part of the chain's key; a later version of the schema leaves it as it is."""
+_TABLES = ("meta", "event", "unit_digest")
+GENESIS = "0" * 64
+_FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
+"""What `meta` holds; unkeyed is 0. The key of the chain is made of all but the version."""
+_BUSY_S = 60.0
+_OF_DISK = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")
+_PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", *_OF_DISK)
+"""Errors that say nothing against the file."""
+
+
+class Event(NamedTuple):
+    """One event as the file has it; entry: what it moves, None where it is about no entry."""
+
+    seq: int
+    entry: str | None
+    subject: str
+    state: str
+    detail: str
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHead:
+    """The end of the chain of events: number of the last one and its hash."""
+
+    seq: int
+    hash: str
+
+    def __str__(self) -> str:
+        return f"{self.seq} {self.hash}"
+
+
+START = ChainHead(0, GENESIS)
+
+
+class EventChain:
+    """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
+
+    Guarantees: what a transaction wrote is on the disk when it ends; an event that was changed, removed from the middle
+    or written without the key is found by `follow`.
+    """
+
+    def __init__(self, file: Path, key: Path | None = None) -> None:
+        """Open, make or migrate the file.
+
+        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-STATE-22 on one of a newer
+        version, from before the first one, or of another form.
+        """
+        self.file, self.key_file = file, key or ledger_key.beside(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+        with self.damage():
+            self._migrate()
+            with self.reading() as db:
+                facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
+            if set(facts) != set(_FACTS):
+                raise self.changed(f"table meta holds {sorted(facts)}, not {sorted(_FACTS)}")
+            self.secret = ledger_key.require(self.key_file)
+            self.units_key = facts["key"].encode()
+            self._mac_key = derived(self.secret, facts)
+
+    def changed(self, what: str) -> StateError:
+        return StateError(
+            "E-BUDGET-07",
+            f"the ledger {self.file.name} was changed, or {self.key_file.name} is not its key: {what}; nothing is "
+            "trained until it is restored from a backup",
+        )
+
+    def follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[Event, ChainHead]]:
+        """Yield the events after a checked head, each with its own head.
+
+        Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-08 when the head itself is gone.
+        """
+        if after.seq:
+            row = db.execute("SELECT hash FROM event WHERE seq=?", (after.seq,)).fetchone()
+            if row is None or row[0] != after.hash:
+                raise rolled_back(after.seq, head_of(db).seq)
+        rows = db.execute(
+            "SELECT seq, entry, subject, state, detail, created_at, prev_hash, hash FROM event WHERE seq>? "
+            "ORDER BY seq",
+            (after.seq,),
+        )
+        head = after
+        for *fields, previous, found in rows:
+            event = Event(*fields)
+            right = keyed_hash(self._mac_key, head.hash, event) if event.seq == head.seq + 1 else None
+            if previous != head.hash or found != right:
+                raise self.changed(f"event {head.seq + 1} does not follow from event {head.seq}")
+            head = ChainHead(event.seq, found)
+            yield event, head
+
+    def write(
+        self, db: sqlite3.Connection, entry: str | None, subject: str, state: str, detail: str, time: str = ""
+    ) -> None:
+        """Append an event within a transaction; entry: what it moves, None where it is about no entry."""
+        head = head_of(db)
+        event = Event(head.seq + 1, entry, subject, state, detail, time or now())
+        db.execute(
+            "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",
+            (*event, head.hash, keyed_hash(self._mac_key, head.hash, event)),
+        )
+
+    # ---- the file -----------------------------------------------------------------------------------------------
+
+    def _migrate(self) -> None:
+        with self.reading() as db:
+            if schema_version(db) == 0:
+                ledger_key.obtain(self.key_file)  # on the disk before a file that needs it
+            migrate(
+                db,
+                _create,
+                FIRST_VERSION,
+                (_rebuild,),
+                _TABLES,
+                version=schema_version,
+                set_version=_set_version,
+            )
+
+    @contextmanager
+    def damage(self) -> Iterator[None]:
+        """Raise E-BUDGET-07 in place of SQLite's own error on a file that it cannot read; passing errors stay."""
+        try:
+            yield
+        except (sqlite3.DatabaseError, KeyError, ValueError) as error:
+            if getattr(error, "sqlite_errorname", "").startswith(_PASSING):
+                raise
+            raise self.changed(f"SQLite cannot read it ({error})") from error
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        db = sqlite3.connect(self.file, timeout=_BUSY_S, isolation_level=None)
+        try:
+            db.execute("PRAGMA synchronous=EXTRA")
+            yield db
+        finally:
+            db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction; raises UnavailableError (E-STATE-63) when the disk takes nothing: nothing was written."""
+        with self._disk(), self.reading() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+            except BaseException:
+                if db.in_transaction:  # SQLite ends it itself when the disk is full
+                    db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            name = str(getattr(error, "sqlite_errorname", ""))
+            if not name.startswith(_OF_DISK):
+                raise
+            raise disk_error(self.file, name == "SQLITE_FULL", f"{name}: {error}") from error
+
+
+def keyed_hash(key: bytes, previous: str, event: Event) -> str:
+    text = json.dumps([previous, *event], separators=(",", ":"))
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def head_of(db: sqlite3.Connection) -> ChainHead:
+    row = db.execute("SELECT seq, hash FROM event ORDER BY seq DESC LIMIT 1").fetchone()
+    return ChainHead(int(row[0]), str(row[1])) if row else START
+
+
+def derived(secret: bytes, facts: dict[str, str]) -> bytes:
+    """Derive the key of the chain: it depends on all other facts of the file, so none can be changed."""
+    text = json.dumps(["chain", _CHAIN_VERSION, *(facts[name] for name in _FACTS[1:])]).encode()
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def schema_version(db: sqlite3.Connection) -> int:
+    """Return the version that a file names, 0 of one without facts; raises KeyError or ValueError on wrong ones."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+        return 0
+    return int(dict(db.execute("SELECT key, value FROM meta"))["schema_version"])
+
+
+def _set_version(db: sqlite3.Connection, version: int) -> None:
+    db.execute("UPDATE meta SET value=? WHERE key='schema_version'", (str(version),))
+
+
+def _create(db: sqlite3.Connection) -> None:
+    for statement in statements():
+        db.execute(statement)
+    facts = (str(SCHEMA_VERSION), secrets.token_hex(16), secrets.token_hex(32), "0")
+    db.executemany("INSERT INTO meta VALUES(?,?)", zip(_FACTS, facts, strict=True))
+
+
+def _rebuild(db: sqlite3.Connection) -> None:
+    """Make all tables and views anew around what a ledger is: its events and the digests of its units."""
+    kept = {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in _TABLES}  # noqa: S608  # our own names
+    for kind, name in db.execute("SELECT type, name FROM sqlite_master WHERE type IN('view','table')").fetchall():
+        if not name.startswith("sqlite_"):
+            db.execute(f'DROP {kind} "{name}"')
+    of_triggers = [statement for statement in statements() if statement.startswith("CREATE TRIGGER")]
+    for statement in statements():
+        if statement not in of_triggers:
+            db.execute(statement)
+    for name, rows in kept.items():
+        for row in rows:
+            db.execute(f"INSERT INTO {name} VALUES({','.join('?' * len(row))})", row)
+    for statement in of_triggers:  # afterwards: each event would look through all before it
+        db.execute(statement)
+
+
+def schema_differences(db: sqlite3.Connection) -> Iterator[str]:
+    """Name what of the schema was added, changed or removed."""
+    found, right = _schema_of(db), _schema()
+    for key in sorted({*found, *right}):
+        if found.get(key) != right.get(key):
+            how = "is missing" if key not in found else "was changed" if key in right else "was added"
+            yield f"{key[0]} {key[1]} {how}"
+
+
+@cache
+def _schema() -> Mapping[tuple[str, str], tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        for statement in statements():
+            db.execute(statement)
+        return _schema_of(db)
+
+
+def _schema_of(db: sqlite3.Connection) -> dict[tuple[str, str], tuple[str, str]]:
+    rows = db.execute("SELECT type, name, tbl_name, coalesce(sql,'') FROM sqlite_master")
+    # Between words any white space is the same SQL: a schema that is only laid out anew is no change.
+    return {(str(kind), str(name)): (str(table), " ".join(str(sql).split())) for kind, name, table, sql in rows}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+def statements() -> Sequence[str]:
+    """Split the schema into statements: a trigger holds semicolons of its own."""
+    found, pending = [], ""
+    for line in files("privacy.ledger").joinpath("schema.sql").read_text().splitlines():
+        if line.startswith("--"):
+            continue
+        pending += line + "\n"
+        if sqlite3.complete_statement(pending):
+            found.append(pending)
+            pending = ""
+    return found
+
+
+def rolled_back(seen: int, own: int) -> StateError:
+    return StateError(
+        "E-BUDGET-08",
+        f"expected a ledger that goes on after event {seen}, found one that ends at {own}: an older copy "
+        "was put back; nothing is trained until the newer one is restored",
+    )
