@@ -97,7 +97,7 @@ class LeadClient:
         size, best, since, damaged = file.stat().st_size, -1, time.monotonic(), 0
         while True:
             try:
-                have = self._open_weights(digest, size)
+                have = self._call(self._lead.OpenWeights, pb.OpenWeightsRequest(digest=digest, size=size)).have
                 if have >= size:
                     return
                 if have > best:
@@ -114,17 +114,6 @@ class LeadClient:
                 if time.monotonic() - since > _WATCH_PATIENCE_S:
                     raise
                 threading.Event().wait(_WATCH_RETRY_S)
-
-    def _open_weights(self, digest: str, size: int) -> int:
-        try:
-            return self._call(self._lead.OpenWeights, pb.OpenWeightsRequest(digest=digest, size=size)).have
-        except FederationError as error:
-            cause = error.__cause__
-            if not isinstance(cause, grpc.Call) or cause.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            raise ProtocolError(
-                "E-WIRE-01", "expected a service that takes weights, found an older one: upgrade the coordinator"
-            ) from error
 
     def submit(self, spec_json: str, request_id: str, start_from: str = "") -> pb.RunInfo:
         """Submit a configuration. start_from: the id of a run whose last model it starts from."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 CONFIG, MANIFEST, SUMMARY, MODEL, PLOT = "config.yaml", "manifest.json", "summary.json", "model.safetensors", "plot.png"
 HISTORY, PARQUET = "history", "*.parquet"
-_EARLIER_NAMES = {"auc_macro": "macro_auc"}
 _LARGEST = 64 << 20
 """Bytes of a file of results that is read back; ours are far smaller."""
 
@@ -230,8 +229,7 @@ def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -
 
 def typed(row: Mapping[str, str]) -> dict[str, object]:
     """Give a row of history.csv its types back."""
-    measure = _EARLIER_NAMES.get(row["measure"], row["measure"])
-    found: dict[str, object] = {**row, "round": int(row["round"]), "measure": measure}
+    found: dict[str, object] = {**row, "round": int(row["round"])}
     return found | {name: float(row[name]) if row[name] else None for name in ("value", "low", "high")}
 
 

@@ -68,12 +68,6 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedcd": FedCD,
 }
 
-_WRITTEN: Mapping[str, Mapping[str, Option]] = {
-    "fedgela": {"logit_scale": 30.0},
-    "fedmr": {"intra": "paper", "mu1": 1e-5, "mu2": 0.1},
-}
-"""First defaults of options whose default has changed since: what a manifest means that leaves the option out."""
-
 
 def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     """Make a method from its registered name and options.
@@ -82,14 +76,6 @@ def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     with the nearest valid name or the expected type; E-CFG-02 on a value out of range.
     """
     return read_options(method_class(name), name, options)
-
-
-def build_written(name: str, options: Mapping[str, object]) -> FedAvg:
-    """Make the method of a manifest, which means for ever what it meant when it was written; raises as `build_method`.
-
-    Manifests that are made now name all options (`all_options`).
-    """
-    return build_method(name, {**_WRITTEN.get(name, {}), **options})
 
 
 def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:

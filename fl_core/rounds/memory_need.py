@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fl_core.errors import RefusedError
-from fl_core.methods import build_written
+from fl_core.methods import build_method
 from fl_core.models import describe
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.silo_round import SiloRuntime, measure_global
@@ -53,7 +53,7 @@ def require_memory(
     facts = describe(model.name, schema, model.options)
     gradients = _FLOAT * facts.parameters
     kept = {"adam": 2 * gradients}.get(train.optimizer, gradients if train.momentum else 0)
-    own = _FLOAT * build_written(method.name, method.options).own_numbers(len(schema.classes), facts.feature_dim)
+    own = _FLOAT * build_method(method.name, method.options).own_numbers(len(schema.classes), facts.feature_dim)
     training, carried = facts.state_bytes + gradients + kept, 2 * facts.state_bytes + own
     on = {device: training, memory.CPU: carried} if device.type == "cuda" else {memory.CPU: training + carried}
     what = f"{model.name} with {facts.parameters:,} parameters, trained by {method.name} (data and activations apart)"

@@ -6,7 +6,6 @@ import re
 
 from fl_core import errors
 from fl_core.errors import FederationError
-from fl_core.errors.catalogue import current
 
 _STATUS: tuple[tuple[type[FederationError], str], ...] = (
     (errors.RefusedError, "PERMISSION_DENIED"),
@@ -43,14 +42,11 @@ def _fitting(text: str) -> str:
 
 
 def from_status(status: str, details: str | None) -> FederationError:
-    """Rebuild the error that the other side raised; without a code it is E-NET-01 (unavailable) or E-WIRE-10.
-
-    A side of an earlier version may know the error under an earlier code.
-    """
+    """Rebuild the error that the other side raised; without a code it is E-NET-01 (unavailable) or E-WIRE-10."""
     match = re.match(r"(E-[A-Z]+-\d\d): (.*)", details or "", re.DOTALL)
     if match is None:
         if status in RETRY:
             return errors.UnavailableError("E-NET-01", f"the other side does not answer ({status}): {details}")
         return errors.ProtocolError("E-WIRE-10", f"the other side answered {status}: {details}")
     kinds: dict[str, type[FederationError]] = {name: kind for kind, name in reversed(_STATUS)}
-    return kinds.get(status, errors.UnavailableError)(current(match[1]), match[2])
+    return kinds.get(status, errors.UnavailableError)(match[1], match[2])

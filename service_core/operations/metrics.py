@@ -18,7 +18,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fl_core.errors.catalogue import EXPLANATIONS, current
+from fl_core.errors.catalogue import EXPLANATIONS
 from service_core.console import printable
 from service_core.pki.identity import identity_of
 from service_core.pki.parsing import parse_certificate
@@ -109,8 +109,7 @@ def new_registry() -> CollectorRegistry:
 
 def code_label(code: str) -> str:
     """Return an error code as a label: one of the catalogue's, or `other`."""
-    found = current(code)
-    return found if found in EXPLANATIONS else "other"
+    return code if code in EXPLANATIONS else "other"
 
 
 def bounded(values: Sequence[T]) -> tuple[Sequence[T], int]:

@@ -155,8 +155,7 @@ class GenerationFile:
     def require(self, db: sqlite3.Connection, contents: Callable[[], int]) -> None:
         """Raise StateError (E-STATE-23) unless the database is as new as what lies beside it.
 
-        contents: how many objects there are that a database must know, where one is new. A database from before
-        generations were counted is taken as it is.
+        contents: how many objects there are that a database must know, where one is new.
         """
         noted, found = self.read(), generation_of(db)
         if noted is None and found is not None and found.number > 1:
@@ -168,7 +167,7 @@ class GenerationFile:
                 raise self._behind(f"found none, or an empty one, beside {number} stored files")
             return
         if found is None:
-            raise self._behind(f"found one of an older version, where generation {noted.number} was")
+            raise self._behind(f"found another file, where generation {noted.number} was")
         if found.incarnation != noted.incarnation:
             raise self._behind("found one of another home, or from before a restoration")
         if found.number < noted.number:
@@ -231,7 +230,7 @@ def _size(database: Path, end: str) -> int:
 
 
 def generation_of(db: sqlite3.Connection) -> Generation | None:
-    """Read the generation of a database; None in a new one, and in one from before they were counted."""
+    """Read the generation of a database; None in a new one."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (TABLE,)).fetchone():
         return None
     row = db.execute(READ).fetchone()

@@ -87,7 +87,7 @@ def _unprotected_updates(silo_home: Home) -> list[UnprotectedUpdate]:
 
 @app.command()
 def verify(home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """Compute the ledger anew from its events, and name every row, view, trigger or budget that differs from them.
+    """Compute the ledger anew from its events, and name every table, view, trigger or unit that differs from them.
 
     Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
     """

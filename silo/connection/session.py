@@ -11,7 +11,6 @@ from typing import Protocol
 import grpc
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError, UnavailableError
-from fl_core.errors.catalogue import current
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from silo.connection.retry import Pace, passing, to_federation_error
@@ -211,7 +210,7 @@ def pulse_period(asked: float, floor: float) -> float:
 
 def _refusal(refusal: pb.Refusal) -> FederationError:
     """Read a refusal: one about the network will pass, one about the protocol or an identity will not."""
-    code = current(refusal.code) or "E-WIRE-10"
+    code = refusal.code or "E-WIRE-10"
     if code.startswith("E-NET"):
         return UnavailableError(code, refusal.reason)
     return passing((ProtocolError if code.startswith("E-WIRE") else RefusedError)(code, refusal.reason))

@@ -365,7 +365,7 @@ class AuditTrail:
         """Keep the end of the coordinator's log that came with a receipt; emit what is wrong with it."""
         message = pb.Receipt.FromString(receipt)
         if not message.HasField("log_head"):
-            return  # of a coordinator of an earlier version
+            return  # it has written none yet
         try:
             head = log_heads.of_message(message.log_head, self.coordinator, self.identity.authority_pem())
             if wrong := self.recorder.keep(head):

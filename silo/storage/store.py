@@ -7,7 +7,6 @@ receipt is here), `close` (the state is committed or discarded, the outbox entry
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -158,18 +157,11 @@ class Store:
             return _drop_lapsed(db, but=run_id)
 
     def fix_data(self, run_id: str, version: str) -> bool:
-        """Note the version of the data that a run begins with; return whether this is the one that was noted.
-
-        Earlier versions of the software noted the fingerprint alone, which comes before the colon of a version.
-        """
+        """Note the version of the data that a run begins with; return whether this is the one that was noted."""
         this = run_data.c.run_id == run_id
         with self.database.write() as db:
             db.execute(upsert(run_data).values(run_id=run_id, fingerprint=version).on_conflict_do_nothing())
-            noted = db.scalar(select(run_data.c.fingerprint).where(this))
-            if noted == version.partition(":")[0]:
-                db.execute(update(run_data).where(this).values(fingerprint=version))
-                return True
-            return noted == version
+            return db.scalar(select(run_data.c.fingerprint).where(this)) == version
 
     def manifest_of(self, run_id: str) -> str | None:
         with self.database.read() as db:
@@ -506,15 +498,10 @@ def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
 
 
 def _evaluation(raw: Mapping[str, Any]) -> Evaluation:
-    """Read an evaluation; earlier versions wrote down no noise, and what is no count had some."""
-    clinical = raw.get("clinical")  # which earlier versions did not measure
-    found = Evaluation(
+    return Evaluation(
         tuple(raw["classes"]),
         tuple(raw["correct"]),
         tuple(raw["examples"]),
-        clinical=clinical and ClinicalMetrics.of(clinical),
+        noise=raw["noise"] and EvaluationNoise(**raw["noise"]),
+        clinical=raw["clinical"] and ClinicalMetrics.of(raw["clinical"]),
     )
-    if "noise" not in raw:
-        counts = all(float(v).is_integer() for v in (*found.correct, *found.examples))
-        return found if counts else replace(found, noise=EvaluationNoise(math.inf))
-    return replace(found, noise=raw["noise"] and EvaluationNoise(**raw["noise"]))

@@ -125,7 +125,7 @@ def test_a_path_is_in_no_configuration_that_is_sent_and_a_service_refuses_one(tm
     with pytest.raises(ConfigError, match=r"E-CFG-02.*by their digest"):
         manifest_from(spec, ["a", "b"])
     plain = compose_spec(SMALL)
-    no_keys = {"weights", "weights_file", "weights_source"}  # that an older service knows
+    no_keys = {"weights", "weights_file", "weights_source"}
     assert not no_keys & set(json.loads(plain.to_json()))
     assert weights.take(plain) == (plain, None)
 

@@ -20,7 +20,7 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.lead.curves import MEASURES
 from coordinator.simulate import results, runner
 from coordinator.simulate.job import SimulationJob
-from coordinator.simulate.results import ResultFolder, typed
+from coordinator.simulate.results import ResultFolder
 from coordinator.simulate.sweep import SweepTable, folder_name, swept
 from fl_core.errors import ConfigError, StateError
 from fl_core.models import build_model
@@ -222,16 +222,11 @@ def test_the_command_says_where_the_results_are(tmp_path: Path, capsys: pytest.C
     assert torch.isfinite(load_file(tmp_path / "x/model.safetensors")["head.weight"]).all()
 
 
-def test_the_macro_auc_has_one_name_everywhere_and_an_earlier_ones_files_are_read() -> None:
+def test_the_macro_auc_has_one_name_everywhere() -> None:
     found = ClinicalMetrics(((1, 0), (0, 1)), (Range(0.5, 1.0), Range(0.5, 1.0)), ())
     assert found.facts()["macro_auc"] == found.macro_auc.middle == 0.75
     assert found.facts()["macro_auc_range"] == [0.5, 1.0]
     assert "macro_auc" in MEASURES
-    earlier = {"round": "3", "measure": "auc_macro", "class": "", "value": "0.75", "low": "0.5", "high": ""}
-    assert typed(earlier) == {
-        **{"round": 3, "measure": "macro_auc", "class": ""},
-        **{"value": 0.75, "low": 0.5, "high": None},
-    }
 
 
 def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_is_there(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,20 +12,18 @@ import pytest
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from fl_core.aggregation import options as aggregators
-from fl_core.methods import METHODS, build_method, build_written
+from fl_core.methods import METHODS, build_method
 from fl_core.models import MODELS, model_options
-from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import TrainConfig
 from privacy.profiles import PROFILES
-from tests.support.federations import manifest
 
 WRITTEN = json.loads((Path(__file__).parents[2] / "data/written_defaults.json").read_text())
 """What every option means where a manifest leaves it out. A new option gets a line here: the value that does what the
-software did without it. A line is never changed: a default that changes goes to the list `_WRITTEN` of its registry."""
+software did without it. A line is never changed: a default that changes goes to a list as of aggregators."""
 
 READ: dict[str, Callable[[str], object]] = {
-    "method": lambda name: build_written(name, {}),
+    "method": lambda name: build_method(name, {}),
     "model": lambda name: model_options(name, {}),
     "aggregator": lambda name: aggregators.read_written(name, {}),
     "privacy": lambda name: PROFILES[name].read({}),
@@ -44,14 +42,6 @@ def test_every_entry_of_every_registry_has_its_frozen_defaults() -> None:
 @pytest.mark.parametrize(("group", "name"), [(g, n) for g, names in WRITTEN.items() for n in names])
 def test_what_a_manifest_leaves_out_has_its_frozen_meaning(group: str, name: str) -> None:
     assert plain(READ[group](name)) == WRITTEN[group][name]
-
-
-def test_an_older_manifest_trains_by_the_defaults_of_its_time() -> None:
-    frame = replace(manifest(), method=NamedOptions("fedgela", {"adapt": False}))
-    run = RunSetup.of(RunManifest.from_json(frame.to_json()))
-    assert run.method == build_method("fedgela", {"adapt": False, "logit_scale": 30.0})
-    reshaped = RunSetup.of(replace(manifest(), method=NamedOptions("fedmr", {"mu2": 0.5}))).method
-    assert reshaped == build_method("fedmr", {"intra": "paper", "mu1": 1e-5, "mu2": 0.5})
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

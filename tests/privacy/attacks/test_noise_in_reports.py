@@ -133,14 +133,3 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
 
 def test_an_ablation_writes_withheld_and_no_check_holds_on_it() -> None:
     assert ablation_table._cell(Estimate.of([0.5, math.nan])) == "withheld"
-
-
-def test_numbers_of_an_earlier_version_that_are_no_counts_are_withheld(tmp_path: Path) -> None:
-    """It wrote down no noise; what a hospital of a private run kept then is no accuracy now."""
-    from silo.storage.store import _evaluation
-
-    old = {"classes": ["a"], "correct": [30.3], "examples": [39.1]}
-    assert evaluation_summary.estimate(_evaluation(old)).withheld
-    assert evaluation_summary.overall(_evaluation(old | {"correct": [30.0], "examples": [39.0]})).startswith(
-        "30/39 76.92"
-    )

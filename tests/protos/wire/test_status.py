@@ -1,4 +1,4 @@
-"""An error crosses the wire as the status of a call, also from a side of an earlier version."""
+"""An error crosses the wire as the status of a call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ def test_what_the_caller_got_wrong_comes_back_as_one_kind() -> None:
     assert type(from_status(*to_status(ConfigError("E-CFG-02", "found 0")))) is type(
         from_status(*to_status(ProtocolError("E-CFG-02", "found 0")))
     )
-
-
-def test_a_code_of_an_earlier_version_is_read_as_todays() -> None:
-    assert from_status("INVALID_ARGUMENT", "E-WIRE-03: expected the chunk at 0").code == "E-WIRE-04"
 
 
 def test_an_answer_without_a_code_is_retried_where_that_can_help() -> None:

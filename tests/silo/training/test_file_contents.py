@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import DataError
-from silo.storage.store import Store
 from silo.training import trainer
 from silo.training.trainer import FileContents
 from tests.support import until
@@ -116,15 +115,3 @@ def test_a_file_that_is_gone_is_said_with_its_code(files: list[Path]) -> None:
     files[0].unlink()
     with pytest.raises(DataError, match="E-DATA-04"):
         FileContents().digest(files)
-
-
-def test_a_run_that_began_under_earlier_software_goes_on_and_is_held_to_its_contents_from_then_on(
-    tmp_path: Path,
-) -> None:
-    store = Store(tmp_path / "silo.db")
-    assert store.fix_data("run-1", "abc")  # as it was noted: the fingerprint alone
-    assert store.fix_data("run-1", "abc:1")
-    assert not store.fix_data("run-1", "abc:2")
-    assert not store.fix_data("run-1", "abd:1")
-    assert store.fix_data("run-1", "abc:1")
-    store.close_database()
