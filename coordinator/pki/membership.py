@@ -10,9 +10,9 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.pki.authority import Authority, Invitation
+from coordinator.storage.members import CLOCK_SKEW_S
 from coordinator.storage.records import Certificate, InvitationRow, Silo
 from coordinator.storage.store import Store
-from coordinator.storage.succession import CLOCK_SKEW_S
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates

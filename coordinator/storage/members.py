@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Integer, delete, func, insert, literal_column, select, update
+from sqlalchemy import Connection, Integer, Table, delete, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import Certificate, DataOffer, InvitationRow, Lead, MembershipStatus, Silo
@@ -23,12 +23,15 @@ from coordinator.storage.schema import (
     row_values,
     silos,
 )
-from coordinator.storage.succession import CLOCK_SKEW_S, renewed_at, why_revoked
 from fl_core.errors import RefusedError
 from service_core.pki.identity import PeerCertificate
 from service_core.pki.roster import Revocation, Roster, SignedRoster
 from service_core.storage.sqlite import Database, rows_at_once
 
+GRACE_S = 30.0
+"""For so long after its successor was first used a certificate still counts: calls that were under way may end."""
+CLOCK_SKEW_S = 3600.0
+"""A certificate that was issued later than this from now is from a clock that was wrong, and succeeds to nothing."""
 _ISO = "%Y-%m-%dT%H:%M:%S+00:00"
 _ALARM_EVERY_S = 60.0
 _KEPT_ROSTERS = 8
@@ -326,6 +329,29 @@ class MemberStore:
 _SILOS = select(silos, *(c.label(f"certificate_{c.name}") for c in certificates.c)).join(
     certificates, certificates.c.serial == silos.c.serial
 )
+
+
+def why_revoked(db: Connection, serial: str) -> str | None:
+    return db.scalar(select(revocations.c.reason).where(revocations.c.serial == serial))
+
+
+def renewed_at(db: Connection, table: Table, serial: str, name: str, now: float) -> float | None:
+    """Return since when a later certificate of this name is in use; None when none is, or not for long enough.
+
+    table: `certificates` or `leads`.
+    """
+    # SQLite numbers rows in the order of their making; two certificates may be of one second.
+    number = literal_column(f"{table.name}.rowid", Integer)
+    mine = table.alias("mine")
+    own = select(literal_column("mine.rowid", Integer)).select_from(mine).where(mine.c.serial == serial)
+    later = (
+        table.c.name == name,
+        table.c.first_used.is_not(None),
+        table.c.issued <= now + CLOCK_SKEW_S,
+        number > own.scalar_subquery(),
+    )
+    since = db.scalar(select(func.min(table.c.first_used)).where(*later))
+    return since if since is not None and not 0 <= now - since < GRACE_S else None
 
 
 def _revoke_certificate(db: Connection, serial: str, name: str, reason: str, now: float) -> bool:
