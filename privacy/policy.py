@@ -23,7 +23,7 @@ from fl_core.suggest import suggest
 from fl_core.types.clinical import CLINICAL
 from privacy import policy_file
 from privacy.accounting.accountant import Filter
-from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG, WITHDRAWN
+from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG
 from privacy.policy_file import closed
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Floors:
             rng=(self.rng, RNG),
         )
         for treatment in self.coupled:
-            validate.one_of("E-POLICY-01", "privacy", coupled=(treatment, (*COUPLED, WITHDRAWN)))
+            validate.one_of("E-POLICY-01", "privacy", coupled=(treatment, COUPLED))
 
 
 @dataclass(frozen=True, slots=True)

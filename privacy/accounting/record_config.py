@@ -9,8 +9,6 @@ from fl_core import validate
 from fl_core.converter import read_options
 
 COUPLED = ("split", "micro", "off")
-WITHDRAWN = "frozen"
-"""A treatment of earlier versions: their manifests and policies are still read, but no such run is planned."""
 RNG = ("secure", "test")
 TEST_DATA = ("private", "public")
 WEIGHTS = ("size", "uniform")
@@ -106,7 +104,7 @@ class RecordDpConfig(DpConfig):
             coupled_every=self.coupled_every,
         )
         validate.at_least("E-PRIV-20", "privacy", 0, min_count=self.min_count, max_per_unit=self.max_per_unit)
-        validate.one_of("E-PRIV-20", "privacy", coupled=(self.coupled, (*COUPLED, WITHDRAWN)))
+        validate.one_of("E-PRIV-20", "privacy", coupled=(self.coupled, COUPLED))
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> RecordDpConfig:

@@ -19,7 +19,7 @@ from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig
 from privacy.accounting.accountant import History, Mechanism, solve_noise
 from privacy.accounting.dry_run import dry_run, treatment
-from privacy.accounting.record_config import COUPLED, WITHDRAWN, RecordDpConfig
+from privacy.accounting.record_config import RecordDpConfig
 from privacy.mechanisms.noise import grid
 
 TRAIN, TEST = "train", "test"
@@ -118,12 +118,6 @@ class ReleasePlan:
                 "E-PRIV-16",
                 f"method {method.name} sums over examples what no bound is known for: choose a method whose releases "
                 "are deltas, class counts and prototypes",
-            )
-        if method.coupling is Coupling.BATCH and terms.coupled == WITHDRAWN:
-            raise RefusedError(
-                "E-PRIV-16",
-                f"expected privacy.coupled of {COUPLED}, found {terms.coupled!r}, which this version no longer has: "
-                f"method {method.name} has a loss that mixes examples, set privacy.coupled=split or micro",
             )
         return cls(
             terms,

@@ -244,12 +244,6 @@ def test_impossible_terms_are_refused(wrong: dict[str, object]) -> None:
         RecordDpConfig.of(wrong)
 
 
-def test_a_withdrawn_treatment_is_read_and_not_planned_for_a_loss_that_mixes() -> None:
-    assert plan_of(RecordDpConfig(coupled="frozen")).steps_per_call  # fedavg's loss does not mix
-    with pytest.raises(RefusedError, match=r"E-PRIV-16.*no longer"):
-        plan_of(RecordDpConfig(coupled="frozen"), method="fedmr", mu1=1e-4, mu2=0.0)
-
-
 @pytest.mark.parametrize("method", ["fedprox", "feddc", "fedrod"])
 def test_clip_norm_touches_the_same_terms_of_private_and_plain_data(
     method: str, monkeypatch: pytest.MonkeyPatch
