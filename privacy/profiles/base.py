@@ -17,7 +17,7 @@ from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
 from fl_core.training.local_data import PlainLocalData, eval_batch
 from fl_core.types.clinical import BASIC, CLINICAL
-from fl_core.types.interfaces import DataFactory, LocalData, Method
+from fl_core.types.interfaces import DataFactory, LocalData, Method, RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Layout, RoundContext
 from privacy.accounting import ranges
@@ -208,7 +208,7 @@ class PrivacyProfile(ABC):
     def made_up_data(self, index: int, number: int, context: RoundContext, device: torch.device) -> LocalData:
         """Open so many examples that are nobody's, for one step of training as it is done under this profile."""
         examples, train = MadeUpExamples(self.run.manifest.schema, number), self.run.manifest.train
-        return PlainLocalData(examples, examples, one_step(train, number), context, device)
+        return PlainLocalData(RoundData(examples, examples, one_step(train, number), context, device))
 
     @abstractmethod
     def check_terms(self, floors: Floors) -> None:

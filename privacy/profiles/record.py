@@ -19,9 +19,8 @@ from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.training import optimizers
 from fl_core.types.enums import Capability
-from fl_core.types.interfaces import DataFactory, LocalData, Method
-from fl_core.types.records import TrainConfig
-from fl_core.types.values import Examples, Progress, RoundContext
+from fl_core.types.interfaces import DataFactory, LocalData, Method, RoundData
+from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_prv, epsilon_rdp
 from privacy.accounting.dry_run import dry_run
 from privacy.accounting.record_config import RecordDpConfig
@@ -41,7 +40,6 @@ from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 if TYPE_CHECKING:
-    from privacy.mechanisms.record.private_data import DpSgdLocalData
     from privacy.policy import Floors, Policy
 
 CLASSES_SHOW = (
@@ -124,35 +122,14 @@ class RecordProfile(PrivateProfile):
         if min_count > plan.terms.min_count:
             plan = replace(plan, terms=replace(plan.terms, min_count=min_count))
 
-        def open_private(
-            train: Examples,
-            test: Examples,
-            config: TrainConfig,
-            context: RoundContext,
-            *,
-            device: torch.device | None = None,
-            progress: Progress | None = None,
-            public: Examples | None = None,
-        ) -> DpSgdLocalData:
+        def open_private(data: RoundData) -> LocalData:
             from privacy.mechanisms.record.private_data import DpSgdLocalData
 
-            training = context.round < rounds
-            first, has_public = log.cached("class counts") is None, public is not None and len(public) > 0
+            context, first = data.context, log.cached("class counts") is None
+            training, has_public = context.round < rounds, data.public is not None and len(data.public) > 0
             planned = plan.releases(context.round, training, context.prototypes, first, has_public)
             log.reserve(context.round, training, planned)
-            return DpSgdLocalData(
-                train,
-                test,
-                config,
-                context,
-                plan,
-                ReleaseAllowance(planned),
-                self._noise(context),
-                device=device,
-                log=log,
-                public=public,
-                progress=progress,
-            )
+            return DpSgdLocalData(data, plan, ReleaseAllowance(planned), self._noise(context), log)
 
         return with_prototype_filter(open_private, hidden, 0.0)
 
@@ -232,9 +209,8 @@ class RecordProfile(PrivateProfile):
         small = replace(plan, terms=terms, rates=rates, steps_per_call=tuple(needs.steps), closing_steps=())
         examples = MadeUpExamples(manifest.schema, number)
         planned = ReleaseAllowance(small.releases(context.round, True))
-        return DpSgdLocalData(
-            examples, examples, rates.train, context, small, planned, self._noise(context), device=device
-        )
+        data = RoundData(examples, examples, rates.train, context, device)
+        return DpSgdLocalData(data, small, planned, self._noise(context))
 
     def check_terms(self, floors: Floors) -> None:
         if self.terms.coupled not in floors.coupled:

@@ -14,16 +14,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import Guards
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.interfaces import DataFactory
-from fl_core.types.records import TrainConfig
-from fl_core.types.values import Examples, Layout, Progress, RoundContext
+from fl_core.types.interfaces import DataFactory, LocalData, RoundData
+from fl_core.types.values import Layout
 from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
 from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise
@@ -109,24 +106,10 @@ class SiloProfile(PrivateProfile):
         """Progress is reported without step numbers: how many steps a round has follows from the number of records."""
         rounds = self.run.manifest.rounds
 
-        def open_plain(
-            train: Examples,
-            test: Examples,
-            config: TrainConfig,
-            context: RoundContext,
-            *,
-            device: torch.device | None = None,
-            progress: Progress | None = None,
-            public: Examples | None = None,
-        ) -> PlainLocalData:
-            training = context.round < rounds
-            log.reserve(context.round, training, silo_releases(self.guard, training))
-
-            def without_steps(done: int, total: int) -> None:  # noqa: ARG001
-                if progress is not None:
-                    progress(0, 0)
-
-            return PlainLocalData(train, test, config, context, device, without_steps, public)
+        def open_plain(data: RoundData) -> LocalData:
+            progress, training = data.progress, data.context.round < rounds
+            log.reserve(data.context.round, training, silo_releases(self.guard, training))
+            return PlainLocalData(replace(data, progress=progress and (lambda *_: progress(0, 0))))
 
         return with_prototype_filter(open_plain, hidden, min_count)
 

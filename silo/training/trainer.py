@@ -33,7 +33,7 @@ from fl_core.training.local_data import has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
 from fl_core.types.enums import Coupling, TaskKind
-from fl_core.types.interfaces import DataFactory, LocalData
+from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.values import Bundle, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
@@ -370,14 +370,8 @@ class Trainer:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
             try:
-                data = prepared.data_factory(
-                    prepared.dataset.train,
-                    prepared.dataset.test,
-                    manifest.train,
-                    context,
-                    device=self.device,
-                    progress=progress,
-                )
+                train, test = prepared.dataset.train, prepared.dataset.test
+                data = prepared.data_factory(RoundData(train, test, manifest.train, context, self.device, progress))
             except RefusedError as error:
                 self._controls.record_refusal(key.run_id, error)
                 raise
