@@ -19,7 +19,7 @@ from torch import nn
 
 from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
-from fl_core.datasets import ImageLoader, SiloDataset
+from fl_core.datasets import DataRequest, ImageLoader, SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
@@ -58,14 +58,6 @@ RunRound = Callable[[SiloRuntime, State, State | None, LocalData, RoundContext, 
 """A silo's whole round: `fl_core.rounds.silo_round.run_silo_round`, or a benchmark's replacement."""
 
 
-class _Wanted(NamedTuple):
-    """What a run wants of the data; see `fl_core.datasets.Wanted`."""
-
-    classes: tuple[str, ...] | None
-    image_size: int | None
-    window: tuple[float, float] | None
-
-
 class DataSource:
     """The hospital's data, as each run wants it: its label space, image size and window.
 
@@ -86,23 +78,15 @@ class DataSource:
         self.typed = nominal_size is not None
         self._holds, self._published = holds, tuple[str, ...]()
         self._loader = loader
-        self._last: tuple[_Wanted, SiloDataset] | None = None
+        self._last: tuple[DataRequest, SiloDataset] | None = None
         self._contents, self._version = FileContents(), ""
 
-    def load(
-        self,
-        classes: tuple[str, ...] | None = None,
-        image_size: int | None = None,
-        window: tuple[float, float] | None = None,
-    ) -> SiloDataset:
+    def load(self, request: DataRequest = datasets.ANY) -> SiloDataset:
         """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
-        wanted = _Wanted(classes, image_size, window)
-        if self._last is None or self._last[0] != wanted:
-            loaded = datasets.load(
-                str(self.reference), data_root=self._data_root, loader=self._loader, **wanted._asdict()
-            )
-            self._last, self._version = (wanted, loaded), ""
-            if classes is None:
+        if self._last is None or self._last[0] != request:
+            loaded = datasets.load(str(self.reference), request, data_root=self._data_root, loader=self._loader)
+            self._last, self._version = (request, loaded), ""
+            if request.classes is None:
                 self._published = loaded.schema.classes
         return self._last[1]
 
@@ -133,8 +117,8 @@ class DataSource:
         """Forget what was loaded where its files are others by now; return whether they are."""
         if self._last is None or not hasattr(self._last[1].train, "paths"):
             return False  # what is in memory cannot change
-        wanted, loaded = self._last
-        now = datasets.check(str(self.reference), data_root=self._data_root, **wanted._asdict())
+        request, loaded = self._last
+        now = datasets.check(str(self.reference), request, data_root=self._data_root)
         if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
             return False
         self._last, self._version, self._published = None, "", ()
@@ -310,7 +294,7 @@ class Trainer:
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
-            dataset = self._data.load(manifest.schema.classes, manifest.image_size, manifest.schema.window)
+            dataset = self._data.load(DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window))
             if run.private:
                 self._controls.require_declared(dataset, self._data.declared_classes)
             data_version = self._data.version()
