@@ -21,7 +21,6 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
-from fl_core.training import optimizers
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
 from fl_core.types.columns import Column
 from fl_core.types.interfaces import Method
@@ -96,7 +95,6 @@ def manifest_from(
     named by its weights alone: who has them completes it.
     """
     schema = schema_of(spec)
-    optimizers.check(spec.train)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names)
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)

@@ -299,7 +299,7 @@ def run(
     spent = compiled.profile.report([log.releases for log in logs])
     result = Result(
         manifest,
-        compiled.profile.result_noise(),
+        compiled.profile.noise(),
         history.records,
         tensor_maps.digest(final["w"]),
         server=final,

@@ -40,6 +40,7 @@ from privacy.accounting.record_config import round_to_two_digits
 from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.class_sums import PrivacyUnits
+from privacy.profiles.base import MadeUpStep
 from protos.wire.tasks import TaskKey
 from service_core.storage.digests import file_digest
 from service_core.version import version
@@ -198,21 +199,16 @@ class PreparedRun:
         self.require_memory()
 
     @cached_property
-    def step_memory(self) -> StepMemory:
+    def step_memory(self) -> tuple[MadeUpStep, StepMemory]:
         run, manifest = self.run, self.run.manifest
         guard_parts = adaptive_guards.groups(self.runtime.guards)
         msg = adaptive_guards.method_state(run.method.broadcast(run.initial_state()), guard_parts)
         cohort = manifest.cohort or len(manifest.members)
         public = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, cohort)
         context = public.for_silo(self.index, manifest.seed, self.submits)
+        step = run.profile.made_up_step(self.index, context, self.device)
         with _cpu_threads(manifest.threads):
-            return measure_step(
-                self.runtime,
-                msg,
-                lambda number: run.profile.made_up_data(self.index, number, context, self.device),
-                context,
-                self.device,
-            )
+            return step, measure_step(self.runtime, msg, step.opened, context, self.device)
 
     def require_memory(self) -> None:
         """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.
@@ -222,10 +218,10 @@ class PreparedRun:
         free = memory.free_memory(self.device)
         if free is None:
             return
-        step, rows = self.step_memory, self.run.profile.examples_at_once(self.index)
-        if (need := step.need(*rows)) <= free:
+        rows, step = self.step_memory
+        if (need := step.need(rows.training, rows.evaluating)) <= free:
             return
-        fitting = 0 if self.run.private else step.fitting(free, *rows)
+        fitting = 0 if self.run.private else step.fitting(free, rows.training, rows.evaluating)
         remedy = "choose a smaller model or smaller images"
         if self.ledger is not None and rows.training > 1:
             least = memory.mib(step.need(1, rows.evaluating))
@@ -437,7 +433,7 @@ def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:
         run.manifest.schema.classes,
         tuple(metrics.total["correct"].tolist()),
         tuple(metrics.weight.tolist()),
-        run.profile.own_noise(),
+        run.profile.noise().own,
         None if clinical is None else clinical_metrics(clinical),
     )
 

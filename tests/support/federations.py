@@ -231,7 +231,7 @@ def measured(run: CompiledRun) -> StepMemory:
     facts = len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, len(manifest.members)
     context = RoundContext(*facts).for_silo(0, manifest.seed)
     msg = run.method.broadcast(run.initial_state())
-    return measure_step(run.silo_runtime(), msg, lambda n: run.profile.made_up_data(0, n, context, cpu), context, cpu)
+    return measure_step(run.silo_runtime(), msg, run.profile.made_up_step(0, context, cpu).opened, context, cpu)
 
 
 def made(name: str) -> Method:

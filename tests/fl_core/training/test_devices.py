@@ -16,7 +16,6 @@ from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.training import optimizers
 from fl_core.training.devices import OnDevice
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
@@ -128,11 +127,6 @@ def test_examples_that_are_read_in_one_piece_cannot_be_augmented_on_the_device()
         data.sgd(build_model("digits_mlp", {}, SCHEMA, 0), FedAvg.loss)
     with pytest.raises(ConfigError, match=r"E-CFG-08.*MadeUp.*augment_on_device"):
         share.train.prepared(torch.zeros(1, *SCHEMA.shape))
-
-
-def test_augmentation_on_the_device_needs_augmentation() -> None:
-    with pytest.raises(ConfigError, match=r"E-CFG-02.*train.augment=true"):
-        optimizers.check(replace(TRAIN, augment_on_device=True))
 
 
 def test_no_augmentation_at_all_changes_nothing_of_what_is_stored() -> None:
