@@ -1,8 +1,8 @@
 """Checks of ranges, each in one line: `validate.positive("E-CFG-02", "fedprox", mu=self.mu)`.
 
 The name of an argument is the one in the message. Each check raises ConfigError with the code it is given. NaN is in no
-range, and infinity only where the name says so. Options of methods declare theirs in the types of their fields, which
-`declared` checks: `mu: NonNegative = 0.01`, `form: Literal["a", "b"] = "a"`.
+range, and infinity only where the name says so. Dataclasses of options declare theirs in the types of their fields,
+which `declared` checks: `mu: NonNegative = 0.01`, `form: Literal["a", "b"] = "a"`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ def between(code: str, owner: str, low: float, high: float, **numbers: float) ->
             raise _out_of_range(code, owner, name, f"a number from {low:g} to {high:g}", found)
 
 
-def one_of(code: str, owner: str, **words: tuple[str, Collection[str]]) -> None:
-    """Check words: name=(word, valid words)."""
-    for name, (found, valid) in words.items():
+def one_of(code: str, owner: str, valid: Collection[str], **words: str) -> None:
+    for name, found in words.items():
         if found not in valid:
             wanted = f"one of {', '.join(map(repr, valid))}"
             raise _out_of_range(code, owner, name, wanted, found, did_you_mean(found, valid))
@@ -67,7 +66,7 @@ def declared(code: str, owner: str, options: DataclassInstance) -> None:
     """Check the fields of a dataclass against the ranges that their types declare."""
     for name, kind in _type_hints(type(options)).items():
         if get_origin(kind) is Literal:
-            one_of(code, owner, **{name: (getattr(options, name), get_args(kind))})
+            one_of(code, owner, get_args(kind), **{name: getattr(options, name)})
         for check in getattr(kind, "__metadata__", ()):
             check(code, owner, **{name: getattr(options, name)})
 
@@ -82,17 +81,22 @@ def _out_of_range(code: str, owner: str, name: str, wanted: str, found: object, 
     return ConfigError(code, f"{where}: expected {wanted}, found {found!r}{hint and f': {hint}'}")
 
 
-def bounded(check: Callable[..., None], *bounds: float) -> Callable[..., None]:
-    """Declare a range for `Annotated`: `bounded(at_least, 1)`."""
+def bounded(check: Callable[..., None], *bounds: object) -> Callable[..., None]:
+    """Declare a range for `Annotated`: `bounded(at_least, 1)`, or words: `bounded(one_of, ("a", "b"))`.
 
-    def checked(code: str, owner: str, **number: float) -> None:
-        check(code, owner, *bounds, **number)
+    A wrong word of a `Literal` is refused by the converter, with its code; of `one_of` with the dataclass's own.
+    """
+
+    def checked(code: str, owner: str, **found: object) -> None:
+        check(code, owner, *bounds, **found)
 
     return checked
 
 
 Positive = Annotated[float, bounded(positive)]
+PositiveOrInfinite = Annotated[float, bounded(positive_or_infinite)]
 NonNegative = Annotated[float, bounded(at_least, 0)]
 UnitInterval = Annotated[float, bounded(between, 0, 1)]
+HalfOpenUnit = Annotated[float, bounded(at_least, 0), bounded(below, 1)]
 Count = Annotated[int, bounded(at_least, 0)]
 PositiveCount = Annotated[int, bounded(at_least, 1)]

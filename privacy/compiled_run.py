@@ -52,8 +52,8 @@ class CompiledRun(RunSetup):
         declared = {
             m.name: DeclaredSize(m.units or math.inf, tests.get(m.name, math.inf)) for m in self.manifest.members
         }
-        noisy, rows = self.profile.count_noise(), self.profile.noisy_rows()
-        return replace(super().update_check(declared), noise=noisy, noisy_rows=rows, signs=False)
+        noise = self.profile.noise()
+        return replace(super().update_check(declared), noise=noise.counts, noisy_rows=noise.rows, signs=False)
 
     @property
     def private(self) -> bool:

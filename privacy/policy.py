@@ -9,7 +9,9 @@ noise and noisy evaluations; of other evaluations correct answers alone.
 from __future__ import annotations
 
 import hashlib
-import re
+import os
+import shlex
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,132 +22,17 @@ from fl_core import validate
 from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
-from fl_core.types.clinical import CLINICAL
-from privacy import policy_file
 from privacy.accounting.accountant import Filter
-from privacy.accounting.record_config import COUPLED, MOST_DELTA, RNG
-from privacy.policy_file import closed
+from privacy.policy_terms import SHARE_OF_UNITS, Budget, Evaluation, Floors, PolicyFile, Prototypes, Runs
 
 if TYPE_CHECKING:
     from fl_core.rounds.manifest import RunManifest
-    from privacy.accounting.release_plan import ReleasePlan
     from privacy.compiled_run import CompiledRun
-    from privacy.profiles.base import Config
 
-PRIVATE_PROFILES = ("dp_record", "dp_silo_small")
-"""Of `profiles.PROFILES` those that promise something; named here, since a policy is read without torch."""
-AUTOMATIC, BY_HAND = "automatic", "by hand"
-ACCURACY, NOTHING = "accuracy", "nothing"
-SHARE_OF_UNITS = 0.1
-"""delta is the chance of a breach of everything: it must stay below this share of one unit in all."""
+LARGEST = 1 << 20
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """[runs] methods, leads: what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
-
-    extensions: distributions whose methods and models may run here, "name" or "name==version" (empty: none)
-
-    hide_size: only private runs with uniform weights; a size is declared only where the operator typed one.
-    """
-
-    methods: tuple[str, ...] = ()
-    leads: tuple[str, ...] = ()
-    approve: str = AUTOMATIC
-    hide_size: bool = False
-    extensions: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for entry in self.extensions:
-            if not re.fullmatch(r"[A-Za-z0-9][\w.-]* *(== *[\w.+!-]+)?", entry, re.ASCII):
-                raise ConfigError(
-                    "E-POLICY-01", f"runs.extensions: expected 'name' or 'name==version', found {entry!r}: correct it"
-                )
-        validate.one_of("E-POLICY-01", "runs", approve=(self.approve, (AUTOMATIC, BY_HAND)))
-
-
-@dataclass(frozen=True, slots=True)
-class Floors:
-    """[privacy] require: a profile that every run must have ("": also runs without one are accepted).
-
-    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier
-    max_rate: largest sampling rate of record-level training   central: also noise added by the coordinator
-    coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
-    rng: "test" accepts repeatable noise too, which protects nobody   public_test: also evaluations without noise
-    labels: the classes that this hospital's records may have, as private runs are answered (empty: what the publisher
-    of the data names, or `silo serve --holds`).
-    """
-
-    require: str = ""
-    epsilon: float = 8.0
-    delta: float = 1e-5
-    min_noise: float = 0.0
-    max_rate: float = 1.0
-    coupled: tuple[str, ...] = COUPLED
-    unit: str = "record"
-    rng: str = "secure"
-    public_test: bool = False
-    central: bool = False
-    labels: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_budget("privacy", self.epsilon, self.delta)
-        validate.at_least("E-POLICY-01", "privacy", 0, min_noise=self.min_noise)
-        validate.positive("E-POLICY-01", "privacy", max_rate=self.max_rate)
-        validate.at_most("E-POLICY-01", "privacy", 1, max_rate=self.max_rate)
-        validate.one_of(
-            "E-POLICY-01",
-            "privacy",
-            require=(self.require, ("", *PRIVATE_PROFILES)),
-            unit=(self.unit, ("record", "group")),
-            rng=(self.rng, RNG),
-        )
-        for treatment in self.coupled:
-            validate.one_of("E-POLICY-01", "privacy", coupled=(treatment, COUPLED))
-
-
-@dataclass(frozen=True, slots=True)
-class Prototypes:
-    """[prototypes] submit: False submits none   hidden: classes that none are submitted of   min_count: least units."""
-
-    submit: bool = True
-    hidden: tuple[str, ...] = ()
-    min_count: float = 0.0
-
-    def __post_init__(self) -> None:
-        validate.at_least("E-POLICY-01", "prototypes", 0, min_count=self.min_count)
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """[evaluation] send: what of a run's evaluation on this hospital's test examples leaves.
-
-    "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
-    """
-
-    send: str = ACCURACY
-
-    def __post_init__(self) -> None:
-        validate.one_of("E-POLICY-01", "evaluation", send=(self.send, (CLINICAL, ACCURACY, NOTHING)))
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """[budget.COLLECTION] the most that all runs together may spend of a collection."""
-
-    epsilon: float
-    delta: float
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyFile:
-    """The sections of a policy file, with their defaults."""
-
-    runs: Runs = field(default_factory=Runs)
-    privacy: Floors = field(default_factory=Floors)
-    prototypes: Prototypes = field(default_factory=Prototypes)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    budget: Mapping[str, Budget] = field(default_factory=dict)
+_NOTHING = "nothing is accepted until then"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +51,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
-            _check_budget(f"budget.{name!r}", epsilon, delta)
+            validate.declared("E-POLICY-01", f"budget.{name!r}", Budget(epsilon, delta))
 
     @classmethod
     def read(cls, file: Path) -> Policy:
@@ -173,7 +60,7 @@ class Policy:
         Raises RefusedError: E-POLICY-01 on a file that cannot be read or has an unknown key, E-POLICY-10 on one that
         others can change.
         """
-        raw = policy_file.read(file)
+        raw = read_file(file)
         if raw is None:
             return cls()
         try:
@@ -236,21 +123,7 @@ class Policy:
                 "E-POLICY-05", f"expected the profile {floors.require!r} with a finite epsilon, found {found!r}"
             )
         if terms is not None:
-            self._check_terms(terms)
-            run.profile.check_terms(floors)
-
-    def _check_terms(self, terms: Config) -> None:
-        floors = self.privacy
-        if not (terms.epsilon <= floors.epsilon and terms.delta <= floors.delta):
-            raise RefusedError(
-                "E-POLICY-05",
-                f"expected epsilon <= {floors.epsilon:g} and delta <= {floors.delta:g}, found {terms.epsilon:g} and "
-                f"{terms.delta:g}",
-            )
-        if terms.rng != "secure" and floors.rng == "secure":
-            raise RefusedError("E-POLICY-05", "expected noise that nobody can repeat, found privacy.rng=test")
-        if terms.test_data == "public" and not floors.public_test:
-            raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
+            floors.check_terms(terms)
 
     def check_hidden_size(self, size: float) -> None:
         """Raise RefusedError (E-POLICY-05) when its delta is too large for a size that is counted and told to nobody.
@@ -263,26 +136,6 @@ class Policy:
                 f"expected [privacy] delta <= {SHARE_OF_UNITS / size:.2g} in the policy of a hospital of this size, "
                 f"which hides it, found {self.privacy.delta:g}: lower it, or type a size (silo serve --nominal-size)",
             )
-
-    def check_update(self, noise: float) -> None:
-        """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
-        if not noise >= self.privacy.min_noise:
-            raise RefusedError("E-POLICY-05", f"expected noise >= {self.privacy.min_noise:g}, found {noise:.4g}")
-
-    def check_plan(self, plan: ReleasePlan, unit: str, declared: float = 0.0) -> None:
-        """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed.
-
-        declared: the hospital's own size; the manifest may name a smaller one.
-        """
-        floors, most = self.privacy, SHARE_OF_UNITS / max(plan.units, declared)
-        if plan.steps_per_call and not plan.noise >= floors.min_noise:
-            raise RefusedError("E-POLICY-05", f"expected noise >= {floors.min_noise:g}, found {plan.noise:.4g}")
-        if not plan.rate <= floors.max_rate:
-            raise RefusedError("E-POLICY-05", f"expected a rate <= {floors.max_rate:g}, found {plan.rate:.4g}")
-        if not plan.terms.delta <= most:
-            raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {plan.terms.delta:g}")
-        if floors.unit == "group" and unit != "group":
-            raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
 
 
 def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:
@@ -302,6 +155,74 @@ def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:
         )
 
 
-def _check_budget(owner: str, epsilon: float, delta: float) -> None:
-    validate.positive("E-POLICY-01", owner, epsilon=epsilon, delta=delta)
-    validate.below("E-POLICY-01", owner, MOST_DELTA, delta=delta)
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def read_file(file: Path) -> bytes | None:
+    """Read a policy file, through a link if it is one; None where there is nothing of that name.
+
+    Raises RefusedError: E-POLICY-01 on what cannot be read, is no regular file or is larger than 1 MiB; E-POLICY-10 on
+    a file that others can change: by its mode, its owner, or its folder.
+    """
+    found = open_file(file)
+    if found is None:
+        return None
+    raw, facts = found
+    if facts.st_mode & OTHERS:
+        raise _open_to_others(f"the policy file {file} to be written by its owner alone", facts, file.resolve())
+    own = (os.geteuid(), 0)
+    for what, owner in ((file.resolve(), facts.st_uid), (file, os.lstat(file).st_uid)):
+        if owner not in own:
+            raise RefusedError(
+                "E-POLICY-10",
+                f"expected {what} to be owned by this user or by root, found user {owner}, who can change what it "
+                f"allows: chown {own[0]} {shlex.quote(str(what))} ; {_NOTHING}",
+            )
+    for folder in {file.absolute().parent, file.resolve().parent}:
+        about = folder.stat()
+        if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+            raise _open_to_others(f"the folder {folder} of the policy file to be closed to others", about, folder)
+    return raw
+
+
+def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:
+    """Read the bytes of a policy file and its `stat`, whoever may change it; None without one.
+
+    Raises RefusedError (E-POLICY-01). Guarantees: a pipe or a device is not waited for.
+    """
+    try:
+        os.lstat(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise closed(f"expected to look at {file}, found {error.strerror}") from error
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        link = ", a link that leads nowhere" if file.is_symlink() and not file.exists() else ""
+        raise closed(f"expected to read {file}, found {error.strerror}{link}") from error
+    try:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise closed(f"expected {file} to be a file, found {stat.filemode(facts.st_mode)}")
+        with os.fdopen(fd, "rb", closefd=False) as source:
+            raw = source.read(LARGEST + 1)
+    except OSError as error:
+        raise closed(f"expected to read {file}, found {error.strerror}") from error
+    finally:
+        os.close(fd)
+    if len(raw) > LARGEST:
+        raise closed(f"expected at most {LARGEST} bytes in {file}, found more")
+    return raw, facts
+
+
+def closed(reason: str) -> RefusedError:
+    return RefusedError("E-POLICY-01", f"{reason}: nothing is accepted until the policy file is repaired")
+
+
+def _open_to_others(expected: str, found: os.stat_result, place: Path) -> RefusedError:
+    return RefusedError(
+        "E-POLICY-10",
+        f"expected {expected}, found mode {stat.S_IMODE(found.st_mode):04o}: look at what it says now, then "
+        f"chmod go-w {shlex.quote(str(place))} ; {_NOTHING}",
+    )

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from coordinator.config.hydra_config import choices, compose_simulation, compose_spec
@@ -20,6 +21,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
 from fl_core.training import memory
+from fl_core.types.values import RoundContext
 from privacy.compiled_run import CompiledRun
 from privacy.profiles import PROFILES
 from tests.support import some
@@ -222,8 +224,9 @@ def test_the_default_run_on_images_fits_a_machine_of_16_gb(data: str, monkeypatc
     classes = [] if data == "isic2019" else ["data.classes=[a,b,c]"]
     spec = compose_spec([f"data={data}", *classes])
     run = CompiledRun.of(manifest_from(spec, ["a", "b"]))
-    step = measured(run)
-    assert step.need(*run.profile.examples_at_once(0)) < 6 << 30
+    context = RoundContext(2, len(run.manifest.schema.classes), run.manifest.rounds, 0, 2).for_silo(0, 0)
+    rows = run.profile.made_up_step(0, context, torch.device("cpu"))
+    assert measured(run).need(rows.training, rows.evaluating) < 6 << 30
     before = compose_spec([f"data={data}", *classes, "model=resnet18", "model.stem=cifar"])
     then = CompiledRun.of(manifest_from(before, ["a", "b"]))
     assert measured(then).need(128, 512) > 16 << 30  # what the defaults were

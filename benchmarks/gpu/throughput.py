@@ -17,6 +17,7 @@ from fl_core.models import build_model
 from fl_core.training import optimizers
 from fl_core.training.devices import choose_device, cudnn_benchmark, move_to_device
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Examples, RoundContext
 
@@ -67,7 +68,7 @@ def _silo(
     name: str, schema: Schema, config: TrainConfig, examples: Examples, device: torch.device
 ) -> Callable[[], object]:
     model, context = build_model(name, {}, schema, 0).to(device), RoundContext(1, 10).for_silo(0, 0)
-    return lambda: PlainLocalData(examples, examples, config, context, device).sgd(model, FedAvg.loss)
+    return lambda: PlainLocalData(RoundData(examples, examples, config, context, device)).sgd(model, FedAvg.loss)
 
 
 def _bare(

@@ -18,7 +18,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
 from fl_core.training.evaluation import ConcatExamples, evaluate
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.interfaces import SiloPort
+from fl_core.types.interfaces import RoundData, SiloPort
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun
@@ -45,7 +45,7 @@ def accuracy(run: RunSetup, states: list[State], shares: list[SiloShare]) -> flo
     manifest, runtime = run.manifest, run.silo_runtime()
     tests, classes = ConcatExamples([share.test for share in shares]), len(manifest.schema.classes)
     context = RoundContext(len(shares), classes, manifest.rounds).for_silo(0, manifest.seed)
-    data, found = PlainLocalData(tests, tests, manifest.train, context), []
+    data, found = PlainLocalData(RoundData(tests, tests, manifest.train, context)), []
     for state in states:
         model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(state))
         part = evaluate(model, data, classes)

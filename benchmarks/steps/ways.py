@@ -23,6 +23,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training import devices
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Examples, RoundContext, SgdOptions, State
 from privacy.accounting.record_config import RecordDpConfig
@@ -91,7 +92,7 @@ class PlainSteps:
 
     def __init__(self, setting: Setting, examples: Examples, method: FedAvg) -> None:
         self.model = setting.build()
-        self._data = PlainLocalData(examples, examples, setting.train, TURN, setting.device)
+        self._data = PlainLocalData(RoundData(examples, examples, setting.train, TURN, setting.device))
         self._loss = method.objective(self.model, message(method, self.model), self._data, TURN)
 
     def take(self, steps: int) -> None:
@@ -111,14 +112,10 @@ class PrivateSteps:
         """Take so many steps in one turn, whose releases are planned for it."""
         noise: NoiseSource = SecureNoise() if self._secure else SeededNoise(0, "benchmark")
         data = private_data.DpSgdLocalData(
-            self._examples,
-            self._examples,
-            self._setting.train,
-            TURN,
+            RoundData(self._examples, self._examples, self._setting.train, TURN, self._setting.device),
             self._plan,
             ReleaseAllowance(self._plan.training(steps)),
             noise,
-            self._setting.device,
         )
         usual = private_data.per_unit
         private_data.per_unit = partial(per_sample_gradients.per_unit, mode=self._mode)

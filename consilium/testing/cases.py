@@ -19,7 +19,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.in_process import thread_count
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.interfaces import Method
+from fl_core.types.interfaces import Method, RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, LocalResult, RoundContext, State
 
@@ -69,7 +69,7 @@ class MethodCase:
         model = model_of() if model is None else model
         share, context = shares()[k], CONTEXT.for_silo(k, 0)
         silo = self.method.init_silo(model_of(), CONTEXT) if silo is None else silo
-        data = PlainLocalData(share.train, share.test, TRAIN, context)
+        data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
         return self.method.local(model, self.method.broadcast(server), silo, data, context)
 
     def manifest(self, norm: str = "group") -> RunManifest:

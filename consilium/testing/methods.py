@@ -37,6 +37,7 @@ from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling, TaskKind
+from fl_core.types.interfaces import RoundData
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
@@ -59,7 +60,7 @@ def derived_layout_is_the_layout_of_real_bundles(case: MethodCase) -> None:
         msg = case.method.broadcast(case.method.init_server(runtime.model, CONTEXT))
         for k, share in enumerate(shares()):
             context = CONTEXT.for_silo(k, 0, prototypes=k != 1)
-            data = PlainLocalData(share.train, share.test, TRAIN, context)
+            data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
             outcome = run_silo_round(runtime, msg, None, data, context, TaskKind.TRAIN)
             assert {part: PartSpec.of(p) for part, p in outcome.bundle.items()} == run.layout
 
@@ -86,7 +87,7 @@ def contents_of_the_scratch_model_change_nothing(case: MethodCase) -> None:
                 runtime,
                 method.broadcast(server),
                 None,
-                PlainLocalData(share.train, share.test, TRAIN, context),
+                PlainLocalData(RoundData(share.train, share.test, TRAIN, context)),
                 context,
                 TaskKind.TRAIN,
             )
@@ -102,10 +103,10 @@ def a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(case: Meth
     initial, outcomes = tensor_maps.copy_state(model_of()), []
     for model in (model_of(), poisoned()):
         runtime, msg = SiloRuntime(method, model, layout, initial=initial), method.broadcast(server)
-        data = PlainLocalData(share.train, share.test, TRAIN, context)
+        data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
         first = run_silo_round(runtime, msg, None, data, context, TaskKind.TRAIN)
         before = copied(first.state)
-        data = PlainLocalData(share.train, share.test, TRAIN, context)
+        data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
         again = run_silo_round(runtime, msg, first.state, data, context, TaskKind.TRAIN)
         assert same_state(first.state, before)
         assert all(tensor_maps.all_finite(values) for values in again.state.values())
@@ -122,7 +123,7 @@ def evaluation_reads_nothing_of_the_scratch_model(case: MethodCase) -> None:
             SiloRuntime(method, model, case.layout, initial=initial),
             msg,
             None,
-            PlainLocalData(share.train, share.test, TRAIN, context),
+            PlainLocalData(RoundData(share.train, share.test, TRAIN, context)),
             context,
             TaskKind.EVALUATE,
         ).bundle
@@ -251,7 +252,7 @@ def rounds_through_a_port_repeat(case: MethodCase) -> None:
 def a_silo_with_one_class_takes_part(case: MethodCase) -> None:
     context = CONTEXT.for_silo(0, 0)
     only = MadeUp(torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.full((5,), 2))
-    data = PlainLocalData(only, only, TRAIN, context)
+    data = PlainLocalData(RoundData(only, only, TRAIN, context))
     silo = case.method.init_silo(model_of(), CONTEXT)
     bundle = case.method.local(model_of(), case.method.broadcast(case.server), silo, data, context).bundle
     assert all(tensor_maps.all_finite(p.total) for p in bundle.values())
@@ -265,7 +266,7 @@ def the_loss_mixes_examples_only_where_the_method_says_so(case: MethodCase) -> N
     method = case.method
     server = method.init_server(model_of(norm="group"), CONTEXT)
     share, context = shares()[1], CONTEXT.for_silo(1, 0)
-    data = _Watched(share.train, share.test, TRAIN, context)
+    data = _Watched(RoundData(share.train, share.test, TRAIN, context))
     silo = method.init_silo(model_of(norm="group"), CONTEXT)
     method.local(model_of(norm="group"), method.broadcast(server), silo, data, context)
     assert data.mixed == [] if method.coupling is Coupling.EXAMPLE else True

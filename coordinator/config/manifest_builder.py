@@ -11,6 +11,7 @@ from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, shown, structure
+from fl_core.datasets import DataRequest
 from fl_core.errors import ConfigError
 from fl_core.extensions import loading as extensions
 from fl_core.extensions.loading import Extension
@@ -20,7 +21,6 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
-from fl_core.training import optimizers
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
 from fl_core.types.columns import Column
 from fl_core.types.interfaces import Method
@@ -50,28 +50,22 @@ _OF_SPEC = (
 
 
 def schema_of(spec: RunSpec) -> Schema:
+    return datasets.schema_of(str(spec.data["name"]), request_of(spec), declared_columns(spec))
+
+
+def request_of(spec: RunSpec) -> DataRequest:
+    """Read what a run wants of its data; raises ConfigError (E-CFG-02)."""
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     if size is not None and not isinstance(size, int):
         raise ConfigError("E-CFG-02", f"expected data.image_size in pixels, found {size!r}")
     if classes is not None and not isinstance(classes, list | tuple):
         raise ConfigError("E-CFG-02", f"expected data.classes=[name,name,...], found {classes!r}")
-    return datasets.schema_of(
-        str(spec.data["name"]),
-        image_size=size,
-        classes=None if classes is None else [str(c) for c in classes],
-        window=window_of(spec),
-        columns=declared_columns(spec),
-    )
-
-
-def window_of(spec: RunSpec) -> tuple[float, float] | None:
-    """Read data.window; raises ConfigError (E-CFG-02)."""
-    window = spec.data.get("window")
+    names, window = None if classes is None else [str(c) for c in classes], spec.data.get("window")
     if window is None:
-        return None
+        return DataRequest(names, size)
     if not isinstance(window, list | tuple) or not all(isinstance(v, int | float) for v in window) or len(window) != 2:
         raise ConfigError("E-CFG-02", f"expected data.window=[centre,width], found {shown(window)}")
-    return float(window[0]), float(window[1])
+    return DataRequest(names, size, (float(window[0]), float(window[1])))
 
 
 def declared_columns(spec: RunSpec) -> tuple[Column, ...]:
@@ -101,7 +95,6 @@ def manifest_from(
     named by its weights alone: who has them completes it.
     """
     schema = schema_of(spec)
-    optimizers.check(spec.train)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names)
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
@@ -126,7 +119,7 @@ def manifest_from(
         layout=layout,
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
-        image_size=None if spec.data.get("image_size") is None else int(str(spec.data["image_size"])),
+        image_size=request_of(spec).image_size,
         software=version(),
         private_form=was,
         start=None if spec.weights is None else StartPoint(weights=spec.weights),

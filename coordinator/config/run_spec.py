@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 from fl_core import validate
 from fl_core.aggregation import options as aggregators
@@ -13,6 +14,7 @@ from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE, Weights
 from fl_core.types.clinical import METRICS_KINDS
 from fl_core.types.records import TrainConfig
+from fl_core.validate import Count, Positive, PositiveCount, PositiveOrInfinite, bounded, one_of
 
 AUTO = "auto"
 WEIGHTS = ("weights_file", "weights_source", "weights")
@@ -44,17 +46,17 @@ class RunSpec:
     privacy: Mapping[str, object]
     train: TrainConfig
     name: str | None = None
-    rounds: int = 20
+    rounds: PositiveCount = 20
     seed: int = 0
-    cohort: int = 0
-    quorum: int = 0
-    deadline_s: float = 86400.0
-    patience_s: float = PATIENCE_S
+    cohort: Count = 0
+    quorum: Count = 0
+    deadline_s: PositiveOrInfinite = 86400.0
+    patience_s: Positive = PATIENCE_S
     prototype_share: float = 1.0
-    threads: int = 0
+    threads: Count = 0
     personal: bool = False
-    lost_state: str = REFUSE
-    metrics: str = AUTO
+    lost_state: Annotated[str, bounded(one_of, LOST_STATE)] = REFUSE
+    metrics: Annotated[str, bounded(one_of, (AUTO, *METRICS_KINDS))] = AUTO
     silos: tuple[str, ...] | None = None
     aggregator: Mapping[str, object] = field(default_factory=lambda: {"name": aggregators.DEFAULT})
     weights_file: str = ""
@@ -89,15 +91,5 @@ class RunSpec:
             chosen = getattr(self, group)
             if not isinstance(chosen.get("name"), str):
                 raise ConfigError("E-CFG-01", f"expected {group}=NAME, found {shown(chosen)}")
-        train = self.train
-        validate.at_least("E-CFG-02", "", 1, rounds=self.rounds)
-        validate.at_least("E-CFG-02", "", 0, cohort=self.cohort, quorum=self.quorum, threads=self.threads)
-        validate.positive_or_infinite("E-CFG-02", "", deadline_s=self.deadline_s)
-        validate.positive("E-CFG-02", "", patience_s=self.patience_s)
-        validate.one_of("E-CFG-02", "", lost_state=(self.lost_state, LOST_STATE))
-        validate.one_of("E-CFG-02", "", metrics=(self.metrics, (AUTO, *METRICS_KINDS)))
-        validate.positive("E-CFG-02", "train", lr=train.lr)
-        validate.at_least("E-CFG-02", "train", 1, batch_size=train.batch_size, epochs=train.epochs)
-        not_negative = {name: getattr(train, name) for name in ("max_steps", "momentum", "weight_decay", "micro_batch")}
-        validate.at_least("E-CFG-02", "train", 0, **not_negative)
-        validate.below("E-CFG-02", "train", 1, momentum=train.momentum)
+        validate.declared("E-CFG-02", "", self)
+        self.train.check()

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from coordinator.config import weights
-from coordinator.config.manifest_builder import OWN, declared_columns, manifest_from, window_of
+from coordinator.config.manifest_builder import OWN, declared_columns, manifest_from, request_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulate.checkpoints import Checkpoints, Identity, Progress, run_with_checkpoints
 from coordinator.simulate.engine import SimulationEngine, threads_of
@@ -249,14 +249,8 @@ def data_reference(spec: RunSpec) -> str:
 
 def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., list[T]]) -> list[T]:
     """Call `read`, which is `datasets.load_all` or `datasets.check_all`, for all silos' data."""
-    size, classes = spec.data.get("image_size"), spec.data.get("classes")
-    return read(
-        datasets.federation(data_reference(spec), datasets.federation_text(spec.federation)),
-        data_root=data_root,
-        classes=[str(c) for c in classes] if isinstance(classes, list | tuple) else None,
-        image_size=size if isinstance(size, int) else None,
-        window=window_of(spec),
-    )
+    references = datasets.federation(data_reference(spec), datasets.federation_text(spec.federation))
+    return read(references, request_of(spec), data_root=data_root)
 
 
 def run(
@@ -305,7 +299,7 @@ def run(
     spent = compiled.profile.report([log.releases for log in logs])
     result = Result(
         manifest,
-        compiled.profile.result_noise(),
+        compiled.profile.noise(),
         history.records,
         tensor_maps.digest(final["w"]),
         server=final,

@@ -42,12 +42,14 @@ from fl_core.types.columns import Column, check_columns, width
 from fl_core.types.records import Schema
 
 __all__ = [
+    "ANY",
     "DATA_ROOT",
     "SOURCES",
     "ArrayExamples",
     "CheckProblem",
     "CheckReport",
     "DataRef",
+    "DataRequest",
     "ImageExamples",
     "ImageLoader",
     "SiloDataset",
@@ -81,7 +83,7 @@ FIXED: Mapping[str, Schema] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DataRequest:
     """What a run wants of data, whatever their source.
 
     classes: the label space, in order; None takes the data set's own   image_size: pixels; None takes its default
@@ -92,99 +94,70 @@ class Wanted:
     image_size: int | None = None
     window: tuple[float, float] | None = None
 
+    @property
+    def grey_values(self) -> Window | None:
+        return None if self.window is None else Window(*self.window)
+
+
+ANY = DataRequest()
+
 
 def load(
-    reference: str,
-    *,
-    data_root: Path | None = None,
-    classes: Sequence[str] | None = None,
-    image_size: int | None = None,
-    window: tuple[float, float] | None = None,
-    loader: ImageLoader | None = None,
+    reference: str, request: DataRequest = ANY, *, data_root: Path | None = None, loader: ImageLoader | None = None
 ) -> SiloDataset:
     """Load a silo's data, images lazily; existence and labels of all of them are verified first.
 
-    data_root:  where named data sets lie; None takes the environment variable CONSILIUM_DATA_ROOT
-    classes, image_size, window: see `Wanted`
-    loader:     decodes images and keeps them; None takes `image_loader.shared_loader`
+    data_root: where named data sets lie; None takes the environment variable CONSILIUM_DATA_ROOT
+    loader: decodes images and keeps them; None takes `image_loader.shared_loader`
     Raises ConfigError (E-CFG-01, E-CFG-23) for what is asked, one DataError (E-DATA-..) for all that is wrong.
     """
-    (dataset,) = load_all(
-        [reference], data_root=data_root, classes=classes, image_size=image_size, window=window, loader=loader
-    )
-    return dataset
+    return load_all([reference], request, data_root=data_root, loader=loader)[0]
 
 
 def load_all(
     references: Sequence[str],
+    request: DataRequest = ANY,
     *,
     data_root: Path | None = None,
-    classes: Sequence[str] | None = None,
-    image_size: int | None = None,
-    window: tuple[float, float] | None = None,
     loader: ImageLoader | None = None,
 ) -> list[SiloDataset]:
     """Load the data of many silos as `load`; a folder or a table that they share is read once, and decoded once."""
-    wanted, scans = Wanted(classes, image_size, window), _Scans()
-    loaded = []
+    scans, loaded = _Scans(), []
     for reference in references:
-        found = _find(reference, data_root, wanted, scans)
+        found = _find(reference, data_root, request, scans)
         if isinstance(found, SourceIndex):
-            loaded.append(found.dataset(_transform(parse(reference).source, image_size, window), loader))
+            loaded.append(found.dataset(_transform(parse(reference).source, request), loader))
         else:
             loaded.append(found.dataset())
     return loaded
 
 
 def check(
-    reference: str,
-    *,
-    data_root: Path | None = None,
-    classes: Sequence[str] | None = None,
-    image_size: int | None = None,
-    window: tuple[float, float] | None = None,
-    deep: bool = False,
+    reference: str, request: DataRequest = ANY, *, data_root: Path | None = None, deep: bool = False
 ) -> CheckReport:
     """Look at a silo's data without training; the same settings as `load`.
 
     deep: decode every image to its end, and compare all of them. Raises where there is nothing to look at (E-DATA-02,
     E-DATA-07); all other faults are in the report's `problems`.
     """
-    (report,) = check_all(
-        [reference], data_root=data_root, classes=classes, image_size=image_size, window=window, deep=deep
-    )
-    return report
+    return check_all([reference], request, data_root=data_root, deep=deep)[0]
 
 
 def check_all(
-    references: Sequence[str],
-    *,
-    data_root: Path | None = None,
-    classes: Sequence[str] | None = None,
-    image_size: int | None = None,
-    window: tuple[float, float] | None = None,
-    deep: bool = False,
+    references: Sequence[str], request: DataRequest = ANY, *, data_root: Path | None = None, deep: bool = False
 ) -> list[CheckReport]:
     """Look at the data of many silos as `check`; a folder or a table that they share is read once."""
-    wanted, scans = Wanted(classes, image_size, window), _Scans()
-    reports = []
+    scans, reports = _Scans(), []
     for reference in references:
-        found = _find(reference, data_root, wanted, scans)
+        found = _find(reference, data_root, request, scans)
         if deep and isinstance(found, SourceIndex):
-            reports.append(found.deep_report(None if window is None else Window(*window)))
+            reports.append(found.deep_report(request.grey_values))
         else:
             reports.append(found.report())
     return reports
 
 
-def schema_of(
-    data: str,
-    *,
-    classes: Sequence[str] | None = None,
-    image_size: int | None = None,
-    window: tuple[float, float] | None = None,
-    columns: Sequence[Column] = (),
-) -> Schema:
+def schema_of(data: str, request: DataRequest = ANY, columns: Sequence[Column] = ()) -> Schema:
     """Give the schema of a data set by its name (digits, cifar10, isic2019, folder, table, ...), without the data.
 
     Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a hospital's own data without `classes`, or a table
@@ -193,9 +166,9 @@ def schema_of(
     fixed = _fixed(data)
     if data not in SOURCES and fixed is None:
         raise extensions.unknown("data", data, SOURCES)
-    _check_settings(data, classes, image_size, window)
+    _check_settings(data, request)
     own = fixed.classes if fixed else isic2019.CLASSES if data == "isic2019" else None
-    space = tuple(classes) if classes else own
+    space = tuple(request.classes) if request.classes else own
     if data == "table":
         if not columns:
             raise ConfigError(
@@ -212,8 +185,8 @@ def schema_of(
         return Schema((width(columns),), space, tuple(columns))
     if fixed:
         return Schema(fixed.shape, space)
-    size = _transform(data, image_size, window).size
-    return Schema((3, size, size), space, window=window)
+    size = _transform(data, request).size
+    return Schema((3, size, size), space, window=request.window)
 
 
 def _fixed(source: str) -> Schema | None:
@@ -221,9 +194,8 @@ def _fixed(source: str) -> Schema | None:
     return FIXED.get(source) or own_data.schema(source)
 
 
-def _check_settings(
-    source: str, classes: Sequence[str] | None, image_size: int | None, window: tuple[float, float] | None
-) -> None:
+def _check_settings(source: str, request: DataRequest) -> None:
+    classes, image_size, window = request.classes, request.image_size, request.window
     if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or len(classes) < 2):
         raise ConfigError("E-CFG-23", f"classes: expected at least two different names, found {classes!r}: correct it")
     if window is not None and (source not in ("folder", "manifest") or not _is_window(window)):
@@ -251,12 +223,12 @@ def _is_window(window: Sequence[float]) -> bool:
     return len(window) == 2 and all(abs(v) < 1e9 for v in window) and window[1] >= 1  # NaN is in no range
 
 
-def _transform(source: str, image_size: int | None, window: tuple[float, float] | None) -> ImageTransform:
+def _transform(source: str, request: DataRequest) -> ImageTransform:
     if source in FIXED:
         return image_folders.transform(source)
     if source == "isic2019":
-        return isic2019.transform(image_size)
-    return class_folders.transform(image_size, None if window is None else Window(*window))
+        return isic2019.transform(request.image_size)
+    return class_folders.transform(request.image_size, request.grey_values)
 
 
 def _place(ref: DataRef) -> tuple[Partitioner, int]:
@@ -307,10 +279,10 @@ class _Scans:
 
 
 def _find(
-    reference: str, data_root: Path | None, wanted: Wanted, scans: _Scans
+    reference: str, data_root: Path | None, request: DataRequest, scans: _Scans
 ) -> SourceIndex | arrays.Share | digits.Share | table.TableIndex:
-    ref, classes = parse(reference), wanted.classes
-    _check_settings(ref.source, classes, wanted.image_size, wanted.window)
+    ref, classes = parse(reference), request.classes
+    _check_settings(ref.source, request)
     if ref.source == "digits":
         return digits.share(*_place(ref), classes)
     if own_data.is_own(ref.source):

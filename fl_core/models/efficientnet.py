@@ -35,8 +35,8 @@ class EfficientNetB0(HeadOptions):
     stochastic_depth: float = 0.2
 
     def build(self, schema: Schema) -> SplitModel:
-        validate.one_of("E-CFG-02", "efficientnet_b0", weights=(self.weights, ("none",)))
-        validate.one_of("E-CFG-02", "efficientnet_b0", norm=(self.norm, ("batch", "group", "frozen")))
+        validate.one_of("E-CFG-02", "efficientnet_b0", ("none",), weights=self.weights)
+        validate.one_of("E-CFG-02", "efficientnet_b0", ("batch", "group", "frozen"), norm=self.norm)
         validate.between("E-CFG-02", "efficientnet_b0", 1, 320, groups=self.groups)
         validate.between("E-CFG-02", "efficientnet_b0", 0, 0.99, dropout=self.dropout)
         validate.between("E-CFG-02", "efficientnet_b0", 0, 0.99, stochastic_depth=self.stochastic_depth)

@@ -99,7 +99,8 @@ class ResNet18(HeadOptions):
     def build(self, schema: Schema) -> SplitModel:
         plan = self._plan
         before = plan.widths[0]
-        validate.one_of("E-CFG-02", plan.name, norm=(self.norm, ("batch", "group")), stem=(self.stem, tuple(_STEMS)))
+        validate.one_of("E-CFG-02", plan.name, ("batch", "group"), norm=self.norm)
+        validate.one_of("E-CFG-02", plan.name, tuple(_STEMS), stem=self.stem)
         if self.groups < 1 or before % self.groups:
             raise ConfigError(
                 "E-CFG-02", f"{plan.name}.groups: expected a divisor of {before}, found {self.groups}: change it"

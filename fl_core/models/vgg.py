@@ -33,7 +33,7 @@ class Vgg8(HeadOptions):
 
     def build(self, schema: Schema) -> SplitModel:
         name = self._depth
-        validate.one_of("E-CFG-02", name, norm=(self.norm, ("none", "batch")))
+        validate.one_of("E-CFG-02", name, ("none", "batch"), norm=self.norm)
         before, _ = image_shape(name, schema, channels={1, 3}, sizes={32})
         layers: list[nn.Module] = []
         for stage in STAGES[name]:

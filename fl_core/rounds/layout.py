@@ -10,7 +10,7 @@ from fl_core.training.evaluation import GLOBAL_PARTS, METRICS, evaluate_personal
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.enums import TaskKind
-from fl_core.types.interfaces import Method
+from fl_core.types.interfaces import Method, RoundData
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Bundle, Examples, Layout, PartSpec, RoundContext
 
@@ -38,7 +38,7 @@ def derive_layout(
     """
     context = RoundContext(n_silos=1, n_classes=len(schema.classes), cohort=1).for_silo(silo=0, seed=0)
     blank = DummyExamples(schema)
-    data = PlainLocalData(blank, blank, TrainConfig(batch_size=2, epochs=1), context)
+    data = PlainLocalData(RoundData(blank, blank, TrainConfig(batch_size=2, epochs=1), context))
     server = method.init_server(model, context)
     msg = method.broadcast(server)
     layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 from blake3 import blake3
 
@@ -19,11 +20,11 @@ from fl_core.rounds import sampling
 from fl_core.types.clinical import BASIC, CLINICAL, METRICS_KINDS, MOST_CLASSES
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Layout, PartSpec
+from fl_core.validate import Count, between, bounded, one_of
 
 FORMAT = 1
 PATIENCE_S = 60.0
 MOST_ROUNDS, MOST_THREADS, MOST_NAME_CHARS = 100_000, 1024, 200
-MOST_STEPS = 2**31 - 1
 MOST_WEIGHTS_BYTES, MOST_SOURCE_CHARS = 1 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
@@ -144,16 +145,16 @@ class RunManifest:
     data: str
     schema: Schema
     train: TrainConfig
-    rounds: int
+    rounds: Annotated[int, bounded(between, 0, MOST_ROUNDS)]
     seed: int
     members: tuple[Member, ...]
     layout: Layout
     grid: FixedPointFormat
     privacy: NamedOptions
-    cohort: int = 0
-    quorum: int = 0
+    cohort: Count = 0
+    quorum: Count = 0
     deadline_s: float = 86400.0
-    threads: int = 0
+    threads: Annotated[int, bounded(between, 0, MOST_THREADS)] = 0
     image_size: int | None = None
     personal: bool = False
     software: str = ""
@@ -163,7 +164,7 @@ class RunManifest:
     lost_state: str = REFUSE
     aggregator: NamedOptions = NamedOptions(aggregators.DEFAULT)
     start: StartPoint | None = None
-    metrics: str = BASIC
+    metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
     extensions: tuple[Extension, ...] = ()
     format: int = FORMAT
 
@@ -211,12 +212,8 @@ class RunManifest:
         Rounds beyond what a message can say would keep leads from every list of runs; a process that asks its system
         for a million threads is ended by it.
         """
-        train = self.train
-        validate.between("E-CFG-02", "", 0, MOST_ROUNDS, rounds=self.rounds)
-        validate.between("E-CFG-02", "", 0, MOST_THREADS, threads=self.threads)
-        validate.between("E-CFG-02", "train", 1, MOST_STEPS, batch_size=train.batch_size, epochs=train.epochs)
-        validate.between("E-CFG-02", "train", 0, MOST_STEPS, max_steps=train.max_steps, micro_batch=train.micro_batch)
-        validate.one_of("E-CFG-02", "", metrics=(self.metrics, METRICS_KINDS))
+        validate.declared("E-CFG-02", "", self)
+        self.train.check()
         if self.metrics == CLINICAL and len(self.schema.classes) > MOST_CLASSES:
             raise ConfigError(
                 "E-CFG-02",

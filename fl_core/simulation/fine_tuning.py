@@ -19,6 +19,7 @@ from fl_core.simulation.in_process import RoundHistory, SiloShare
 from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.evaluation import evaluate, weighted_accuracy
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, RoundContext, SgdOptions, State
 
@@ -119,7 +120,7 @@ def fine_tuned(
     for k, share in enumerate(shares):
         model: Module = runtime.method.global_model(runtime.reset_model(), msg)
         at_silo = context.for_silo(k, rng.derive(manifest.seed, "fine-tune"))
-        data = PlainLocalData(share.train, share.test, manifest.train, at_silo)
+        data = PlainLocalData(RoundData(share.train, share.test, manifest.train, at_silo))
         if len(share.train):
             data.sgd(model, FedAvg.loss, SgdOptions(epochs=epochs))
         part = evaluate(model, data, n_classes)

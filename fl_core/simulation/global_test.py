@@ -23,6 +23,7 @@ from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRICS, evaluate_global
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import CLINICAL
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
 
@@ -50,7 +51,7 @@ class GlobalTestEvaluator:
         self._official = has_official_test(shares)
         tests = public_test(shares)
         context = RoundContext(self._silos, self._n_classes, manifest.rounds).for_silo(0, manifest.seed)
-        self._data = PlainLocalData(tests, tests, manifest.train, context, self._device)
+        self._data = PlainLocalData(RoundData(tests, tests, manifest.train, context, self._device))
 
     def __call__(self, record: RoundRecord, before: State | None) -> RoundRecord:
         """Return a record with the counts of these tests for the state before its round; before: None for the first.

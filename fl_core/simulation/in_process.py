@@ -17,7 +17,7 @@ from fl_core.training import devices
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
-from fl_core.types.interfaces import DataFactory
+from fl_core.types.interfaces import DataFactory, RoundData
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Examples, RoundContext, State
 
@@ -52,7 +52,14 @@ class InProcessSilo:
         member = self.manifest.members[self.index]
         context = context.for_silo(self.index, self.manifest.seed, member.prototypes)
         data = self.data_factory(
-            self.share.train, self.share.test, self.manifest.train, context, device=self.device, public=self.public
+            RoundData(
+                self.share.train,
+                self.share.test,
+                self.manifest.train,
+                context,
+                device=self.device,
+                public=self.public,
+            )
         )
         outcome = run_silo_round(self.runtime, msg, self.state, data, context, kind)
         if kind is TaskKind.TRAIN:

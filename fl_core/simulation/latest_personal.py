@@ -20,6 +20,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, public_test
 from fl_core.training.evaluation import evaluate_personal, personal_scores
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, RoundContext, State
 
@@ -63,7 +64,7 @@ class LatestPersonal:
         context = RoundContext(len(self._shares), n_classes, manifest.rounds, round, manifest.cohort)
         context = context.for_silo(silo, manifest.seed, manifest.members[silo].prototypes)
         data = PlainLocalData(
-            share.train, share.test, manifest.train, context, device=self._device, public=self._public
+            RoundData(share.train, share.test, manifest.train, context, device=self._device, public=self._public)
         )
         state = method.init_silo(self._runtime.reset_model(), context)
         model = self._runtime.reset_model()

@@ -48,7 +48,7 @@ from fl_core.training import memory
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
-from fl_core.types.interfaces import SiloPort
+from fl_core.types.interfaces import RoundData, SiloPort
 from fl_core.types.values import Bundle, Examples, RoundContext, State
 
 _AHEAD, _SMALL = 2, 1 << 14
@@ -280,7 +280,7 @@ def worthwhile(run: RunSetup, shares: Sequence[SiloShare], number: int, threads:
     They do not where silos are few or tiny: each reply costs the caller half a millisecond, and the start some seconds.
     """
     context, train = RoundContext(len(shares), len(run.manifest.schema.classes)), run.manifest.train
-    steps = [PlainLocalData(s.train, s.test, train, context).planned_steps() for s in shares]
+    steps = [PlainLocalData(RoundData(s.train, s.test, train, context)).planned_steps() for s in shares]
     cohort = run.manifest.cohort or len(shares)
     each = sum(steps) / len(steps)
     if number < 2 or cohort < 2 or each * cohort * rounds_left < _FEW_STEPS:

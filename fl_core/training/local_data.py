@@ -17,8 +17,7 @@ from fl_core.training import optimizers
 from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
-from fl_core.types.interfaces import LocalData
-from fl_core.types.records import TrainConfig
+from fl_core.types.interfaces import LocalData, RoundData
 from fl_core.types.values import (
     AS_SCHEDULED,
     BatchSums,
@@ -26,9 +25,7 @@ from fl_core.types.values import (
     ExampleSums,
     LossFn,
     PenaltyFn,
-    Progress,
     Query,
-    RoundContext,
     SgdOptions,
     Tensors,
 )
@@ -52,29 +49,23 @@ class _EmptyExamples(Examples):
 
 
 class PlainLocalData:
-    """`LocalData` over one silo's examples, for one round; public: the public test set, where there is one.
+    """`LocalData` over one silo's examples, for one round.
 
     Every call of `sgd` draws its batches from a stream of its own, so an extra pass of a method does not change
     the batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
     """
 
-    def __init__(
-        self,
-        train: Examples,
-        test: Examples,
-        config: TrainConfig,
-        context: RoundContext,
-        device: torch.device | None = None,
-        progress: Progress | None = None,
-        public: Examples | None = None,
-    ) -> None:
-        self.lr = config.lr * config.lr_decay**context.round
-        self.batch_size = config.batch_size
-        self._examples = {Split.TRAIN: train, Split.TEST: test, Split.GLOBAL: public or _EmptyExamples(test)}
-        self._config = config
-        self._context = context
-        self._device = device or torch.device("cpu")
-        self._progress = progress or (lambda *_: None)
+    def __init__(self, data: RoundData) -> None:
+        self.lr = data.config.lr * data.config.lr_decay**data.context.round
+        self.batch_size = data.config.batch_size
+        self._examples = {
+            Split.TRAIN: data.train,
+            Split.TEST: data.test,
+            Split.GLOBAL: data.public or _EmptyExamples(data.test),
+        }
+        self._config, self._context = data.config, data.context
+        self._device = data.device or torch.device("cpu")
+        self._progress = data.progress or (lambda *_: None)
         self._ahead = 2 if self._device.type == "cuda" else 0
         self._calls = 0
         self._counts: Tensor | None = None

@@ -15,24 +15,8 @@ from fl_core.errors import ConfigError
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import SgdOptions
 
-OPTIMIZERS = ("sgd", "adam")
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions of losses in training, by name."""
-
-
-def check(config: TrainConfig) -> None:
-    """Raise ConfigError (E-CFG-02) on an optimizer that does not exist or options that do not go together."""
-    if config.optimizer not in OPTIMIZERS:
-        raise ConfigError("E-CFG-02", f"expected train.optimizer of {OPTIMIZERS}, found {config.optimizer!r}")
-    if config.amp not in AMP:
-        raise ConfigError("E-CFG-02", f"expected train.amp of {tuple(AMP)}, found {config.amp!r}")
-    for name in ("lr", "momentum", "weight_decay", "micro_batch"):
-        if not (found := getattr(config, name)) >= 0:
-            raise ConfigError("E-CFG-02", f"expected train.{name} >= 0, found {found}")
-    if config.nesterov and (config.momentum <= 0 or config.optimizer != "sgd"):
-        raise ConfigError("E-CFG-02", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
-    if config.augment_on_device and not config.augment:
-        raise ConfigError("E-CFG-02", "train.augment_on_device needs train.augment=true: set it, or leave both out")
 
 
 def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
@@ -67,8 +51,7 @@ class _Adam(_NeverCompiled, Adam):
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], lr: float, config: TrainConfig) -> Optimizer:
-    """Make an optimizer with empty buffers; raises ConfigError (E-CFG-02) as `check`."""
-    check(config)
+    """Make an optimizer with empty buffers."""
     if config.optimizer == "adam":
         return _Adam(parameters, lr, weight_decay=config.weight_decay)
     return _Sgd(parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov)

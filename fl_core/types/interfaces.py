@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -65,25 +66,26 @@ class LocalData(Protocol):
         ...
 
 
-class DataFactory(Protocol):
-    """Opens a silo's examples for one round: `PlainLocalData`, or what a privacy profile puts in its place."""
+@dataclass(frozen=True, slots=True)
+class RoundData:
+    """What a silo's round opens: its examples, the schedule, and where the model is.
 
-    def __call__(
-        self,
-        train: Examples,
-        test: Examples,
-        config: TrainConfig,
-        context: RoundContext,
-        *,
-        device: torch.device | None = None,
-        progress: Progress | None = None,
-        public: Examples | None = None,
-    ) -> LocalData:
-        """Open them; a private profile reserves what the round will release, before any example is read.
+    device: the CPU by default   progress: told steps done and steps in all   public: the public test set, where there
+    is one.
+    """
 
-        device: where the model is, the CPU by default   public: the public test set, where there is one.
-        """
-        ...
+    train: Examples
+    test: Examples
+    config: TrainConfig
+    context: RoundContext
+    device: torch.device | None = None
+    progress: Progress | None = None
+    public: Examples | None = None
+
+
+DataFactory = Callable[[RoundData], LocalData]
+"""Opens a round's data: `PlainLocalData`, or what a privacy profile puts in its place. A private profile reserves what
+the round will release, before any example is read."""
 
 
 class Method(Protocol):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from fl_core import validate
+from fl_core.errors import ConfigError
 from fl_core.types.clinical import ClinicalMetrics, macro_mean
 from fl_core.types.columns import Column
 from fl_core.types.enums import TaskKind
+from fl_core.validate import HalfOpenUnit, Positive, at_most, between, bounded, one_of
+
+MOST_STEPS, LARGEST = 2**31 - 1, 1e12
+Strength = Annotated[float, bounded(between, 0, LARGEST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +47,31 @@ class TrainConfig:
     mixes examples.
     """
 
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 1e-5
-    batch_size: int = 128
-    epochs: int = 10
-    lr_decay: float = 1.0
-    max_steps: int = 0
-    clip_norm: float = 0.0
+    lr: Annotated[Positive, bounded(at_most, LARGEST)] = 0.01
+    momentum: HalfOpenUnit = 0.9
+    weight_decay: Strength = 1e-5
+    batch_size: Annotated[int, bounded(between, 1, MOST_STEPS)] = 128
+    epochs: Annotated[int, bounded(between, 1, MOST_STEPS)] = 10
+    lr_decay: Annotated[float, bounded(between, 0, 10)] = 1.0
+    max_steps: Annotated[int, bounded(between, 0, MOST_STEPS)] = 0
+    clip_norm: Strength = 0.0
     augment: bool = False
-    optimizer: str = "sgd"
+    optimizer: Annotated[str, bounded(one_of, ("sgd", "adam"))] = "sgd"
     nesterov: bool = False
-    amp: str = "off"
+    amp: Annotated[str, bounded(one_of, ("off", "bf16", "fp16"))] = "off"
     channels_last: bool = False
     cudnn_benchmark: bool = False
     compile: bool = False
     augment_on_device: bool = False
-    micro_batch: int = 0
+    micro_batch: Annotated[int, bounded(between, 0, MOST_STEPS)] = 0
+
+    def check(self) -> None:
+        """Raise ConfigError (E-CFG-02) on what no schedule can be, whoever made it."""
+        validate.declared("E-CFG-02", "train", self)
+        if self.nesterov and (self.momentum <= 0 or self.optimizer != "sgd"):
+            raise ConfigError("E-CFG-02", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
+        if self.augment_on_device and not self.augment:
+            raise ConfigError("E-CFG-02", "train.augment_on_device needs train.augment=true: set it, or leave both out")
 
     def facts(self) -> dict[str, object]:
         """Return all fields for JSON, without later ones at their default, so that digests stay as they were."""

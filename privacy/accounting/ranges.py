@@ -6,14 +6,13 @@ One table, checked by the coordinator when a run is frozen and by each hospital 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
 from fl_core.errors import RefusedError
 from fl_core.methods import method_class
 from fl_core.rounds.manifest import RunManifest
-from fl_core.training import optimizers
 from fl_core.types.records import TrainConfig
 from privacy.accounting.record_config import DpConfig
 
@@ -25,9 +24,7 @@ class Range(NamedTuple):
     high: float
     off: bool = False
 
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
+    def holds(self, value: float) -> bool:
         return self.low <= value <= self.high or (self.off and value == 0)
 
     def __str__(self) -> str:
@@ -36,7 +33,6 @@ class Range(NamedTuple):
 
 CLIP = Range(1e-4, 1e4)
 _STEPS = Range(1, 10**8)
-_WHOLE = "whole"
 _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
     (
         CLIP,
@@ -110,30 +106,26 @@ def text() -> str:
     return "; ".join(f"{', '.join(names)}: {found}" for found, names in _GROUPS)
 
 
-def check(manifest: RunManifest, terms: DpConfig, derived: Callable[[], Mapping[str, float]]) -> None:
-    """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range, or no number.
+def check(manifest: RunManifest, terms: DpConfig) -> None:
+    """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range.
 
-    derived: computes more numbers that have a range, once those they are made of are known to be good. Raises
-    ConfigError (E-CFG-02) on an unknown optimizer. Anybody may have made the manifest: its fields can have any type.
+    The converter has read the manifest, so that its fields have their types: options of the method and the model alone
+    can be any plain value.
     """
-    for name, value, key, kind in _numbers(manifest, terms, derived):
-        allowed = RANGES[key]
-        if value not in allowed or (kind == _WHOLE and not isinstance(value, int)):
-            wanted = "a whole number" if kind == _WHOLE else "a number"
+    for name, value, key in _numbers(manifest, terms):
+        if not RANGES[key].holds(value):
             raise RefusedError(
-                "E-PRIV-20", f"{name}: expected {wanted} of {allowed} in a private run, found {_shown(value)}"
+                "E-PRIV-20", f"{name}: expected a number of {RANGES[key]} in a private run, found {value!r}"
             )
-    _check_words(manifest.train)
-    optimizers.check(manifest.train)
 
 
-_Number = tuple[str, object, str, str]
-"""What a message calls it, its value, its key in the table, and `_WHOLE` for whole numbers."""
+_Number = tuple[str, float, str]
+"""What a message calls it, its value, its key in the table."""
 
 
-def _numbers(manifest: RunManifest, terms: DpConfig, derived: Callable[[], Mapping[str, float]]) -> Iterator[_Number]:
+def _numbers(manifest: RunManifest, terms: DpConfig) -> Iterator[_Number]:
     """List the numbers of a manifest, single ones before what is computed from them."""
-    whole: Mapping[str, object] = {
+    single: Mapping[str, float] = {
         "rounds": manifest.rounds,
         "cohort": manifest.cohort,
         "quorum": manifest.quorum,
@@ -142,26 +134,26 @@ def _numbers(manifest: RunManifest, terms: DpConfig, derived: Callable[[], Mappi
         "image_size": manifest.image_size or 0,
         "silos": len(manifest.members),
         "grid.n_max": manifest.grid.n_max,
+        "deadline_s": manifest.deadline_s,
+        "patience_s": manifest.patience_s,
     }
-    yield from ((name, value, name, _WHOLE) for name, value in whole.items())
-    yield "deadline_s", manifest.deadline_s, "deadline_s", ""
-    yield "patience_s", manifest.patience_s, "patience_s", ""
-    yield from ((f"grid.bounds.{k}", v, "grid.bounds", "") for k, v in manifest.grid.bounds.items())
-    yield from ((f"units of {m.name}", m.units, "units", _WHOLE) for m in manifest.members)
+    yield from ((name, value, name) for name, value in single.items())
+    yield from ((f"grid.bounds.{k}", v, "grid.bounds") for k, v in manifest.grid.bounds.items())
+    yield from ((f"units of {m.name}", m.units, "units") for m in manifest.members)
     yield from _of_config("train", manifest.train)
     yield from _of_method(manifest)
     yield from _of_model(manifest.model.options)
     yield from _of_config("privacy", terms)
-    yield from ((name, value, name, "") for name, value in derived().items())
+    yield from ((name, value, name) for name, value in terms.derived(manifest.rounds).items())
     yield from _of_steps(manifest)
 
 
 def _of_config(prefix: str, config: TrainConfig | DpConfig) -> Iterator[_Number]:
     for f in fields(config):
         if type(f.default) in (int, float):
-            name, whole = f"{prefix}.{f.name}", type(f.default) is int
-            other = f"other {'counts' if whole else 'numbers'} of {prefix}"
-            yield name, getattr(config, f.name), name if name in RANGES else other, _WHOLE if whole else ""
+            name = f"{prefix}.{f.name}"
+            other = f"other {'counts' if type(f.default) is int else 'numbers'} of {prefix}"
+            yield name, getattr(config, f.name), name if name in RANGES else other
 
 
 def _of_method(manifest: RunManifest) -> Iterator[_Number]:
@@ -173,7 +165,7 @@ def _of_method(manifest: RunManifest) -> Iterator[_Number]:
         whole = type(defaults.get(option)) is int
         keys = (f"{manifest.method.name}.{option}", f"method.{option}")
         other = "other counts of a method or model" if whole else "other strengths of a method"
-        yield f"method.{option}", value, next((k for k in keys if k in RANGES), other), _WHOLE if whole else ""
+        yield f"method.{option}", value, next((k for k in keys if k in RANGES), other)
 
 
 def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
@@ -181,7 +173,7 @@ def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, int | float) and not isinstance(one, bool):
                 kind = "counts of a method or model" if isinstance(one, int) else "numbers of a model"
-                yield f"model.{option}", one, f"other {kind}", ""
+                yield f"model.{option}", one, f"other {kind}"
 
 
 def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
@@ -189,21 +181,4 @@ def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
     train, key = manifest.train, "epochs x units / train.batch_size"
     own = [v for k, v in manifest.method.options.items() if k.endswith("epochs") and isinstance(v, int)]
     most = max([train.epochs, *own]) * max(m.units for m in manifest.members)
-    yield key, max(1, most // train.batch_size), key, _WHOLE
-
-
-def _check_words(train: TrainConfig) -> None:
-    for f in fields(train):
-        if type(f.default) in (bool, str) and type(found := getattr(train, f.name)) is not type(f.default):
-            raise RefusedError(
-                "E-PRIV-20",
-                f"train.{f.name}: expected {type(f.default).__name__} in a private run, found {_shown(found)}",
-            )
-
-
-def _shown(value: object) -> str:
-    """Write a value shortly: a number of thousands of digits stays out of the message."""
-    try:
-        return repr(value)[:60]
-    except ValueError:  # more digits than Python writes
-        return "a number of thousands of digits"
+    yield key, max(1, most // train.batch_size), key

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from fl_core import validate
 from fl_core.converter import read_options
+from fl_core.validate import (
+    Count,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    PositiveOrInfinite,
+    below,
+    between,
+    bounded,
+    one_of,
+)
 
 COUPLED = ("split", "micro", "off")
-RNG = ("secure", "test")
-TEST_DATA = ("private", "public")
-WEIGHTS = ("size", "uniform")
 MOST_RESERVED = 1000
-MOST_DELTA = 1e-3
+Delta = Annotated[Positive, bounded(below, 1e-3)]
+Rng = Annotated[str, bounded(one_of, ("secure", "test"))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,27 +38,26 @@ class DpConfig:
     rng: "secure", or "test", which is reproducible and private to nobody.
     """
 
-    epsilon: float = 8.0
-    delta: float = 1e-5
-    clip: float = 1.0
-    metric_noise: float = 20.0
-    test_data: str = "private"
-    weights: str = "size"
-    reserve_rounds: int = 1
-    rng: str = "secure"
+    epsilon: PositiveOrInfinite = 8.0
+    delta: Delta = 1e-5
+    clip: Positive = 1.0
+    metric_noise: Positive = 20.0
+    test_data: Annotated[str, bounded(one_of, ("private", "public"))] = "private"
+    weights: Annotated[str, bounded(one_of, ("size", "uniform"))] = "size"
+    reserve_rounds: Annotated[int, bounded(between, 0, MOST_RESERVED)] = 1
+    rng: Rng = "secure"
 
     def __post_init__(self) -> None:
-        validate.positive_or_infinite("E-PRIV-20", "privacy", epsilon=self.epsilon)
-        validate.positive("E-PRIV-20", "privacy", delta=self.delta, clip=self.clip, metric_noise=self.metric_noise)
-        validate.below("E-PRIV-20", "privacy", MOST_DELTA, delta=self.delta)
-        validate.between("E-PRIV-20", "privacy", 0, MOST_RESERVED, reserve_rounds=self.reserve_rounds)
-        validate.one_of(
-            "E-PRIV-20",
-            "privacy",
-            weights=(self.weights, WEIGHTS),
-            rng=(self.rng, RNG),
-            test_data=(self.test_data, TEST_DATA),
-        )
+        validate.declared("E-PRIV-20", "privacy", self)
+
+    @property
+    def central(self) -> bool:
+        """Whether the coordinator adds the noise, who may leave it out."""
+        return False
+
+    def derived(self, rounds: int) -> Mapping[str, float]:  # noqa: ARG002
+        """Return products of options that have a range of their own."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,45 +75,20 @@ class RecordDpConfig(DpConfig):
     count_noise: noise / sensitivity of the class counts   max_per_unit: examples of one unit in a step (0: all).
     """
 
-    coupled: str = "split"
-    coupled_clip_ratio: float = 0.25
-    coupled_every: int = 1
-    microbatch: int = 16
-    physical_batch: int = 64
-    prototype_bound: float = 1.0
-    count_weight: float = 0.5
-    prototype_noise: float = 8.0
-    prototype_every: int = 5
-    min_count: float = 0.0
-    count_noise: float = 20.0
-    statistics_bound: float = 1.0
-    statistics_noise: float = 8.0
-    max_per_unit: int = 0
-
-    def __post_init__(self) -> None:
-        DpConfig.__post_init__(self)
-        validate.positive(
-            "E-PRIV-20",
-            "privacy",
-            coupled_clip_ratio=self.coupled_clip_ratio,
-            prototype_bound=self.prototype_bound,
-            count_weight=self.count_weight,
-            prototype_noise=self.prototype_noise,
-            count_noise=self.count_noise,
-            statistics_bound=self.statistics_bound,
-            statistics_noise=self.statistics_noise,
-        )
-        validate.at_least(
-            "E-PRIV-20",
-            "privacy",
-            1,
-            microbatch=self.microbatch,
-            physical_batch=self.physical_batch,
-            prototype_every=self.prototype_every,
-            coupled_every=self.coupled_every,
-        )
-        validate.at_least("E-PRIV-20", "privacy", 0, min_count=self.min_count, max_per_unit=self.max_per_unit)
-        validate.one_of("E-PRIV-20", "privacy", coupled=(self.coupled, COUPLED))
+    coupled: Annotated[str, bounded(one_of, COUPLED)] = "split"
+    coupled_clip_ratio: Positive = 0.25
+    coupled_every: PositiveCount = 1
+    microbatch: PositiveCount = 16
+    physical_batch: PositiveCount = 64
+    prototype_bound: Positive = 1.0
+    count_weight: Positive = 0.5
+    prototype_noise: Positive = 8.0
+    prototype_every: PositiveCount = 5
+    min_count: NonNegative = 0.0
+    count_noise: Positive = 20.0
+    statistics_bound: Positive = 1.0
+    statistics_noise: Positive = 8.0
+    max_per_unit: Count = 0
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> RecordDpConfig:
@@ -115,6 +99,12 @@ class RecordDpConfig(DpConfig):
     def coupled_clip(self) -> float:
         """Return C2, the bound of one microbatch's coupled gradient."""
         return self.coupled_clip_ratio * self.clip
+
+    def derived(self, rounds: int) -> Mapping[str, float]:  # noqa: ARG002
+        return {
+            "privacy.clip x privacy.coupled_clip_ratio": self.coupled_clip,
+            "privacy.prototype_bound x privacy.count_weight": self.prototype_bound * self.count_weight,
+        }
 
     def sensitivity(self, coupled: bool) -> float:
         """Return how far one unit can move the sum of a training step; coupled: the step has a coupled term."""

@@ -21,11 +21,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from fl_core.types.clinical import macro_mean
+
+if TYPE_CHECKING:
+    from fl_core.aggregation.update_check import NoisyRows
 
 NOISY = "noise larger than signal"
 IMPOSSIBLE = "no counts can be these"
@@ -176,14 +180,19 @@ def mean_of_last(
 
 @dataclass(frozen=True, slots=True)
 class RunNoise:
-    """What is noisy of a run's results.
+    """What is noisy of a run.
 
-    evaluation: the noise on one hospital's sums   scores: names of personal models' scores that are means of noisy
-    shares, whose noise nobody knows.
+    evaluation: the noise on one hospital's sums as it sends them; None where they are sent as they were counted
+    scores: names of personal models' scores that are means of noisy shares, whose noise nobody knows   own: the noise
+    on what a hospital itself knows of its evaluation   counts: the noise on counts by part, infinite where its size is
+    not known here; none without privacy   rows: what is known of released sums per class; None where nothing is.
     """
 
     evaluation: EvaluationNoise | None = None
     scores: frozenset[str] = frozenset()
+    own: EvaluationNoise | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
+    rows: NoisyRows | None = None
 
     def of(self, included: Sized) -> EvaluationNoise | None:
         return self.evaluation and self.evaluation.over(len(included))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Losses, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
@@ -105,7 +106,9 @@ class Step:
         data = ListedExamples(x, torch.zeros(len(x), dtype=torch.long), groups)
         context = RoundContext(1, 1, 1, 0, 1).for_silo(0, 0)
         allowance = ReleaseAllowance(plan.training(steps))
-        private = DpSgdLocalData(data, data, plan.rates.train, context, plan, allowance, noise, progress=watch)
+        private = DpSgdLocalData(
+            RoundData(data, data, plan.rates.train, context, progress=watch), plan, allowance, noise
+        )
         private.sgd(model, loss, SgdOptions(steps=steps))
         divisor = plan.groups if self.kind == "micro" else plan.batch
         return -torch.diff(torch.stack(places), dim=0) * divisor

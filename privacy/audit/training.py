@@ -10,6 +10,7 @@ from torch import nn
 
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Examples, LossFn, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
@@ -47,13 +48,13 @@ class Training:
         """Train `model` in place, as a hospital does; noise: None for the operating system's entropy."""
         context = RoundContext(1, n_classes, 1, 0, 1).for_silo(0, seed)
         if not self.private:
-            plain = PlainLocalData(data, data, self.config, context, progress=progress)
+            plain = PlainLocalData(RoundData(data, data, self.config, context, progress=progress))
             plain.sgd(model, loss, SgdOptions(steps=self.steps))
             return
         plan = self.plan(len(data))
         allowance = ReleaseAllowance(plan.training(self.steps))
         DpSgdLocalData(
-            data, data, self.config, context, plan, allowance, noise or SecureNoise(), progress=progress
+            RoundData(data, data, self.config, context, progress=progress), plan, allowance, noise or SecureNoise()
         ).sgd(model, loss, SgdOptions(steps=self.steps))
 
     @property

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_core import rng
 from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, Examples, Losses, LossFn, RoundContext, SgdOptions
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
@@ -58,7 +59,9 @@ class Attack:
         terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
         plan = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
         plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
-        local_data = DpSgdLocalData(data, data, config, CONTEXT, plan, ReleaseAllowance(plan.releases(0, True)), noise)
+        local_data = DpSgdLocalData(
+            RoundData(data, data, config, CONTEXT), plan, ReleaseAllowance(plan.releases(0, True)), noise
+        )
         if self.query is not None:
             sums = local_data.sum(self.query)
             return torch.cat([sums["sum"].flatten(), sums["count"].flatten()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fl_core.converter import Option
-from fl_core.errors import RefusedError
+from fl_core.errors import ConfigError, RefusedError
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -32,8 +32,12 @@ def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None
             "this version cannot give what it promises; upgrade it or choose another profile",
         )
     kind = PROFILES[privacy.name]
-    terms = kind.read(privacy.options)
-    return (PlainProfile, None) if terms is not None and terms.epsilon == math.inf else (kind, terms)
+    if kind.config is None:
+        if privacy.options:
+            raise ConfigError("E-PRIV-20", f"profile {privacy.name!r} has no options, found {dict(privacy.options)}")
+        return kind, None
+    terms = kind.config.of(privacy.options)
+    return (PlainProfile, None) if terms.epsilon == math.inf else (kind, terms)
 
 
 def profile_of(run: RunSetup) -> PrivacyProfile:
@@ -43,7 +47,7 @@ def profile_of(run: RunSetup) -> PrivacyProfile:
 
 def result_noise(manifest: RunManifest) -> RunNoise:
     """Return what of a run's results is noisy; of the run nothing is built but its method."""
-    return profile_of(RunSetup(manifest)).result_noise()
+    return profile_of(RunSetup(manifest)).noise()
 
 
 def is_private(privacy: NamedOptions) -> bool:
@@ -59,7 +63,7 @@ def hides_evaluations(privacy: NamedOptions) -> bool:
 def private_form(method: NamedOptions, privacy: NamedOptions) -> tuple[NamedOptions, dict[str, Option]]:
     kind, terms = _resolve(privacy)
     built = build_method(method.name, method.options)
-    form = {} if terms is None else kind.private_form(built)
+    form = {} if terms is None or not kind.private_form else built.private_form
     was: dict[str, Option] = {option: getattr(built, option) for option in form}
     return NamedOptions(method.name, {**method.options, **form}), was
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import NoisyRows
-from fl_core.converter import Option
 from fl_core.errors import RefusedError
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
 from fl_core.training.local_data import PlainLocalData, eval_batch
 from fl_core.types.clinical import BASIC, CLINICAL
-from fl_core.types.interfaces import DataFactory, LocalData, Method
+from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Layout, RoundContext
 from privacy.accounting import ranges
@@ -31,7 +31,7 @@ from privacy.release_log import ReleaseLog, by_collection
 if TYPE_CHECKING:
     import torch
 
-    from privacy.policy import Floors, Policy
+    from privacy.policy_terms import Floors
 
 Config = RecordDpConfig | SiloDpConfig
 Epsilon = Callable[[list[Mechanism], float], float]
@@ -61,11 +61,16 @@ class Projection:
     epsilon_most: float
 
 
-class AtOnce(NamedTuple):
-    """Examples in memory at once, in training and where something is summed over them."""
+class MadeUpStep(NamedTuple):
+    """A step of training as it is done under a profile, to see what memory it takes.
+
+    training, evaluating: examples in memory at once, in training and where something is summed over them: public
+    constants   opened: opens so many made-up examples.
+    """
 
     training: int
     evaluating: int
+    opened: Callable[[int], LocalData]
 
 
 def one_step(train: TrainConfig, number: int) -> TrainConfig:
@@ -76,12 +81,13 @@ def one_step(train: TrainConfig, number: int) -> TrainConfig:
 class PrivacyProfile(ABC):
     """One privacy profile and its answers for one run; both sides of a run ask it.
 
-    config: the class of its options   subject: whom its epsilon is about   promised: the collection that its
-    epsilon is promised for   collections: what is charged   terms: its
+    config: the class of its options   private_form: a method runs in its private form   subject: whom its epsilon is
+    about   promised: the collection that its epsilon is promised for   collections: what is charged   terms: its
     options as the manifest has them; None for a run without privacy.
     """
 
     config: ClassVar[type[Config] | None] = None
+    private_form: ClassVar[bool] = False
     subject: ClassVar[str] = ""
     promised: ClassVar[str] = TRAIN
     collections: ClassVar[tuple[str, ...]] = (TRAIN, TEST)
@@ -91,16 +97,6 @@ class PrivacyProfile(ABC):
         self.run, self.terms = run, terms
 
     # ---- before there is a run --------------------------------------------------------------------------------------
-
-    @classmethod
-    @abstractmethod
-    def read(cls, options: Mapping[str, object]) -> Config | None:
-        """Read the options of the profile; raises ConfigError on options that it does not have."""
-
-    @classmethod
-    def private_form(cls, method: Method) -> Mapping[str, Option]:  # noqa: ARG003
-        """Return the options that a method must take under this profile."""
-        return {}
 
     @classmethod
     def extra_parts(cls, terms: Config) -> Layout:  # noqa: ARG003
@@ -117,24 +113,20 @@ class PrivacyProfile(ABC):
                     "confusion matrix are not measured with noise; set metrics=auto, or privacy.test_data=public where "
                     "the test examples are published anyway",
                 )
-            ranges.check(self.run.manifest, self.terms, self.derived_numbers)
+            ranges.check(self.run.manifest, self.terms)
 
     @property
     def protected(self) -> frozenset[str]:
         """Name the splits of a hospital's data of which what leaves it tells no more than is charged."""
-        if self.terms is None or self.terms.rng != "secure":
+        if self.terms is None or self.terms.rng != "secure" or self.terms.central:
             return frozenset()
         return frozenset({TRAIN, TEST} if self.terms.test_data == "private" else {TRAIN})
 
-    def derived_numbers(self) -> Mapping[str, float]:
-        """Return products of options that have a range of their own."""
-        return {}
-
     # ---- the five questions -----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def guards(self) -> Guards:
         """Return the guards of the run; on the way out, silo guards come before the aggregator's."""
+        return Guards((), (FixedPoint(self.run.manifest.grid),))
 
     @abstractmethod
     def data_factory(
@@ -170,53 +162,27 @@ class PrivacyProfile(ABC):
     def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Return the most that the run may be charged, by collection; policy: the most that one run may spend."""
 
-    @abstractmethod
-    def evaluation_noise(self) -> EvaluationNoise | None:
-        """Return the noise on one hospital's evaluation as it is sent; None where it is sent as it was counted."""
-
-    def count_noise(self) -> Mapping[str, float]:
-        """Return the noise on counts by part, infinite where its size is not known here; none without privacy."""
-        if self.terms is None:
-            return {}
-        noise, found = self.evaluation_noise(), dict.fromkeys(self.run.manifest.layout, math.inf)
-        return {**found, METRICS: 0.0 if noise is None else noise.std, CLINICAL_PART: 0.0}
-
-    def noisy_rows(self) -> NoisyRows | None:
-        """Return what is known of released sums per class; None where nothing is."""
-        return None
+    def noise(self) -> RunNoise:
+        """Say what of the run is noisy: nothing without privacy."""
+        return NO_NOISE
 
     def aggregator(self, chosen: Options) -> Options:
         """Return what of an aggregator the profile leaves; raises ConfigError (E-CFG-08) where that is nothing."""
         return chosen
 
-    def own_noise(self) -> EvaluationNoise | None:
-        """Return the noise on what a hospital itself knows of its evaluation."""
-        return None
-
-    def result_noise(self) -> RunNoise:
-        if self.terms is None:
-            return NO_NOISE
-        scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
-        return RunNoise(self.evaluation_noise(), frozenset(scores))
-
-    def examples_at_once(self, index: int) -> AtOnce:
-        """Return how many examples a member has in memory at once: public constants."""
+    def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
+        """Say how many examples a member has in memory at once, and how to train on some that are nobody's."""
         manifest = self.run.manifest
-        train = manifest.train
-        return AtOnce(train.micro_batch or train.batch_size, eval_batch(manifest.schema.shape))
+        train, schema = manifest.train, manifest.schema
 
-    def made_up_data(self, index: int, number: int, context: RoundContext, device: torch.device) -> LocalData:
-        """Open so many examples that are nobody's, for one step of training as it is done under this profile."""
-        examples, train = MadeUpExamples(self.run.manifest.schema, number), self.run.manifest.train
-        return PlainLocalData(examples, examples, one_step(train, number), context, device)
+        def opened(number: int) -> LocalData:
+            examples = MadeUpExamples(schema, number)
+            return PlainLocalData(RoundData(examples, examples, one_step(train, number), context, device))
 
-    @abstractmethod
-    def check_terms(self, floors: Floors) -> None:
-        """Raise RefusedError (E-POLICY-05) on options that a hospital's policy does not allow."""
+        return MadeUpStep(train.micro_batch or train.batch_size, eval_batch(schema.shape), opened)
 
-    @abstractmethod
-    def check_part(self, index: int, policy: Policy, unit: str, declared: float) -> None:
-        """Raise RefusedError (E-POLICY-05) on a part that its policy does not allow; see `Policy.check_plan`."""
+    def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:  # noqa: B027
+        """Raise RefusedError (E-POLICY-05) on a part that a hospital's policy does not allow; see `Floors`."""
 
 
 class PrivateProfile(PrivacyProfile):
@@ -245,6 +211,15 @@ class PrivateProfile(PrivacyProfile):
             used=Filter.of(terms.epsilon, terms.delta).used(charged),
             epsilon_most=epsilon_rdp([*charged, *again * terms.reserve_rounds], terms.delta),
         )
+
+    def _noise(
+        self, sent: EvaluationNoise | None, own: EvaluationNoise | None = None, rows: NoisyRows | None = None
+    ) -> RunNoise:
+        """Complete what is noisy by what all such profiles say alike."""
+        scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
+        counts = dict.fromkeys(self.run.manifest.layout, math.inf)
+        counts |= {METRICS: 0.0 if sent is None else sent.std, CLINICAL_PART: 0.0}
+        return RunNoise(sent, frozenset(scores), own, counts, rows)
 
     def spent(
         self, logs: Sequence[Sequence[Release]], tight_name: str, tight: Epsilon, **facts: object

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ParamSpec
-
 import torch
 
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.enums import Split
-from fl_core.types.interfaces import LocalData
+from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import ClassSums, Query, Tensors
 
 
@@ -32,16 +29,7 @@ class PrototypeFilter(LocalDataWrapper):
         }
 
 
-P = ParamSpec("P")
-
-
-def with_prototype_filter(
-    factory: Callable[P, LocalData], hidden: frozenset[int], least: float
-) -> Callable[P, LocalData]:
+def with_prototype_filter(factory: DataFactory, hidden: frozenset[int], least: float) -> DataFactory:
     if not hidden and least <= 0:
         return factory
-
-    def filtered(*args: P.args, **kwargs: P.kwargs) -> LocalData:
-        return PrototypeFilter(factory(*args, **kwargs), hidden, least)
-
-    return filtered
+    return lambda data: PrototypeFilter(factory(data), hidden, least)

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import NormClipped, Options
 from fl_core.aggregation.update_check import NoisyRows
-from fl_core.converter import Option
-from fl_core.errors import ConfigError, RefusedError
+from fl_core.errors import ConfigError
 from fl_core.rounds import capabilities
 from fl_core.rounds.memory_need import MadeUpExamples
-from fl_core.rounds.run_setup import Guards, RunSetup
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.training import optimizers
 from fl_core.types.enums import Capability
-from fl_core.types.interfaces import DataFactory, LocalData, Method
-from fl_core.types.records import TrainConfig
-from fl_core.types.values import Examples, Progress, RoundContext
+from fl_core.types.interfaces import DataFactory, LocalData, RoundData
+from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_prv, epsilon_rdp
 from privacy.accounting.dry_run import dry_run
 from privacy.accounting.record_config import RecordDpConfig
@@ -33,16 +30,15 @@ from privacy.accounting.release_plan import (
     ReleasePlan,
     SamplingSchedule,
 )
-from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise
+from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.mechanisms.record.class_sums import ROWS
-from privacy.profiles.base import AtOnce, PrivateProfile, Projection, mechanisms, one_step
+from privacy.profiles.base import MadeUpStep, PrivateProfile, Projection, mechanisms, one_step
 from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 if TYPE_CHECKING:
-    from privacy.mechanisms.record.private_data import DpSgdLocalData
-    from privacy.policy import Floors, Policy
+    from privacy.policy_terms import Floors
 
 CLASSES_SHOW = (
     "Record-level privacy does not hide which classes a hospital treats: "
@@ -74,20 +70,13 @@ class RecordProfile(PrivateProfile):
     """Profile "dp_record": the epsilon of a run is each record's, or each group's where the data names groups."""
 
     config = RecordDpConfig
+    private_form = True
     subject = "each record"
     terms: RecordDpConfig
 
     def __init__(self, run: RunSetup, terms: RecordDpConfig) -> None:
         super().__init__(run, terms)
         self._plans: dict[int, ReleasePlan] = {}
-
-    @classmethod
-    def read(cls, options: Mapping[str, object]) -> RecordDpConfig:
-        return RecordDpConfig.of(options)
-
-    @classmethod
-    def private_form(cls, method: Method) -> Mapping[str, Option]:
-        return method.private_form
 
     def check(self) -> None:
         super().check()
@@ -99,19 +88,10 @@ class RecordProfile(PrivateProfile):
             )
         capabilities.check_supported(self.run.method, {Capability.DIFFERENTIAL_PRIVACY})
 
-    def derived_numbers(self) -> Mapping[str, float]:
-        return {
-            "privacy.clip x privacy.coupled_clip_ratio": self.terms.coupled_clip,
-            "privacy.prototype_bound x privacy.count_weight": self.terms.prototype_bound * self.terms.count_weight,
-        }
-
     def plan(self, index: int) -> ReleasePlan:
         if index not in self._plans:
             self._plans[index] = release_plan(self.run, index)
         return self._plans[index]
-
-    def guards(self) -> Guards:
-        return Guards((), (FixedPoint(self.run.manifest.grid),))
 
     def aggregator(self, chosen: Options) -> Options:
         """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long."""
@@ -124,39 +104,18 @@ class RecordProfile(PrivateProfile):
         if min_count > plan.terms.min_count:
             plan = replace(plan, terms=replace(plan.terms, min_count=min_count))
 
-        def open_private(
-            train: Examples,
-            test: Examples,
-            config: TrainConfig,
-            context: RoundContext,
-            *,
-            device: torch.device | None = None,
-            progress: Progress | None = None,
-            public: Examples | None = None,
-        ) -> DpSgdLocalData:
+        def open_private(data: RoundData) -> LocalData:
             from privacy.mechanisms.record.private_data import DpSgdLocalData
 
-            training = context.round < rounds
-            first, has_public = log.cached("class counts") is None, public is not None and len(public) > 0
+            context, first = data.context, log.cached("class counts") is None
+            training, has_public = context.round < rounds, data.public is not None and len(data.public) > 0
             planned = plan.releases(context.round, training, context.prototypes, first, has_public)
             log.reserve(context.round, training, planned)
-            return DpSgdLocalData(
-                train,
-                test,
-                config,
-                context,
-                plan,
-                ReleaseAllowance(planned),
-                self._noise(context),
-                device=device,
-                log=log,
-                public=public,
-                progress=progress,
-            )
+            return DpSgdLocalData(data, plan, ReleaseAllowance(planned), self._source(context), log)
 
         return with_prototype_filter(open_private, hidden, 0.0)
 
-    def _noise(self, context: RoundContext) -> NoiseSource:
+    def _source(self, context: RoundContext) -> NoiseSource:
         if self.terms.rng == "secure":
             return SecureNoise()
         return SeededNoise(context.seed, "round", context.round, "silo", context.silo, "privacy")
@@ -201,44 +160,35 @@ class RecordProfile(PrivateProfile):
         more = (policy,) if policy else ()
         return {TRAIN: (own, *more), TEST: (RdpBound.of(released, own.order), *more)}
 
-    def evaluation_noise(self) -> EvaluationNoise | None:
-        if self.terms.test_data == "public" or not self.run.method.has_global_model:
-            return None  # without a global model nothing is released
-        return EvaluationNoise(self.terms.metric_noise * math.hypot(1.0, 1.0) * GRID_SLACK, suppressed=True)
+    def noise(self) -> RunNoise:
+        """Say what is noisy; without a global model no evaluation is released.
 
-    def own_noise(self) -> EvaluationNoise | None:
-        return self.evaluation_noise()
-
-    def noisy_rows(self) -> NoisyRows:
-        """Return what prototypes may be; a method that makes directions of them has rows of length 1."""
-        terms = self.terms
+        Prototypes may be as long as their bound; a method that makes directions of them has rows of length 1.
+        """
+        terms, sent = self.terms, None
+        if terms.test_data == "private" and self.run.method.has_global_model:
+            sent = EvaluationNoise(terms.metric_noise * math.hypot(1.0, 1.0) * GRID_SLACK, suppressed=True)
         length = max(terms.prototype_bound, 1.0)
         std = terms.prototype_noise * math.hypot(1.0, terms.count_weight) * GRID_SLACK
-        return NoisyRows(length, std / terms.count_weight, std * length)
+        return self._noise(sent, sent, NoisyRows(length, std / terms.count_weight, std * length))
 
-    def examples_at_once(self, index: int) -> AtOnce:
-        """Return the rows of the batches; a coupled term sees a microbatch at once, at most about twice its mean."""
-        plan = self.plan(index)
-        return AtOnce(max(plan.rows, 2 * plan.terms.microbatch if plan.coupled else 0), ROWS)
-
-    def made_up_data(self, index: int, number: int, context: RoundContext, device: torch.device) -> LocalData:
-        from privacy.mechanisms.record.private_data import DpSgdLocalData
-
+    def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
+        """Train on the rows of the batches; a coupled term sees a microbatch at once, at most about twice its mean."""
         run, plan = self.run, self.plan(index)
-        manifest = run.manifest
-        rates = SamplingSchedule(one_step(manifest.train, number), number)
-        needs = dry_run(run.method, run.new_model(), manifest.schema, rates.train, rates.steps, probe=False)
-        terms = replace(plan.terms, physical_batch=number)
-        small = replace(plan, terms=terms, rates=rates, steps_per_call=tuple(needs.steps), closing_steps=())
-        examples = MadeUpExamples(manifest.schema, number)
-        planned = ReleaseAllowance(small.releases(context.round, True))
-        return DpSgdLocalData(
-            examples, examples, rates.train, context, small, planned, self._noise(context), device=device
-        )
+        schema = run.manifest.schema
 
-    def check_terms(self, floors: Floors) -> None:
-        if self.terms.coupled not in floors.coupled:
-            raise RefusedError("E-POLICY-05", f"expected a treatment of {floors.coupled}, found {self.terms.coupled!r}")
+        def opened(number: int) -> LocalData:
+            from privacy.mechanisms.record.private_data import DpSgdLocalData
 
-    def check_part(self, index: int, policy: Policy, unit: str, declared: float) -> None:
-        policy.check_plan(self.plan(index), unit, declared)
+            rates = SamplingSchedule(one_step(run.manifest.train, number), number)
+            needs = dry_run(run.method, run.new_model(), schema, rates.train, rates.steps, probe=False)
+            terms = replace(plan.terms, physical_batch=number)
+            small = replace(plan, terms=terms, rates=rates, steps_per_call=tuple(needs.steps), closing_steps=())
+            examples, planned = MadeUpExamples(schema, number), ReleaseAllowance(small.releases(context.round, True))
+            data = RoundData(examples, examples, rates.train, context, device)
+            return DpSgdLocalData(data, small, planned, self._source(context))
+
+        return MadeUpStep(max(plan.rows, 2 * plan.terms.microbatch if plan.coupled else 0), ROWS, opened)
+
+    def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:
+        floors.check_plan(self.plan(index), unit, declared)

@@ -14,19 +14,16 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Mean, NormClipped, Options
-from fl_core.errors import ConfigError, RefusedError
+from fl_core.errors import ConfigError
 from fl_core.rounds.run_setup import Guards
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.interfaces import DataFactory
-from fl_core.types.records import TrainConfig
-from fl_core.types.values import Examples, Layout, Progress, RoundContext
+from fl_core.types.interfaces import DataFactory, LocalData, RoundData
+from fl_core.types.values import Layout
 from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
-from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise
+from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon
 from privacy.mechanisms.silo.guard import SiloDpGuard, coordinates, silo_level
@@ -35,7 +32,7 @@ from privacy.profiles.prototype_filter import with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 if TYPE_CHECKING:
-    from privacy.policy import Floors, Policy
+    from privacy.policy_terms import Floors
 
 RECORD_OF_A_SILO = 4.0
 """RDP of a record per RDP of its hospital: alpha / (2 (z/2)^2) over alpha / (2 z^2)."""
@@ -68,21 +65,9 @@ class SiloProfile(PrivateProfile):
     terms: SiloDpConfig
 
     @classmethod
-    def read(cls, options: Mapping[str, object]) -> SiloDpConfig:
-        return SiloDpConfig.of(options)
-
-    @classmethod
     def extra_parts(cls, terms: Config) -> Layout:
         adaptive = isinstance(terms, SiloDpConfig) and terms.adaptive
         return {adaptive_clipping.PART: adaptive_clipping.SPEC} if adaptive else {}
-
-    @property
-    def protected(self) -> frozenset[str]:
-        """Name them; none where the noise is the coordinator's, who may leave it out."""
-        return frozenset() if self.terms.placement == "central" else super().protected
-
-    def derived_numbers(self) -> Mapping[str, float]:
-        return {"privacy.clip x privacy.clip_decay^rounds": self.terms.clip_at(self.run.manifest.rounds)}
 
     @cached_property
     def guard(self) -> SiloDpGuard:
@@ -109,24 +94,10 @@ class SiloProfile(PrivateProfile):
         """Progress is reported without step numbers: how many steps a round has follows from the number of records."""
         rounds = self.run.manifest.rounds
 
-        def open_plain(
-            train: Examples,
-            test: Examples,
-            config: TrainConfig,
-            context: RoundContext,
-            *,
-            device: torch.device | None = None,
-            progress: Progress | None = None,
-            public: Examples | None = None,
-        ) -> PlainLocalData:
-            training = context.round < rounds
-            log.reserve(context.round, training, silo_releases(self.guard, training))
-
-            def without_steps(done: int, total: int) -> None:  # noqa: ARG001
-                if progress is not None:
-                    progress(0, 0)
-
-            return PlainLocalData(train, test, config, context, device, without_steps, public)
+        def open_plain(data: RoundData) -> LocalData:
+            progress, training = data.progress, data.context.round < rounds
+            log.reserve(data.context.round, training, silo_releases(self.guard, training))
+            return PlainLocalData(replace(data, progress=progress and (lambda *_: progress(0, 0))))
 
         return with_prototype_filter(open_plain, hidden, min_count)
 
@@ -144,7 +115,6 @@ class SiloProfile(PrivateProfile):
     def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
         """epsilon_record: what it cost a single training record, for which the same noise is half as large."""
         terms, names = self.terms, [m.name for m in self.run.manifest.members]
-        central = terms.placement == "central"
         return self.spent(
             logs,
             "epsilon_analytic",
@@ -152,7 +122,7 @@ class SiloProfile(PrivateProfile):
             unit="hospital: all its records",
             adjacency="add or remove one hospital's data; its place in the roster stays",
             accountant="RDP, q = 1 per round taken part in; exact Gaussian curve for information",
-            noise="at the coordinator, who is trusted" if central else "at the hospital, before anything leaves",
+            noise="at the coordinator, who is trusted" if terms.central else "at the hospital, before anything leaves",
             noise_multiplier=self.guard.noise,
             coordinates=coordinates(self.run.manifest.layout),
             epsilon_record=max(epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs),
@@ -169,17 +139,13 @@ class SiloProfile(PrivateProfile):
         record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)
         return {HOSPITAL: promised, TRAIN: record, TEST: record}
 
-    def evaluation_noise(self) -> EvaluationNoise | None:
-        """Return the noise; all is noise where the method has no global model, so that nothing is measured."""
-        if self.terms.test_data == "public":
-            return None
-        measured = self.run.method.has_global_model
-        std = self.terms.metric_clip * self.terms.metric_noise * GRID_SLACK if measured else math.inf
-        return EvaluationNoise(std, central=self.terms.placement == "central")
+    def noise(self) -> RunNoise:
+        """Say what is noisy; all is noise where the method has no global model, so that nothing is measured."""
+        terms = self.terms
+        if terms.test_data == "public":
+            return self._noise(None)
+        std = terms.metric_clip * terms.metric_noise * GRID_SLACK if self.run.method.has_global_model else math.inf
+        return self._noise(EvaluationNoise(std, central=terms.central))
 
-    def check_terms(self, floors: Floors) -> None:
-        if self.terms.placement == "central" and not floors.central:
-            raise RefusedError("E-POLICY-05", "expected noise before anything leaves, found privacy.placement=central")
-
-    def check_part(self, index: int, policy: Policy, unit: str, declared: float) -> None:
-        policy.check_update(self.guard.noise)
+    def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:
+        floors.check_update(self.guard.noise)

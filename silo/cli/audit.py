@@ -95,7 +95,7 @@ def _target(data: str, root: Path | None, classes: str | None, image_size: int |
     data = datasets.resolved(data)
     if image_size is None and datasets.parse(data).source not in datasets.FIXED:
         image_size = PIXELS
-    return AuditTarget.of(datasets.load(data, data_root=root, classes=label_space(classes), image_size=image_size))
+    return AuditTarget.of(datasets.load(data, datasets.DataRequest(label_space(classes), image_size), data_root=root))
 
 
 def _audited(target: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:

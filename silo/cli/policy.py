@@ -60,8 +60,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
-    from privacy.policy import Policy
-    from privacy.policy_file import closed
+    from privacy.policy import Policy, closed
     from silo.training.policy_in_force import in_force
 
     silo_home = Home.at(home)

@@ -252,7 +252,10 @@ def check(
 
     reference = datasets.resolved(reference)
     report = datasets.check(
-        reference, data_root=data_root, classes=label_space(classes), window=grey_window(window), deep=deep
+        reference,
+        datasets.DataRequest(label_space(classes), window=grey_window(window)),
+        data_root=data_root,
+        deep=deep,
     )
     if as_json:
         print_json(console.report_json(report))
@@ -269,8 +272,8 @@ def describe(
     from fl_core import datasets
 
     reference = datasets.resolved(reference)
-    loaded = datasets.load(reference, data_root=data_root, classes=label_space(classes))
-    report = datasets.check(reference, data_root=data_root, classes=label_space(classes))
+    loaded = datasets.load(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
+    report = datasets.check(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
     if as_json:
         print_json(console.report_json(report, loaded.schema))
     else:

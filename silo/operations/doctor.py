@@ -190,7 +190,12 @@ class Examination:
         from fl_core import datasets
 
         assert self.data is not None
-        found = datasets.check(datasets.resolved(self.data), data_root=self.data_root, classes=self.classes, deep=True)
+        found = datasets.check(
+            datasets.resolved(self.data),
+            datasets.DataRequest(self.classes),
+            data_root=self.data_root,
+            deep=True,
+        )
         counts = ", ".join(f"{sum(n)} {split.value}" for split, n in found.counts.items())
         for wrong in found.problems:
             yield checks.problem("data", f"{wrong.code}: {wrong.count} times: {wrong.what}", wrong.remedy)

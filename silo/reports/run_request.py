@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from fl_core.converter import structure
 from fl_core.types.clinical import CLINICAL
 from privacy.accounting.accountant import Mechanism
-from privacy.policy import ACCURACY, NOTHING, Policy
+from privacy.policy import Policy
+from privacy.policy_terms import ACCURACY, NOTHING
 from silo.reports.leaving import Leaves
 
 

@@ -21,7 +21,8 @@ from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
-from privacy.policy import ACCURACY, BY_HAND, NOTHING, Policy, check_labels
+from privacy.policy import Policy, check_labels
+from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING
 from privacy.release_log import InMemoryReleaseLog
 from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
@@ -198,7 +199,7 @@ class HospitalControls:
         try:
             if hidden_size := policy.runs.hide_size and not typed:
                 policy.check_hidden_size(size)
-            profile.check_part(index, policy, unit_of(dataset.train), 0.0 if hidden_size else size)
+            profile.check_part(index, policy.privacy, unit_of(dataset.train), 0.0 if hidden_size else size)
             factory = profile.data_factory(index, ledger, hidden, least)
         except RefusedError as error:
             self.record_refusal(run.manifest.name, error)

@@ -7,8 +7,7 @@ import hashlib
 import shlex
 
 from fl_core.errors import RefusedError, StateError
-from privacy import policy_file
-from privacy.policy import Policy
+from privacy.policy import Policy, open_file
 from service_core.storage import private_files
 from silo.storage.home import Home
 
@@ -35,7 +34,7 @@ def in_force(home: Home) -> Policy:
 def digest_of(home: Home) -> str:
     """Return the SHA-256 of the policy file, whatever it says; empty where there is none, or none that can be read."""
     try:
-        found = policy_file.open_file(home.policy)
+        found = open_file(home.policy)
     except RefusedError:
         return ""
     return "" if found is None else hashlib.sha256(found[0]).hexdigest()

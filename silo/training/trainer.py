@@ -19,7 +19,7 @@ from torch import nn
 
 from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
-from fl_core.datasets import ImageLoader, SiloDataset
+from fl_core.datasets import DataRequest, ImageLoader, SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
@@ -33,13 +33,14 @@ from fl_core.training.local_data import has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
 from fl_core.types.enums import Coupling, TaskKind
-from fl_core.types.interfaces import DataFactory, LocalData
+from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.values import Bundle, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.class_sums import PrivacyUnits
+from privacy.profiles.base import MadeUpStep
 from protos.wire.tasks import TaskKey
 from service_core.storage.digests import file_digest
 from service_core.version import version
@@ -56,14 +57,6 @@ log = logging.getLogger(__name__)
 
 RunRound = Callable[[SiloRuntime, State, State | None, LocalData, RoundContext, TaskKind], SiloRound]
 """A silo's whole round: `fl_core.rounds.silo_round.run_silo_round`, or a benchmark's replacement."""
-
-
-class _Wanted(NamedTuple):
-    """What a run wants of the data; see `fl_core.datasets.Wanted`."""
-
-    classes: tuple[str, ...] | None
-    image_size: int | None
-    window: tuple[float, float] | None
 
 
 class DataSource:
@@ -86,23 +79,15 @@ class DataSource:
         self.typed = nominal_size is not None
         self._holds, self._published = holds, tuple[str, ...]()
         self._loader = loader
-        self._last: tuple[_Wanted, SiloDataset] | None = None
+        self._last: tuple[DataRequest, SiloDataset] | None = None
         self._contents, self._version = FileContents(), ""
 
-    def load(
-        self,
-        classes: tuple[str, ...] | None = None,
-        image_size: int | None = None,
-        window: tuple[float, float] | None = None,
-    ) -> SiloDataset:
+    def load(self, request: DataRequest = datasets.ANY) -> SiloDataset:
         """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
-        wanted = _Wanted(classes, image_size, window)
-        if self._last is None or self._last[0] != wanted:
-            loaded = datasets.load(
-                str(self.reference), data_root=self._data_root, loader=self._loader, **wanted._asdict()
-            )
-            self._last, self._version = (wanted, loaded), ""
-            if classes is None:
+        if self._last is None or self._last[0] != request:
+            loaded = datasets.load(str(self.reference), request, data_root=self._data_root, loader=self._loader)
+            self._last, self._version = (request, loaded), ""
+            if request.classes is None:
                 self._published = loaded.schema.classes
         return self._last[1]
 
@@ -133,8 +118,8 @@ class DataSource:
         """Forget what was loaded where its files are others by now; return whether they are."""
         if self._last is None or not hasattr(self._last[1].train, "paths"):
             return False  # what is in memory cannot change
-        wanted, loaded = self._last
-        now = datasets.check(str(self.reference), data_root=self._data_root, **wanted._asdict())
+        request, loaded = self._last
+        now = datasets.check(str(self.reference), request, data_root=self._data_root)
         if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
             return False
         self._last, self._version, self._published = None, "", ()
@@ -214,21 +199,16 @@ class PreparedRun:
         self.require_memory()
 
     @cached_property
-    def step_memory(self) -> StepMemory:
+    def step_memory(self) -> tuple[MadeUpStep, StepMemory]:
         run, manifest = self.run, self.run.manifest
         guard_parts = adaptive_guards.groups(self.runtime.guards)
         msg = adaptive_guards.method_state(run.method.broadcast(run.initial_state()), guard_parts)
         cohort = manifest.cohort or len(manifest.members)
         public = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, cohort)
         context = public.for_silo(self.index, manifest.seed, self.submits)
+        step = run.profile.made_up_step(self.index, context, self.device)
         with _cpu_threads(manifest.threads):
-            return measure_step(
-                self.runtime,
-                msg,
-                lambda number: run.profile.made_up_data(self.index, number, context, self.device),
-                context,
-                self.device,
-            )
+            return step, measure_step(self.runtime, msg, step.opened, context, self.device)
 
     def require_memory(self) -> None:
         """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.
@@ -238,10 +218,10 @@ class PreparedRun:
         free = memory.free_memory(self.device)
         if free is None:
             return
-        step, rows = self.step_memory, self.run.profile.examples_at_once(self.index)
-        if (need := step.need(*rows)) <= free:
+        rows, step = self.step_memory
+        if (need := step.need(rows.training, rows.evaluating)) <= free:
             return
-        fitting = 0 if self.run.private else step.fitting(free, *rows)
+        fitting = 0 if self.run.private else step.fitting(free, rows.training, rows.evaluating)
         remedy = "choose a smaller model or smaller images"
         if self.ledger is not None and rows.training > 1:
             least = memory.mib(step.need(1, rows.evaluating))
@@ -310,7 +290,7 @@ class Trainer:
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
-            dataset = self._data.load(manifest.schema.classes, manifest.image_size, manifest.schema.window)
+            dataset = self._data.load(DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window))
             if run.private:
                 self._controls.require_declared(dataset, self._data.declared_classes)
             data_version = self._data.version()
@@ -370,14 +350,8 @@ class Trainer:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
             try:
-                data = prepared.data_factory(
-                    prepared.dataset.train,
-                    prepared.dataset.test,
-                    manifest.train,
-                    context,
-                    device=self.device,
-                    progress=progress,
-                )
+                train, test = prepared.dataset.train, prepared.dataset.test
+                data = prepared.data_factory(RoundData(train, test, manifest.train, context, self.device, progress))
             except RefusedError as error:
                 self._controls.record_refusal(key.run_id, error)
                 raise
@@ -459,7 +433,7 @@ def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:
         run.manifest.schema.classes,
         tuple(metrics.total["correct"].tolist()),
         tuple(metrics.weight.tolist()),
-        run.profile.own_noise(),
+        run.profile.noise().own,
         None if clinical is None else clinical_metrics(clinical),
     )
 

@@ -18,7 +18,7 @@ from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
 from scipy.io import savemat
 
-from fl_core.datasets import load
+from fl_core.datasets import ANY, DataRequest, load
 from fl_core.errors import DataError
 
 
@@ -143,9 +143,9 @@ def write_leaf(
     return folder / name
 
 
-def refuse(match: str, code: str, reference: str, **options: object) -> None:
+def refuse(match: str, code: str, reference: str, request: DataRequest = ANY, data_root: Path | None = None) -> None:
     with pytest.raises(DataError, match=match) as caught:
-        load(reference, **options)
+        load(reference, request, data_root=data_root)
     assert caught.value.code == code
 
 

@@ -41,7 +41,7 @@ from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Split, TaskKind
-from fl_core.types.interfaces import Method, SiloPort
+from fl_core.types.interfaces import Method, RoundData, SiloPort
 from fl_core.types.records import RoundRecord, Schema, TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
@@ -231,7 +231,7 @@ def measured(run: CompiledRun) -> StepMemory:
     facts = len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, len(manifest.members)
     context = RoundContext(*facts).for_silo(0, manifest.seed)
     msg = run.method.broadcast(run.initial_state())
-    return measure_step(run.silo_runtime(), msg, lambda n: run.profile.made_up_data(0, n, context, cpu), context, cpu)
+    return measure_step(run.silo_runtime(), msg, run.profile.made_up_step(0, context, cpu).opened, context, cpu)
 
 
 def made(name: str) -> Method:
@@ -272,7 +272,11 @@ def local(
     share, context = shares()[k], CONTEXT.for_silo(k, 0)
     silo = method.init_silo(model_of(), CONTEXT) if silo is None else silo
     return method.local(
-        model, method.broadcast(server), silo, PlainLocalData(share.train, share.test, TRAIN, context), context
+        model,
+        method.broadcast(server),
+        silo,
+        PlainLocalData(RoundData(share.train, share.test, TRAIN, context)),
+        context,
     )
 
 
@@ -460,5 +464,5 @@ def played(method: FedCD, k: int = 0, server: State | None = None, t: int = 0) -
     share, context = shares()[k], replace(FED, round=t).for_silo(k, 0)
     msg = method.broadcast(method.init_server(fedcd_model(), FED) if server is None else server)
     return msg, method.local(
-        fedcd_model(), msg, {}, PlainLocalData(share.train, share.test, FEDCD_TRAIN, context), context
+        fedcd_model(), msg, {}, PlainLocalData(RoundData(share.train, share.test, FEDCD_TRAIN, context)), context
     )

@@ -23,7 +23,7 @@ from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
-from fl_core.types.interfaces import SiloPort
+from fl_core.types.interfaces import RoundData, SiloPort
 from fl_core.types.values import Bundle, Part, RoundContext, State
 from privacy.accounting.accountant import Mechanism
 from privacy.compiled_run import CompiledRun
@@ -314,7 +314,7 @@ class ScriptedSilo:
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, offer.cohort
         )
         turn = fed.for_silo(me, manifest.seed, manifest.members[me].prototypes)
-        data = PlainLocalData(self.share.train, self.share.test, manifest.train, turn)
+        data = PlainLocalData(RoundData(self.share.train, self.share.test, manifest.train, turn))
         with _ONE_MODEL_AT_A_TIME:
             outcome = run_silo_round(
                 RunSetup.of(manifest).silo_runtime(), msg, self.memory.states.get(key.run_id), data, turn, key.kind

@@ -20,6 +20,7 @@ from fl_core.models.split_model import SplitModel, assemble
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Losses, LossFn, Part, RoundContext, SgdOptions
 from privacy import profiles
@@ -30,6 +31,7 @@ from privacy.ledger.registration import register
 from privacy.mechanisms.noise.sources import SeededNoise
 from privacy.mechanisms.record.class_sums import PrivacyUnits
 from privacy.mechanisms.record.private_data import DpSgdLocalData
+from privacy.release_log import ReleaseLog
 from silo.storage.home import Home
 from tests.support.fake_coordinator import MEMBERS, manifest
 from tests.support.federations import SCHEMA, Given
@@ -108,12 +110,13 @@ def plan_of(
 
 
 def private_data(
-    plan: ReleasePlan, data: Given, noise: object = None, round: int = 0, **more: object
+    plan: ReleasePlan, data: Given, noise: object = None, round: int = 0, log: ReleaseLog | None = None, **more: object
 ) -> DpSgdLocalData:
     context = replace(CONTEXT, round=round)
     allowance = ReleaseAllowance([r for _ in range(3) for r in plan.releases(round, True)])
     source = NoNoise(1, "sampling") if noise is None else noise
-    return DpSgdLocalData(data, data, plan.rates.train, context, plan, allowance, source, **more)  # type: ignore[arg-type]
+    opened = RoundData(data, data, plan.rates.train, context, **more)  # type: ignore[arg-type]
+    return DpSgdLocalData(opened, plan, allowance, source, log)  # type: ignore[arg-type]
 
 
 def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
@@ -217,7 +220,7 @@ def captured(name: str, options: Mapping[str, object], dropout: bool, formed: bo
     for t in range(2):
         model.load_state_dict(start)
         now = replace(fed, round=t)
-        local_data = Capturing(data, data, config, now.for_silo(0, 3))
+        local_data = Capturing(RoundData(data, data, config, now.for_silo(0, 3)))
         local_data.calls = calls = []
         msg, context = method.broadcast(server), now.for_silo(0, 3)
         bundle, silo = method.local(model, msg, silo, local_data, context)
@@ -275,7 +278,7 @@ class Force:
         context = RoundContext(1, CLASSES, 4, 1, 1).for_silo(0, 0)
         allowance, source = ReleaseAllowance(self.plan.training(1)), self.noise(11, "force")
         local_data = DpSgdLocalData(
-            data, data, self.plan.rates.train, context, self.plan, allowance, source, progress=watch
+            RoundData(data, data, self.plan.rates.train, context, progress=watch), self.plan, allowance, source
         )
         local_data.sgd(
             model,

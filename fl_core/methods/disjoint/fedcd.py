@@ -133,7 +133,7 @@ class FedCD(FedAvg):
                 "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
                 "server (the same rule, made by the server) or stale (under secure aggregation)",
             )
-        validate.one_of("E-CFG-02", self.name, acla=(self.acla, ACLA_MODES))
+        validate.one_of("E-CFG-02", self.name, ACLA_MODES, acla=self.acla)
 
     @property
     def unsummed_parts(self) -> frozenset[str]:

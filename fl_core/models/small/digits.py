@@ -24,7 +24,7 @@ class DigitsCnn(HeadOptions):
     norm: str = "group"
 
     def build(self, schema: Schema) -> SplitModel:
-        validate.one_of("E-CFG-02", "digits_cnn", norm=(self.norm, ("group", "none", "batch")))
+        validate.one_of("E-CFG-02", "digits_cnn", ("group", "none", "batch"), norm=self.norm)
         image_shape("digits_cnn", schema, channels={1}, sizes={8})
         body = nn.Sequential(
             *self._block(1, 16),

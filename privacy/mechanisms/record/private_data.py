@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,15 +29,13 @@ from fl_core.errors import RefusedError
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import correct_gradient, effective_steps, make_optimizers
 from fl_core.types.enums import Split
-from fl_core.types.records import TrainConfig
+from fl_core.types.interfaces import RoundData
 from fl_core.types.values import (
     AS_SCHEDULED,
     ClassSums,
-    Examples,
     Losses,
     LossFn,
     Query,
-    RoundContext,
     SgdOptions,
     Tensors,
 )
@@ -68,27 +67,21 @@ class DpSgdLocalData:
 
     def __init__(
         self,
-        train: Examples,
-        test: Examples,
-        config: TrainConfig,
-        context: RoundContext,
+        data: RoundData,
         plan: ReleasePlan,
         allowance: ReleaseAllowance,
         noise: NoiseSource,
-        device: torch.device | None = None,
         log: ReleaseLog | None = None,
-        public: Examples | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.lr = config.lr * config.lr_decay**context.round
-        self.batch_size = config.batch_size
-        self._plain = PlainLocalData(train, test, config, context, device, public=public)
-        self._split = {Split.TRAIN: train, Split.TEST: test}
+        self._plain = PlainLocalData(replace(data, progress=None))
+        self.lr, self.batch_size = self._plain.lr, self._plain.batch_size
+        self._split = {Split.TRAIN: data.train, Split.TEST: data.test}
         self._units = {split: PrivacyUnits.of(examples) for split, examples in self._split.items()}
-        self._config, self._context, self._plan, self._allowance, self._noise = config, context, plan, allowance, noise
-        self._device = device or torch.device("cpu")
+        self._config, self._context, self._plan = data.config, data.context, plan
+        self._allowance, self._noise = allowance, noise
+        self._device = data.device or torch.device("cpu")
         self._log = log or InMemoryReleaseLog()
-        self._progress = progress or (lambda *_: None)
+        self._progress = data.progress or (lambda *_: None)
         self._calls = 0
 
     def planned_steps(self, epochs: float | None = None) -> int:

@@ -12,17 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from scipy.special import log_ndtr, ndtr  # the normal distribution; scipy.stats takes a second to import
 
-from fl_core import validate
 from fl_core.converter import read_options
 from fl_core.errors import ConfigError
+from fl_core.validate import Positive, at_most, below, bounded, one_of
 from privacy.accounting.accountant import Mechanism, solve_noise
 from privacy.accounting.record_config import DpConfig
 
-PLACES = ("local", "central")
-CLIPPING = ("fixed", "adaptive")
 BIT = 0.5
 """What a silo can move the sum of the bits by: they are -1/2 and 1/2."""
 
@@ -40,35 +39,18 @@ class SiloDpConfig(DpConfig):
     allow_large: accept more coordinates than the noise leaves useful.
     """
 
-    clip_decay: float = 1.0
-    clipping: str = "fixed"
-    target_quantile: float = 0.5
-    clip_rate: float = 0.2
+    clip_decay: Annotated[Positive, bounded(at_most, 1)] = 1.0
+    clipping: Annotated[str, bounded(one_of, ("fixed", "adaptive"))] = "fixed"
+    target_quantile: Annotated[Positive, bounded(below, 1)] = 0.5
+    clip_rate: Positive = 0.2
     bit_noise: float = 0.0
-    placement: str = "local"
-    prototype_scale: float = 1.0
-    metric_clip: float = 100.0
+    placement: Annotated[str, bounded(one_of, ("local", "central"))] = "local"
+    prototype_scale: Positive = 1.0
+    metric_clip: Positive = 100.0
     allow_large: bool = False
 
     def __post_init__(self) -> None:
         DpConfig.__post_init__(self)
-        validate.positive(
-            "E-PRIV-20",
-            "privacy",
-            clip_decay=self.clip_decay,
-            clip_rate=self.clip_rate,
-            target_quantile=self.target_quantile,
-            prototype_scale=self.prototype_scale,
-            metric_clip=self.metric_clip,
-        )
-        validate.at_most("E-PRIV-20", "privacy", 1, clip_decay=self.clip_decay)
-        validate.below("E-PRIV-20", "privacy", 1, target_quantile=self.target_quantile)
-        validate.one_of(
-            "E-PRIV-20",
-            "privacy",
-            placement=(self.placement, PLACES),
-            clipping=(self.clipping, CLIPPING),
-        )
         if not self.adaptive:
             if self.bit_noise:
                 raise ConfigError(
@@ -83,6 +65,13 @@ class SiloDpConfig(DpConfig):
             )
         if self.clip_decay != 1:
             raise ConfigError("E-PRIV-20", "privacy.clip_decay: expected 1 with clipping=adaptive, which sets the clip")
+
+    @property
+    def central(self) -> bool:
+        return self.placement == "central"
+
+    def derived(self, rounds: int) -> Mapping[str, float]:
+        return {"privacy.clip x privacy.clip_decay^rounds": self.clip_at(rounds)}
 
     @property
     def adaptive(self) -> bool:

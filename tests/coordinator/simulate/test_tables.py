@@ -80,4 +80,4 @@ def test_a_window_is_part_of_the_manifest_and_absent_where_there_is_none() -> No
         with pytest.raises(ConfigError):
             manifest_from(compose_simulation([*words, f"data.window={wrong}"]), ["north"])
     with pytest.raises(ConfigError, match="for DICOM"):
-        datasets.schema_of("digits", window=(40, 400))
+        datasets.schema_of("digits", datasets.DataRequest(window=(40, 400)))

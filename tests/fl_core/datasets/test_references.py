@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from coordinator.config.hydra_config import PARTITIONS, compose_spec
-from fl_core.datasets import DATA_ROOT, SOURCES, federation, federation_text, load, parse, schema_of
+from fl_core.datasets import DATA_ROOT, SOURCES, DataRequest, federation, federation_text, load, parse, schema_of
 from fl_core.datasets.references import resolved
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import describe
@@ -121,9 +121,9 @@ def test_schema_without_the_data() -> None:
     isic = schema_of("isic2019")
     assert isic.shape == (3, 200, 200)
     assert isic.classes == ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
-    assert schema_of("isic2019", image_size=64).shape == (3, 64, 64)
-    assert schema_of("folder", classes=["a", "b"], image_size=32).shape == (3, 32, 32)
-    assert schema_of("manifest", classes=["a", "b"]).classes == ("a", "b")
+    assert schema_of("isic2019", DataRequest(image_size=64)).shape == (3, 64, 64)
+    assert schema_of("folder", DataRequest(classes=["a", "b"], image_size=32)).shape == (3, 32, 32)
+    assert schema_of("manifest", DataRequest(classes=["a", "b"])).classes == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,15 @@ def test_schema_without_the_data() -> None:
 )
 def test_impossible_schemas_are_refused(name, classes, size, code, match) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
-        schema_of(name, classes=classes, image_size=size)
+        schema_of(name, DataRequest(classes=classes, image_size=size))
     assert caught.value.code == code
 
 
 def test_load_refuses_the_same_settings() -> None:
     with pytest.raises(ConfigError, match="image_size"):
-        load("digits/hospital0", image_size=28)
+        load("digits/hospital0", DataRequest(image_size=28))
     with pytest.raises(ConfigError, match="two different names"):
-        load("folder:/x", classes=["a", "a"])
+        load("folder:/x", DataRequest(classes=["a", "a"]))
 
 
 def test_a_missing_data_root_names_both_ways_to_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,10 +167,10 @@ def test_every_data_configuration_states_its_fields() -> None:
         assert config["name"] == name
         columns = [Column("age", "number", 0, 120)] if name == "table" else []
         schema = schema_of(
-            name, classes=config["classes"] or ["a", "b"], image_size=config["image_size"], columns=columns
+            name, DataRequest(classes=config["classes"] or ["a", "b"], image_size=config["image_size"]), columns=columns
         )
         assert (
-            schema.shape == schema_of(name, classes=["a", "b"], columns=columns).shape
+            schema.shape == schema_of(name, DataRequest(classes=["a", "b"]), columns=columns).shape
         )  # the file repeats the default
 
 

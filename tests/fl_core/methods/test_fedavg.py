@@ -12,6 +12,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part
 from fl_core.validate import UnitInterval
@@ -49,11 +50,11 @@ def test_one_silo_with_real_images_is_plain_sgd() -> None:
     config = TrainConfig(lr=0.05, batch_size=4, epochs=2)
     start = tensor_maps.copy_state(build_model("digits_cnn", {}, SCHEMA, 0))
     model, server = build_model("digits_cnn", {}, SCHEMA, 1), {"w": start}
-    data = PlainLocalData(share.train, share.test, config, context)
+    data = PlainLocalData(RoundData(share.train, share.test, config, context))
     bundle = FedAvg().local(model, server, {}, data, context).bundle
     after = FedAvg().merge(server, bundle, FED)["w"]
     alone = build_model("digits_cnn", {}, SCHEMA, 0)
-    PlainLocalData(share.train, share.test, config, context).sgd(alone, FedAvg.loss)
+    PlainLocalData(RoundData(share.train, share.test, config, context)).sgd(alone, FedAvg.loss)
     assert all(torch.allclose(after[name], v, atol=1e-6) for name, v in tensor_maps.copy_state(alone).items())
     assert not same(after, start)
 
@@ -64,7 +65,7 @@ def test_personal_model_is_the_locally_trained_one() -> None:
     msg = {"w": tensor_maps.copy_state(model)}
 
     def data() -> PlainLocalData:
-        return PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+        return PlainLocalData(RoundData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context))
 
     left = FedAvg().local(model, msg, {}, data(), context).state
     personal = tensor_maps.copy_state(FedAvg().personal(model, msg, left, data(), context))

@@ -28,6 +28,7 @@ from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, Part, State, Tensors
 from tests.oracles import (
@@ -64,7 +65,7 @@ def trained(method: FedAvg, silo: State, k: int = 0) -> tuple[LocalResult, nn.Mo
     """Train one silo for one round; return what it gave, the trained model, and the weights that it had received."""
     model, context = linear(), FED.for_silo(k, 0)
     msg = method.broadcast(method.init_server(linear(), FED))
-    data = PlainLocalData(shares()[k].train, shares()[k].test, FULL_BATCH, context)
+    data = PlainLocalData(RoundData(shares()[k].train, shares()[k].test, FULL_BATCH, context))
     return method.local(model, msg, silo, data, context), model, msg["w"]
 
 
@@ -97,7 +98,7 @@ def test_fedgela_loss_is_the_papers(seed: int) -> None:
     method, share, context = FedGELA(logit_scale=3.0), shares()[1], FED.for_silo(1, 0)
     model = linear(seed)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainLocalData(share.train, share.test, FULL_BATCH, context)
+    data = PlainLocalData(RoundData(share.train, share.test, FULL_BATCH, context))
     net = method.global_model(model, msg)
     x, y = share.train.batch(torch.arange(14))
     found = method.objective(net, msg, data, context)(net, x, y).per_example

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coordinator.config.hydra_config import compose_spec
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
@@ -149,12 +151,45 @@ def test_rosters() -> None:
         {"threads": -1},
         {"rounds": 10**12},
         {"rounds": -1},
-        {"train": TrainConfig(batch_size=0)},
-        {"train": TrainConfig(epochs=2**40)},
-        {"train": TrainConfig(max_steps=-1)},
+        {"cohort": -1},
+        {"metrics": "all"},
     ],
     ids=str,
 )
 def test_numbers_that_no_run_has_are_refused_before_anything_is_built(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="E-CFG-02"):
+    with pytest.raises(ConfigError, match=f"E-CFG-02.*{next(iter(wrong))}"):
         CompiledRun.of(RunManifest.from_json(replace(manifest(), **wrong).to_json()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("lr", v) for v in (0.0, -0.1, 1e38, math.inf)),
+        *(("momentum", v) for v in (-0.1, 1.0, math.inf)),
+        *((name, v) for name in ("weight_decay", "clip_norm", "lr_decay") for v in (-0.1, 1e38, math.inf)),
+        *((name, v) for name in ("batch_size", "epochs") for v in (0, -1, 2**40)),
+        *((name, v) for name in ("max_steps", "micro_batch") for v in (-1, 2**40)),
+        ("optimizer", "sdg"),
+        ("amp", "fp8"),
+        ("augment_on_device", True),
+    ],
+)
+@pytest.mark.parametrize("privacy", ["none", "dp_record"])
+def test_a_schedule_that_cannot_be_is_refused_by_the_lead_and_by_the_hospital_alike(
+    name: str, value: object, privacy: str
+) -> None:
+    """Whatever the coordinator between them says, the hospital's own check names the same key."""
+    train = replace(TrainConfig(), **{name: value})  # type: ignore[arg-type]
+    lying = replace(manifest(), train=train, privacy=NamedOptions(privacy))
+    with pytest.raises(ConfigError, match=rf"E-CFG-02.*train\.{name}") as at_hospital:
+        CompiledRun.of(RunManifest.from_json(lying.to_json()))
+    with pytest.raises(ConfigError) as at_lead:
+        replace(compose_spec(["data=digits"]), train=train)
+    assert str(at_lead.value) == str(at_hospital.value)
+
+
+def test_a_number_that_is_none_is_refused_when_a_manifest_is_read() -> None:
+    for value in (math.nan, 2**70, "1", None, True, [0.1]):
+        for name in ("lr", "batch_size"):
+            with pytest.raises(ProtocolError, match=rf"E-WIRE-06.*train\.{name}"):
+                RunManifest.from_json(edited(train={name: value}))

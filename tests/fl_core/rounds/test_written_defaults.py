@@ -26,7 +26,7 @@ READ: dict[str, Callable[[str], object]] = {
     "method": lambda name: build_method(name, {}),
     "model": lambda name: model_options(name, {}),
     "aggregator": lambda name: aggregators.read_written(name, {}),
-    "privacy": lambda name: PROFILES[name].read({}),
+    "privacy": lambda name: (kind := PROFILES[name].config) and kind.of({}),
 }
 
 

@@ -14,6 +14,7 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, local_ports, public_test, simulate
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Part, PartSpec
 from tests.support.federations import SCHEMA, manifest, same, shares
@@ -40,7 +41,7 @@ def test_fedavg_equals_a_loop_written_out_here() -> None:
         for k, share in enumerate(shares()):
             tensor_maps.load_state(model, w)
             context = RoundContext(3, 4, 2, t, 3).for_silo(k, 0)
-            PlainLocalData(share.train, share.test, run.train, context).sgd(model, FedAvg.loss)
+            PlainLocalData(RoundData(share.train, share.test, run.train, context)).sgd(model, FedAvg.loss)
             sums, n = tensor_maps.add(sums, tensor_maps.copy_state(model), len(share.train)), n + len(share.train)
         w = tensor_maps.scale(sums, 1 / n)
     found = simulate(RunSetup.of(run), shares(), RoundHistory())["w"]

@@ -16,6 +16,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext
 from tests.support import some
@@ -43,7 +44,9 @@ def test_pa_is_every_silos_newest_model_over_all_silos() -> None:
         tensor_maps.load_state(model, w)
         untrained = {silo: accuracy(model, silo) for silo in range(3)}
         context = RoundContext(3, 4, ROUNDS, t, 1).for_silo(k, run.seed)
-        method.local(model, {"w": w}, {}, PlainLocalData(shares()[k].train, shares()[k].test, TRAIN, context), context)
+        method.local(
+            model, {"w": w}, {}, PlainLocalData(RoundData(shares()[k].train, shares()[k].test, TRAIN, context)), context
+        )
         w = tensor_maps.copy_state(model)  # of a cohort of one the mean is the silo's
         newest[k] = accuracy(model, k)
         found = [newest.get(silo, untrained[silo]) for silo in range(3)]

@@ -20,6 +20,7 @@ from fl_core.simulation.silo_states import MemoryStateStore
 from fl_core.training import devices
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
@@ -28,7 +29,7 @@ TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
 def trained(config: TrainConfig, ahead: int = 0) -> dict[str, torch.Tensor]:
     model, share = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0), shares()[0]
-    data = PlainLocalData(share.train, share.test, config, FED.for_silo(0, 0))
+    data = PlainLocalData(RoundData(share.train, share.test, config, FED.for_silo(0, 0)))
     data._ahead = ahead
     data.sgd(model, FedAvg.loss)
     return tensor_maps.copy_state(model)
@@ -106,7 +107,7 @@ def test_an_error_while_reading_ahead_is_raised() -> None:
             raise ConfigError("E-CFG-02", "broken")
 
     share = shares()[0].train
-    data = PlainLocalData(Broken(share.x, share.labels), share, TRAIN, FED.for_silo(0, 0))
+    data = PlainLocalData(RoundData(Broken(share.x, share.labels), share, TRAIN, FED.for_silo(0, 0)))
     data._ahead = 2
     with pytest.raises(ConfigError, match="broken"):
         data.sgd(build_model("digits_cnn", {}, SCHEMA, 0), FedAvg.loss)
@@ -124,7 +125,7 @@ def test_with_channels_last_activations_lie_in_that_order() -> None:
     conv = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)][-1]
     conv.register_forward_hook(lambda _m, _x, out: seen.append(out.is_contiguous(memory_format=torch.channels_last)))
     for config in (TRAIN, replace(TRAIN, channels_last=True)):
-        PlainLocalData(share.train, share.test, config, FED.for_silo(0, 0)).sgd(model, FedAvg.loss)
+        PlainLocalData(RoundData(share.train, share.test, config, FED.for_silo(0, 0))).sgd(model, FedAvg.loss)
         assert set(seen) == {config.channels_last}
         seen.clear()
 

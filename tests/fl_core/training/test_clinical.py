@@ -27,6 +27,7 @@ from fl_core.training.clinical import clinical_counts, clinical_metrics, clinica
 from fl_core.training.evaluation import CLINICAL_PART, METRICS, evaluate, evaluate_global
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import SCORE_BINS, ClinicalMetrics, Range, ReliabilityBin, binned_auc
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part
 from tests.support.federations import FED, Given, manifest, same, shares
@@ -126,7 +127,7 @@ def test_counts_of_several_hospitals_add_up_to_those_of_all_their_images(seed: i
 
 def test_the_parts_of_one_evaluation_agree_and_the_accuracy_is_what_it_was_without_them() -> None:
     logits, labels = made(1300, 4)
-    data = PlainLocalData(*[Given(logits, labels)] * 2, TrainConfig(), FED.for_silo(0, 0))
+    data = PlainLocalData(RoundData(*[Given(logits, labels)] * 2, TrainConfig(), FED.for_silo(0, 0)))
     both, alone = evaluate_global(nn.Identity(), data, 4, True), evaluate(nn.Identity(), data, 4)
     assert torch.equal(both[METRICS].total["correct"], alone.total["correct"])
     assert torch.equal(both[METRICS].weight, alone.weight)
@@ -175,7 +176,7 @@ def test_logits_of_any_size_have_scores_in_the_outer_bins_and_full_confidence() 
 
 def test_a_silo_without_test_images_sends_zeros_of_the_same_shapes() -> None:
     empty = Given(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
-    data = PlainLocalData(empty, empty, TrainConfig(), FED.for_silo(0, 0))
+    data = PlainLocalData(RoundData(empty, empty, TrainConfig(), FED.for_silo(0, 0)))
     for found in (clinical_part(nn.Identity(), data, 4), no_clinical_part(4)):
         assert {k: v.shape for k, v in found.total.items()} == {
             k: v.shape for k, v in part(*made(classes=4)).total.items()

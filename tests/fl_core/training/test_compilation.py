@@ -18,6 +18,7 @@ from fl_core.training import compilation
 from fl_core.training.compilation import compiled
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, same, shares
 
@@ -26,7 +27,7 @@ TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
 def trained(config: TrainConfig) -> dict[str, Tensor]:
     model, share = build_model("digits_mlp", {}, SCHEMA, 0), shares()[0]
-    PlainLocalData(share.train, share.test, config, FED.for_silo(0, 0)).sgd(model, FedAvg.loss)
+    PlainLocalData(RoundData(share.train, share.test, config, FED.for_silo(0, 0))).sgd(model, FedAvg.loss)
     return tensor_maps.copy_state(model)
 
 
@@ -51,7 +52,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_features_run_compiled_in_training_and_as_written_afterwards(runs: list[int]) -> None:
     model, share = build_model("digits_mlp", {}, SCHEMA, 0), shares()[0]
-    steps = PlainLocalData(share.train, share.test, replace(TRAIN, compile=True), FED.for_silo(0, 0)).sgd(
+    steps = PlainLocalData(RoundData(share.train, share.test, replace(TRAIN, compile=True), FED.for_silo(0, 0))).sgd(
         model, FedAvg.loss
     )
     assert steps == runs.count(1) > 1
@@ -103,7 +104,7 @@ def test_more_versions_than_are_kept_are_an_error_and_no_silent_change_of_kernel
 def test_compiled_kernels_train_the_same_model_up_to_rounding() -> None:
     def train(config: TrainConfig) -> dict[str, Tensor]:
         model, share = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0), shares()[0]
-        PlainLocalData(share.train, share.test, config, FED.for_silo(0, 0)).sgd(model, FedAvg.loss)
+        PlainLocalData(RoundData(share.train, share.test, config, FED.for_silo(0, 0))).sgd(model, FedAvg.loss)
         return tensor_maps.copy_state(model)
 
     torch.compiler.reset()

@@ -25,6 +25,7 @@ from fl_core.training.evaluation import (
 )
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Split
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig, fairness
 from fl_core.types.values import RoundContext
 from tests.support.federations import FED, Given, manifest, same, shares
@@ -49,7 +50,7 @@ def told(labels: list[int], right: list[int]) -> Given:
 
 
 def door(train: list[int], test: Given, public: Given | None = None) -> PlainLocalData:
-    return PlainLocalData(told(train, [0] * 4), test, TrainConfig(), FED.for_silo(0, 0), public=public)
+    return PlainLocalData(RoundData(told(train, [0] * 4), test, TrainConfig(), FED.for_silo(0, 0), public=public))
 
 
 def test_t_ev_1_weighted_accuracies() -> None:
@@ -127,7 +128,7 @@ def test_class_counts_are_asked_for_only_where_there_is_a_public_test_set() -> N
 
     test = told([0], [1, 0, 0, 0])
     for public, asked in ((None, 0), (test, 1)):
-        data = Counting(test, test, TrainConfig(), FED.for_silo(0, 0), public=public)
+        data = Counting(RoundData(test, test, TrainConfig(), FED.for_silo(0, 0), public=public))
         evaluate_personal(Told(), data, 4)
         assert data.asked == asked
 
@@ -171,7 +172,7 @@ def test_personal_models_are_those_after_local_training() -> None:
     start = tensor_maps.copy_state(model)
     for k, share in enumerate(given[:2]):
         tensor_maps.load_state(model, start)
-        data = PlainLocalData(share.train, share.test, run.train, RoundContext(3, 4, 1, 0, 3).for_silo(k, 0))
+        data = PlainLocalData(RoundData(share.train, share.test, run.train, RoundContext(3, 4, 1, 0, 3).for_silo(k, 0)))
         data.sgd(model, FedAvg.loss)
         x, y = share.test.batch(torch.arange(len(share.test)))
         found.append(float((model.eval()(x).argmax(1) == y).float().mean()))

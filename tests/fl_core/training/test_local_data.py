@@ -13,6 +13,7 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData, eval_batch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Split
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, SgdOptions
 from tests.oracles import slow_class_sums
@@ -30,7 +31,7 @@ def examples(n: int, seed: int = 0) -> Given:
 
 def data(n: int = 10, context: RoundContext | None = None, **schedule: float) -> PlainLocalData:
     config = TrainConfig(**({"batch_size": 4, "epochs": 1, "lr": 0.1} | schedule))  # type: ignore[arg-type]
-    return PlainLocalData(examples(n), examples(6, seed=1), config, context or FED.for_silo(0, 0))
+    return PlainLocalData(RoundData(examples(n), examples(6, seed=1), config, context or FED.for_silo(0, 0)))
 
 
 class Linear(nn.Module):
@@ -131,7 +132,9 @@ def test_plain_parameters_take_bare_steps_beside_the_schedule() -> None:
     assert torch.equal(bare.b, mixed.b)
     assert not bare.a.any()
     silo = PlainLocalData(
-        examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"), FED.for_silo(0, 0)
+        RoundData(
+            examples(8), examples(6), TrainConfig(lr=0.1, batch_size=4, epochs=1, optimizer="adam"), FED.for_silo(0, 0)
+        )
     )
     silo.sgd(adam, slopes, SgdOptions(no_momentum=lambda name: name == "b"))
     assert torch.equal(adam.b, mixed.b)
@@ -200,7 +203,7 @@ def test_only_selects_what_moves() -> None:
 
 def test_class_sums_equal_a_loop() -> None:
     every = examples(11)
-    silo = PlainLocalData(every, every, TrainConfig(), FED.for_silo(0, 0))
+    silo = PlainLocalData(RoundData(every, every, TrainConfig(), FED.for_silo(0, 0)))
     sums = silo.sum(ClassSums(lambda x, y: x.flatten(1), 5))
     total, count = slow_class_sums(every.x.flatten(1), every.labels, 5)
     assert torch.allclose(sums["sum"], total, atol=1e-5)
@@ -233,12 +236,12 @@ def test_global_random_state_is_left_alone() -> None:
 
 
 def test_a_silo_without_training_examples_is_refused_and_one_without_test_examples_is_not() -> None:
-    empty = PlainLocalData(examples(0), examples(0), TrainConfig(batch_size=4, epochs=1), FED.for_silo(0, 0))
+    empty = PlainLocalData(RoundData(examples(0), examples(0), TrainConfig(batch_size=4, epochs=1), FED.for_silo(0, 0)))
     with pytest.raises(DataError) as caught:
         empty.sgd(Linear(), ce)
     assert caught.value.code == "E-DATA-08"
     share = shares()[0]
-    untested = PlainLocalData(share.train, examples(0), TrainConfig(), FED.for_silo(0, 0))
+    untested = PlainLocalData(RoundData(share.train, examples(0), TrainConfig(), FED.for_silo(0, 0)))
     assert untested.sum(ClassSums(lambda x, y: x.flatten(1)[:, :1], 4), split=Split.TEST)["count"].tolist() == [0] * 4
 
 
@@ -275,7 +278,7 @@ def test_larger_images_are_summed_in_smaller_groups_and_small_ones_as_ever() -> 
             return torch.zeros(len(index), 3, 224, 224), self.labels[index]
 
     large = Large(torch.zeros(90, 1), torch.arange(90) % 4)
-    local = PlainLocalData(large, large, TrainConfig(), FED.for_silo(0, 0))
+    local = PlainLocalData(RoundData(large, large, TrainConfig(), FED.for_silo(0, 0)))
     ones = local.sum(ExampleSums(lambda x, y: {"n": torch.ones(len(x))}))
     assert ones["n"] == 90
     assert max(seen) == 41

@@ -141,7 +141,7 @@ def test_the_best_of_noisy_rounds_is_not_taken_for_the_best_accuracy() -> None:
 def test_the_noise_is_what_the_doors_release_with(groups: bool) -> None:
     terms = RecordDpConfig(metric_noise=3.0)
     manifest = private(metric_noise=3.0)
-    known = CompiledRun.of(manifest).profile.evaluation_noise()
+    known = CompiledRun.of(manifest).profile.noise().evaluation
     assert known is not None
     data, model, plan = examples(300, groups), model_of(), plan_of(terms, units=300)
     silent = evaluate(model, private_data(plan, data), 4)
@@ -169,14 +169,14 @@ def test_the_noise_is_what_a_hospitals_guard_adds(placement: str) -> None:
         seen += [grid.decode(METRICS, summed.total["correct"].clone())]
         seen += [grid.decode(f"{METRICS}.weight", summed.weight.clone())]
     assert float(torch.cat(seen).std()) == pytest.approx(known.std * math.sqrt(known.draws), rel=0.08)
-    assert CompiledRun.of(manifest).profile.own_noise() is None  # the hospital notes its counts before
+    assert CompiledRun.of(manifest).profile.noise().own is None  # the hospital notes its counts before
 
 
 @pytest.mark.slow
 def test_real_releases_of_three_hospitals_hold_the_true_accuracy() -> None:
     terms = RecordDpConfig(metric_noise=1.0)
     known, model, plan = (
-        CompiledRun.of(private(metric_noise=1.0)).profile.evaluation_noise(),
+        CompiledRun.of(private(metric_noise=1.0)).profile.noise().evaluation,
         model_of(),
         plan_of(terms, units=200),
     )
@@ -283,7 +283,7 @@ def test_which_runs_are_noisy_is_read_off_the_manifest() -> None:
 
 def test_a_run_without_a_global_model_measures_none() -> None:
     """At silo level what it sends in its place is noise alone."""
-    assert CompiledRun.of(private("fedproto")).profile.evaluation_noise() is None
+    assert CompiledRun.of(private("fedproto")).profile.noise().evaluation is None
     noise = result_noise(hospital_level("fedproto", {"weights": "uniform"})).of("abc")
     assert noise is not None
     assert accuracy([9e5], [1e6], noise) == Estimate(withheld=NOISY)

@@ -48,11 +48,11 @@ def rows_of(folder: Path) -> list[tuple[str, str, str, str]]:
 
 
 def as_list(folder: Path) -> SiloDataset:
-    return datasets.load(f"manifest:{folder / 'list.csv'}", classes=LABELS)
+    return datasets.load(f"manifest:{folder / 'list.csv'}", datasets.DataRequest(classes=LABELS))
 
 
 def as_folder(folder: Path) -> SiloDataset:
-    return datasets.load(f"folder:{folder}", classes=LABELS)
+    return datasets.load(f"folder:{folder}", datasets.DataRequest(classes=LABELS))
 
 
 def one_byte_more(folder: Path) -> SiloDataset:
@@ -134,7 +134,11 @@ def test_moving_records_between_the_splits_is_noticed_too(tmp_path: Path) -> Non
 def test_what_the_run_asks_of_size_and_classes_changes_no_identity(tmp_path: Path) -> None:
     folder = photographs(tmp_path / "images")
     names = {
-        tuple(content_names(datasets.load(f"folder:{folder}", classes=classes, image_size=size).train))
+        tuple(
+            content_names(
+                datasets.load(f"folder:{folder}", datasets.DataRequest(classes=classes, image_size=size)).train
+            )
+        )
         for size in (8, 64)
         for classes in (LABELS, LABELS[::-1])
     }

@@ -11,7 +11,8 @@ import pytest
 
 from fl_core.errors import ConfigError, FederationError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
-from privacy.policy import Floors, Policy, Prototypes
+from privacy.policy import Policy
+from privacy.policy_terms import Floors, Prototypes
 from privacy.profiles.record import release_plan
 from silo.cli.service import run
 from silo.storage.home import Home
@@ -213,20 +214,20 @@ def test_python_makes_no_policy_of_counts_and_rates_that_mean_nothing() -> None:
 
 def test_a_plan_whose_numbers_are_nan_is_not_allowed() -> None:
     plan = release_plan(RunSetup.of(private()), 1)
-    Policy().check_plan(plan, "record")
+    Floors().check_plan(plan, "record")
     vars(plan)["noise"] = math.nan  # what a solver might return: the property is computed once and kept
     with pytest.raises(RefusedError, match="E-POLICY-05"):
-        Policy().check_plan(plan, "record")
+        Floors().check_plan(plan, "record")
     with pytest.raises(RefusedError, match="E-POLICY-05"):
-        Policy().check_update(math.nan)
+        Floors().check_update(math.nan)
 
 
 def test_a_manifest_that_states_a_smaller_hospital_gets_no_larger_delta() -> None:
     """delta must stay below a tenth of one unit: of the size that the hospital declared, not of what a run claims."""
     plan = release_plan(RunSetup.of(private(delta=9e-6)), 1)
-    Policy().check_plan(plan, "record", declared=11_000)
+    Floors().check_plan(plan, "record", declared=11_000)
     with pytest.raises(RefusedError, match="E-POLICY-05"):
-        Policy().check_plan(plan, "record", declared=12_000)
+        Floors().check_plan(plan, "record", declared=12_000)
 
 
 def test_a_budget_for_no_collection_of_the_ledger_closes_the_hospital_to_private_runs(home, controls, capsys) -> None:

@@ -15,6 +15,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Losses, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
@@ -62,10 +63,7 @@ def _step(groups: tuple[str, ...]) -> Tensor:
         False,
     )
     data = DpSgdLocalData(
-        train,
-        train,
-        config,
-        RoundContext(1, 2, 1).for_silo(0, 0),
+        RoundData(train, train, config, RoundContext(1, 2, 1).for_silo(0, 0)),
         plan,
         ReleaseAllowance(plan.training(1)),
         NoNoise(0),

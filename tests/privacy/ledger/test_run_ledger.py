@@ -81,7 +81,7 @@ def test_a_policys_budget_stands_beside_the_ledgers(tmp_path: Path) -> None:
 def test_units_are_the_same_under_any_label_space_and_patients_count_once(tmp_path: Path) -> None:
     plain = datasets.load(DATA)
     names = unit_names(plain.train)
-    turned = datasets.load(DATA, classes=tuple(reversed(plain.schema.classes)))
+    turned = datasets.load(DATA, datasets.DataRequest(classes=tuple(reversed(plain.schema.classes))))
     assert unit_names(turned.train) == names
     assert len(set(names)) == len(plain.train)
     assert turned.fingerprint == plain.fingerprint
@@ -102,7 +102,8 @@ def test_image_files_are_identified_by_their_bytes(tmp_path: Path) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (colour, k * 40, 0)).save(file)
     small, large = (
-        datasets.load(f"folder:{tmp_path / 'images'}", classes=["a", "b"], image_size=size) for size in (8, 16)
+        datasets.load(f"folder:{tmp_path / 'images'}", datasets.DataRequest(classes=["a", "b"], image_size=size))
+        for size in (8, 16)
     )
     assert unit_names(small.train) == unit_names(large.train)
     assert len(set(unit_names(small.train) + unit_names(small.test))) == 6

@@ -17,6 +17,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import RoundData
 from fl_core.types.values import Bundle, State
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.prototype_filter import with_prototype_filter
@@ -148,7 +149,7 @@ def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
     def trained(msg: State, prototypes: bool) -> nn.Module:
         model = build_model("digits_cnn", {}, SCHEMA, 0)
         context = replace(FED, round=1).for_silo(0, 0, prototypes)
-        data = PlainLocalData(shares()[0].train, shares()[0].test, run.train, context)
+        data = PlainLocalData(RoundData(shares()[0].train, shares()[0].test, run.train, context))
         method.local(model, msg, {}, data, context)
         return model
 

@@ -16,7 +16,8 @@ from fl_core.types.values import Part
 from privacy.accounting.accountant import ORDERS
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.run_ledger import RunLedger
-from privacy.policy import PRIVATE_PROFILES, Policy
+from privacy.policy import Policy
+from privacy.policy_terms import PRIVATE_PROFILES
 from privacy.profiles import PROFILES
 from protos.wire.codec import pack_bundle
 from silo.reports.leaving import Leaves

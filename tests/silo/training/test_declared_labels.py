@@ -50,7 +50,7 @@ def images(root: Path, records: Mapping[str, int]) -> str:
 
 
 def asks(classes: Sequence[str]) -> RunManifest:
-    schema = datasets.schema_of("folder", classes=classes, image_size=32)
+    schema = datasets.schema_of("folder", datasets.DataRequest(classes=classes, image_size=32))
     model, terms = NamedOptions("lenet", {}), NamedOptions("dp_record", {"rng": "test", "epsilon": 8.0})
     layout = derive_layout(build_method("fedavg", {}), build_model("lenet", {}, schema, 3), schema)
     members = make_members(MEMBERS, 3, 1.0, [100] * 3)

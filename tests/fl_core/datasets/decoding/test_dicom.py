@@ -23,7 +23,7 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from fl_core.datasets import check, load
+from fl_core.datasets import DataRequest, check, load
 from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import content, open_image
@@ -251,7 +251,7 @@ def test_no_tag_of_a_patient_is_printed_logged_or_raised(
         report = check(f"folder:{root}", deep=True)
         assert report.problems[0].count == 5
         with pytest.raises(DataError) as caught:
-            load(f"folder:{root}", image_size=8).train.batch(np.arange(6))  # type: ignore[arg-type]
+            load(f"folder:{root}", DataRequest(image_size=8)).train.batch(np.arange(6))  # type: ignore[arg-type]
     said = capfd.readouterr()
     everything = [str(report), str(caught.value), said.out, said.err, caplog.text, *(str(w.message) for w in warned)]
     assert all("Geheimnis" not in text and "19430112" not in text for text in everything)

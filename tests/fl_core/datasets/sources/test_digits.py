@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fl_core.datasets import check, federation, load
+from fl_core.datasets import DataRequest, check, federation, load
 from fl_core.datasets.sources import digits
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.enums import Split
@@ -107,14 +107,14 @@ def test_the_same_in_another_process() -> None:
 
 def test_another_label_space_maps_by_name() -> None:
     space = [str(c) for c in reversed(range(10))]
-    silo = load("digits/hospital0", classes=space)
+    silo = load("digits/hospital0", DataRequest(classes=space))
     assert set(silo.train.labels.tolist()) == {9, 8}
     assert silo.schema.classes == tuple(space)
 
 
 def test_digits_outside_the_label_space_are_counted() -> None:
     with pytest.raises(DataError, match=r"'1': 182") as caught:
-        load("digits/hospital0", classes=["0", "2"])
+        load("digits/hospital0", DataRequest(classes=["0", "2"]))
     assert caught.value.code == "E-DATA-05"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fl_core.datasets import ImageLoader, check, federation, load, load_all
+from fl_core.datasets import DataRequest, ImageLoader, check, federation, load, load_all
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
 from tests.support.data import refuse, truncate, write_csv, write_image
@@ -50,7 +50,7 @@ def manifest(tmp_path: Path) -> Path:
 
 
 def test_folder_holds_out_a_stratified_fifth(folder: Path) -> None:
-    silo = load(f"folder:{folder}", image_size=16)
+    silo = load(f"folder:{folder}", DataRequest(image_size=16))
     assert silo.schema.classes == ("benign", "melanoma")
     assert silo.schema.shape == (3, 16, 16)
     assert torch.bincount(silo.train.labels).tolist() == [8, 4]
@@ -73,14 +73,14 @@ def test_folder_moved_elsewhere_is_the_same_data(folder: Path, tmp_path: Path) -
 
 
 def test_folder_with_a_train_and_test_level(split_folder: Path) -> None:
-    silo = load(f"folder:{split_folder}", image_size=16)
+    silo = load(f"folder:{split_folder}", DataRequest(image_size=16))
     assert torch.bincount(silo.train.labels).tolist() == [4, 4]
     assert torch.bincount(silo.test.labels).tolist() == [2, 2]
     assert all(path.parent.parent.name == "test" for path in silo.test.paths)
 
 
 def test_a_hospital_that_lacks_a_class_declares_all_of_them(folder: Path) -> None:
-    silo = load(f"folder:{folder}", classes=["melanoma", "nevus", "benign"])
+    silo = load(f"folder:{folder}", DataRequest(classes=["melanoma", "nevus", "benign"]))
     assert silo.schema.classes == ("melanoma", "nevus", "benign")
     assert torch.bincount(silo.train.labels, minlength=3).tolist() == [4, 0, 8]
 
@@ -93,7 +93,7 @@ def test_folder_finds_images_below_a_class_and_skips_other_files(folder: Path) -
 
 
 def test_folder_classes_outside_the_label_space_are_counted(folder: Path) -> None:
-    refuse(r"E-DATA-05.*'melanoma': 5", "E-DATA-05", f"folder:{folder}", classes=["benign", "nevus"])
+    refuse(r"E-DATA-05.*'melanoma': 5", "E-DATA-05", f"folder:{folder}", DataRequest(["benign", "nevus"]))
 
 
 def test_folder_faults(folder: Path, split_folder: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_corrupt_images_are_found_by_a_deep_check_alone(folder: Path) -> None:
     assert report.sizes == {(20, 16): 13}
     with pytest.raises(DataError, match=r"melanoma/1.jpg"):
         report.require_sound()
-    silo = load(f"folder:{folder}", image_size=16)
+    silo = load(f"folder:{folder}", DataRequest(image_size=16))
     bad = {folder / "benign" / "3.jpg", folder / "melanoma" / "1.jpg"}
     for examples in (silo.train, silo.test):
         for k, path in enumerate(examples.paths):
@@ -148,14 +148,14 @@ def test_a_folder_can_be_partitioned_among_simulated_hospitals(tmp_path: Path) -
         for label in "abcd":
             for k in range(n):
                 write_image(tmp_path / split / label / f"{k}.png")
-    silos = [load(reference, image_size=8) for reference in federation(f"folder:{tmp_path}", "p2c2")]
+    silos = [load(reference, DataRequest(image_size=8)) for reference in federation(f"folder:{tmp_path}", "p2c2")]
     assert [sorted(set(s.train.labels.tolist())) for s in silos] == [[0, 1], [2, 3]]
     assert [len(s.train) for s in silos] == [12, 12]
     assert len({path for s in silos for path in s.train.paths}) == 24
     assert all(s.schema.classes == tuple("abcd") for s in silos)
     assert all(set(s.test.labels.tolist()) == set(s.train.labels.tolist()) for s in silos)
     assert silos[0].fingerprint != silos[1].fingerprint
-    refuse("'d': 9", "E-DATA-05", f"folder:{tmp_path}#p2c2/0", classes=["a", "b", "c"])
+    refuse("'d': 9", "E-DATA-05", f"folder:{tmp_path}#p2c2/0", DataRequest(["a", "b", "c"]))
 
 
 def test_what_is_not_read_is_counted_by_extension(split_folder: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_same_pixels_in_train_and_test_or_in_two_classes_are_found(split_fol
 
 def test_a_class_without_images_is_noted_and_hinders_nothing(split_folder: Path) -> None:
     shutil.rmtree(split_folder / "test" / "melanoma")
-    report = check(f"folder:{split_folder}", classes=["benign", "melanoma", "nevus"])
+    report = check(f"folder:{split_folder}", DataRequest(classes=["benign", "melanoma", "nevus"]))
     assert report.problems == ()
     assert "classes without an image: 1 (nevus); right where this hospital has never seen them" in report.notes
     assert "classes without a test image: 1 (melanoma)" in report.notes
@@ -210,7 +210,7 @@ def test_deep_grey_values_next_to_black_are_noted(split_folder: Path) -> None:
 def test_names_that_are_no_text_are_read_all_the_same(split_folder: Path) -> None:
     odd = os.fsencode(split_folder / "train" / "benign") + b"/\xff\n\xe2\x80\xae.png"
     shutil.copy(split_folder / "train" / "benign" / "3.png", os.fsdecode(odd))
-    assert len(load(f"folder:{split_folder}", image_size=8).train) == 9
+    assert len(load(f"folder:{split_folder}", DataRequest(image_size=8)).train) == 9
 
 
 def test_silos_of_one_folder_read_it_once_and_decode_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +219,9 @@ def test_silos_of_one_folder_read_it_once_and_decode_it_once(tmp_path: Path, mon
             for i in range(n):
                 write_image(tmp_path / split / label / f"{i}.png", 20 * k + i + n)
     references, loader = federation(f"folder:{tmp_path}", "p2c2"), ImageLoader()
-    one_by_one = [load(reference, image_size=8) for reference in references]
+    one_by_one = [load(reference, DataRequest(image_size=8)) for reference in references]
     monkeypatch.setattr(os, "scandir", once := _Counted(os.scandir))
-    together = load_all(references, image_size=8, loader=loader)
+    together = load_all(references, DataRequest(image_size=8), loader=loader)
     assert once.calls == 1 + 2 + 8  # the folder, train/ and test/, and the classes of both
     assert [s.fingerprint for s in together] == [s.fingerprint for s in one_by_one]
     index = torch.arange(12)
@@ -249,7 +249,7 @@ def test_the_images_of_a_folder_are_in_the_order_of_their_paths(tmp_path: Path) 
     for name in ("a/1.png", "a.b/1.png", "a-c/1.png", "a/0.png", "10.png", "9.png"):
         write_image(tmp_path / "k" / name, 9)
         write_image(tmp_path / "l" / name, 9)
-    loaded = load(f"folder:{tmp_path}", image_size=8)
+    loaded = load(f"folder:{tmp_path}", DataRequest(image_size=8))
     for split in (loaded.train, loaded.test):
         assert list(split.paths) == sorted(split.paths)  # type: ignore[attr-defined]
 
@@ -268,7 +268,7 @@ class _Counted:
 
 def test_all_bad_rows_are_listed_up_to_fifty(tmp_path: Path) -> None:
     rows = [(f"{k}.png", "a", "", "valid") for k in range(70)] + [("x.png", "a", "", "train", "more")]
-    report = check(f"manifest:{write_csv(tmp_path / 'l.csv', HEADER, rows)}", classes=["a", "b"])
+    report = check(f"manifest:{write_csv(tmp_path / 'l.csv', HEADER, rows)}", DataRequest(classes=["a", "b"]))
     (malformed,) = (p for p in report.problems if "malformed" in p.what)
     assert (malformed.count, len(malformed.first)) == (71, 50)
     assert malformed.first[49] == "line 51: split 'valid', which is neither train nor test"
@@ -276,7 +276,7 @@ def test_all_bad_rows_are_listed_up_to_fifty(tmp_path: Path) -> None:
 
 
 def test_manifest_is_read_relative_to_itself(manifest: Path) -> None:
-    silo = load(f"manifest:{manifest}", image_size=16)
+    silo = load(f"manifest:{manifest}", DataRequest(image_size=16))
     assert silo.schema.classes == ("a", "b")
     assert silo.train.labels.tolist() == [0, 1] * 4
     assert silo.train.groups == tuple(f"patient{k // 2}" for k in range(8))
@@ -288,7 +288,7 @@ def test_manifest_without_groups(tmp_path: Path) -> None:
     rows = [("x.png", "a", "", "train"), ("y.png", "b", "", "test")]
     for row in rows:
         write_image(tmp_path / row[0])
-    silo = load(f"manifest:{write_csv(tmp_path / 'l.csv', HEADER, rows)}", classes=["a", "b"])
+    silo = load(f"manifest:{write_csv(tmp_path / 'l.csv', HEADER, rows)}", DataRequest(classes=["a", "b"]))
     assert silo.train.groups is None
     assert check(f"manifest:{tmp_path / 'l.csv'}").groups is None
 
@@ -313,7 +313,7 @@ def test_all_problems_of_a_manifest_come_in_one_report(tmp_path: Path) -> None:
     for name in ("here.png", "other.png", "third.png"):
         write_image(tmp_path / name)
     file = write_csv(tmp_path / "l.csv", HEADER, rows)
-    report = check(f"manifest:{file}", classes=["a", "b"])
+    report = check(f"manifest:{file}", DataRequest(classes=["a", "b"]))
     found = {(p.code, p.count, p.first) for p in report.problems}
     assert found == {
         ("E-DATA-07", 1, ("line 7: split 'validation', which is neither train nor test",)),
@@ -324,7 +324,7 @@ def test_all_problems_of_a_manifest_come_in_one_report(tmp_path: Path) -> None:
         ("E-DATA-07", 1, ("other.png",)),
     }
     with pytest.raises(DataError) as caught:
-        load(f"manifest:{file}", classes=["a", "b"])
+        load(f"manifest:{file}", DataRequest(classes=["a", "b"]))
     assert all(p.code in str(caught.value) and str(p.count) in str(caught.value) for p in report.problems)
 
 
@@ -350,7 +350,7 @@ def test_malformed_manifests(tmp_path: Path, text: str | bytes | None, code: str
     file = tmp_path / "l.csv"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    refuse(match, code, f"manifest:{file}", classes=["a", "b"])
+    refuse(match, code, f"manifest:{file}", DataRequest(["a", "b"]))
 
 
 def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
 
 def test_counts_are_in_the_order_of_the_label_space(split_folder: Path) -> None:
     (split_folder / "train" / "benign" / "0.png").unlink()
-    report = check(f"folder:{split_folder}", classes=["melanoma", "x", "benign"])
+    report = check(f"folder:{split_folder}", DataRequest(classes=["melanoma", "x", "benign"]))
     assert report.counts == {Split.TRAIN: (4, 0, 3), Split.TEST: (2, 0, 2)}
 
 
@@ -369,14 +369,14 @@ def test_images_that_lie_in_no_class_are_counted_where_no_class_is(tmp_path: Pat
     for name in ("a.png", "b.png"):
         Image.new("L", (8, 8)).save(tmp_path / name)
     with pytest.raises(DataError, match="found 2 images that lie in no class: put each into a subfolder"):
-        check(f"folder:{tmp_path}", classes=["benign", "nevus"])
+        check(f"folder:{tmp_path}", DataRequest(classes=["benign", "nevus"]))
 
 
 def test_a_listed_image_without_a_file_is_told_once(tmp_path: Path) -> None:
     Image.new("L", (8, 8), 3).save(tmp_path / "a.png")
     rows = "path,label,group,split\na.png,nevus,,train\ngone.png,nevus,,test\n"
     (tmp_path / "images.csv").write_text(rows)
-    report = check(f"manifest:{tmp_path / 'images.csv'}", classes=["nevus", "benign"])
+    report = check(f"manifest:{tmp_path / 'images.csv'}", DataRequest(classes=["nevus", "benign"]))
     assert [p.what for p in report.problems if "gone.png" in " ".join(p.first)] == [
         "images of images.csv without a file"
     ]

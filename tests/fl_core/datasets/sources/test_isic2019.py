@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_core.datasets import DATA_ROOT, check, load
+from fl_core.datasets import DATA_ROOT, DataRequest, check, load
 from fl_core.errors import DataError
 from tests.support.data import isic_row, refuse, truncate, write_csv, write_image, write_isic
 
@@ -20,7 +20,7 @@ def isic_rows() -> list[list[object]]:
 def test_isic_reads_one_centre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_isic(tmp_path, isic_rows())
     for root in (tmp_path, folder):
-        silo = load("isic2019/center3", data_root=root, image_size=32)
+        silo = load("isic2019/center3", DataRequest(image_size=32), data_root=root)
         assert silo.schema.shape == (3, 32, 32)
         assert silo.train.labels.tolist() == [k % 3 for k in range(9)]
         assert silo.test.labels.tolist() == [0, 1, 2]
@@ -28,7 +28,12 @@ def test_isic_reads_one_centre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert silo.train.batch(torch.tensor([0, 5]))[0].shape == (2, 3, 32, 32)
     monkeypatch.setenv(DATA_ROOT, str(tmp_path))
     assert len(load("isic2019/center3").train) == 9
-    assert load("isic2019/center3", image_size=16).train.batch(torch.tensor([0]))[0].shape == (1, 3, 16, 16)
+    assert load("isic2019/center3", DataRequest(image_size=16)).train.batch(torch.tensor([0]))[0].shape == (
+        1,
+        3,
+        16,
+        16,
+    )
 
 
 def test_isic_groups_are_lesions_and_torn_ones_are_noted(tmp_path: Path) -> None:

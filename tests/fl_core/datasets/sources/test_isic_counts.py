@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_core.datasets import check, load
+from fl_core.datasets import DataRequest, check, load
 from fl_core.types.enums import Split
 from tests.support.data import isic_row, write_isic
 
@@ -70,7 +70,7 @@ def test_real_batch_is_decoded_and_normalised(isic_root: Path) -> None:
     assert torch.isfinite(x).all()
     assert -2.2 < x.min() < x.max() < 2.7  # ImageNet's range of [0, 1]
     assert x.std((1, 2, 3)).min() > 0.1
-    small = load("isic2019/center5", data_root=isic_root, image_size=64).train.batch(index)[0]
+    small = load("isic2019/center5", DataRequest(image_size=64), data_root=isic_root).train.batch(index)[0]
     again = torch.nn.functional.interpolate(x, size=64, mode="bilinear", antialias=True)
     assert (small - again).abs().mean() < 0.05  # the same picture, only smaller
     moved = silo.train.batch(index, torch.Generator().manual_seed(0))[0]

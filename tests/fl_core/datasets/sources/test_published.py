@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_core.datasets import check, federation, load
+from fl_core.datasets import DataRequest, check, federation, load
 from fl_core.datasets.catalogue import CIFAR10_CLASSES, KNOWN
 from fl_core.datasets.sources import torchvision
 from fl_core.errors import DataError
@@ -85,10 +85,10 @@ def test_silos_share_one_array_and_deal_it_completely(tmp_path: Path) -> None:
 def test_a_label_space_is_mapped_by_name_and_a_lacking_class_is_refused(tmp_path: Path) -> None:
     write("cifar10", tmp_path)
     turned = tuple(reversed(CIFAR10_CLASSES))
-    silo = load("cifar10/p5c2/0", data_root=tmp_path, classes=turned)
+    silo = load("cifar10/p5c2/0", DataRequest(classes=turned), data_root=tmp_path)
     assert sorted(set(silo.train.labels.tolist())) == [8, 9]
     with pytest.raises(DataError, match=r"E-DATA-05.*'airplane': 6") as caught:
-        load("cifar10/p5c2/0", data_root=tmp_path, classes=CIFAR10_CLASSES[1:])
+        load("cifar10/p5c2/0", DataRequest(classes=CIFAR10_CLASSES[1:]), data_root=tmp_path)
     assert caught.value.code == "E-DATA-05"
 
 

@@ -22,6 +22,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
@@ -100,7 +101,7 @@ def test_silos_measure_before_training_each_class_by_all_its_examples() -> None:
     server = method.init_server(model, FED)
     psi = {name: v + 0.1 for name, v in server["head"].items()}
     context = FED.for_silo(1, 0)
-    data = PlainLocalData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
     part = method.local(model, {**method.broadcast(server), "head": psi}, {}, data, context).bundle["class_gradients"]
     clean = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0).eval()
     x, y = share.train.batch(torch.arange(len(share.train)))
@@ -140,6 +141,6 @@ def test_a_round_without_any_class_changes_nothing() -> None:
     method, model = CReFF(**SMALL), build_model("digits_cnn", {}, SCHEMA, 0)
     server, share, context = method.init_server(model, FED), shares()[0], replace(FED, round=0).for_silo(0, 0)
     none = Given(share.train.batch(torch.arange(0))[0], torch.zeros(0).long())
-    part = method._gradients(model, server["head"], PlainLocalData(none, none, TRAIN, context))
+    part = method._gradients(model, server["head"], PlainLocalData(RoundData(none, none, TRAIN, context)))
     assert not part.weight.any()
     assert not part.total["g"].any()

@@ -21,6 +21,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.values import AS_SCHEDULED, SgdOptions
 from tests.support.federations import FED, FEDCD_TRAIN, Given, fedcd_model, manifest, played, same, shares
 
@@ -36,7 +37,7 @@ class Blobs:
         self.x = torch.cat([*rows, torch.tensor([[5.0, 5.0], [6.0, 6.0]])])
         self.y = torch.tensor([0] * 12 + [1] * 12 + [2] * 2)
         given = Given(self.x, self.y)
-        self.data = PlainLocalData(given, given, FEDCD_TRAIN, FED.for_silo(0, 0))
+        self.data = PlainLocalData(RoundData(given, given, FEDCD_TRAIN, FED.for_silo(0, 0)))
 
     def found(self) -> tuple[Tensor, Tensor]:
         return clusters(lambda x: x, self.data, 4, 3, torch.Generator().manual_seed(4), restarts=10, steps=10)
@@ -147,7 +148,7 @@ def test_without_extra_terms_it_trains_by_cross_entropy_alone() -> None:
     method = FedCD(lam=0.0, gamma=0.0, zero_based=True, restarts=1, steps=1)
     assert method.coupling is Coupling.EXAMPLE
     share, context = shares()[0], replace(FED, round=0).for_silo(0, 0)
-    data = Seen(share.train, share.test, FEDCD_TRAIN, context)
+    data = Seen(RoundData(share.train, share.test, FEDCD_TRAIN, context))
     method.local(fedcd_model(), method.init_server(fedcd_model(), FED), {}, data, context)
     assert len(data.seen) == 8
     assert all(found == pytest.approx(ce, rel=1e-5) for found, ce in data.seen)
@@ -169,7 +170,7 @@ def test_two_phase_is_refused_with_the_reason_and_the_remedy() -> None:
 def test_the_personal_model_answers_with_the_head_that_was_trained() -> None:
     """Not with the network's own head, which FedCD leaves untrained; before a silo's first round with the received."""
     method, share, context = FedCD(restarts=2, steps=3), shares()[0], FED.for_silo(0, 0)
-    model, data = fedcd_model(), PlainLocalData(share.train, share.test, FEDCD_TRAIN, context)
+    model, data = fedcd_model(), PlainLocalData(RoundData(share.train, share.test, FEDCD_TRAIN, context))
     msg = method.broadcast(method.init_server(fedcd_model(), FED))
     trained = method.local(model, msg, {}, data, context)
     x = share.test.batch(torch.arange(7))[0]

@@ -17,6 +17,7 @@ from fl_core.methods.disjoint import fedcd
 from fl_core.methods.disjoint.fedcd import FedCD, Objective, bpr, decay, hpc
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.values import Part
 from tests.support.federations import FED, FEDCD_TRAIN, fedcd_model, played, same, shares
 
@@ -225,7 +226,7 @@ def test_cd_8_a_shuffled_batch_is_the_mean_over_its_examples_and_the_prototypes_
 
 def test_cd_8_each_prototype_joins_one_batch_of_an_epoch_on_average() -> None:
     share, context = shares()[0], FED.for_silo(0, 7)
-    data, count = PlainLocalData(share.train, share.test, FEDCD_TRAIN, context), torch.arange(1.0, 13.0)
+    data, count = PlainLocalData(RoundData(share.train, share.test, FEDCD_TRAIN, context)), torch.arange(1.0, 13.0)
     draw, again = (FedCD(importance="shuffle")._shuffled(count, data, context) for _ in range(2))
     seen = torch.stack([draw(b) / count for _ in range(1000) for b in (4, 4, 4, 2)])  # 14 examples
     assert seen.unique().tolist() == [0, 1]

@@ -16,7 +16,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.interfaces import Method
+from fl_core.types.interfaces import Method, RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, RoundContext
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
@@ -35,7 +35,7 @@ def played(
     """Train one silo for one round from the start of a run."""
     model, context = model_of(), FED.for_silo(k, 0)
     server = method.init_server(model_of(), FED)
-    data = PlainLocalData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
     outcome = method.local(model, method.broadcast(server), method.init_silo(model_of(), FED), data, context)
     return model, outcome, data, context
 
@@ -87,7 +87,7 @@ def test_ge_6_backward_reaches_the_features_alone() -> None:
     method, model = FedGELA(), model_of()
     share, context = shares()[0], FED.for_silo(0, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainLocalData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
     net = method.global_model(model, msg)
     loss = method.objective(net, msg, data, context)
     x, y = share.train.batch(torch.arange(6))
@@ -130,7 +130,7 @@ def test_local_loss_uses_the_adapted_frame() -> None:
     method, share, context = FedGELA(logit_scale=5.0), shares()[0], FED.for_silo(0, 0)
     model = model_of()
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainLocalData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
     net = method.global_model(model, msg).eval()
     x, y = share.train.batch(torch.arange(6))
     z = model.features(x)

@@ -20,6 +20,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Part
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
@@ -75,7 +76,7 @@ def test_t_gen_3_direction_of_the_divergence() -> None:
             model,
             method.broadcast(state),
             {},
-            Catching(*2 * [shares()[0].train], TRAIN, context.for_silo(0, 0)),
+            Catching(RoundData(*2 * [shares()[0].train], TRAIN, context.for_silo(0, 0))),
             context.for_silo(0, 0),
         )
     divergence = (caught[0] - caught[1]) / coefficient(10, 3)
@@ -206,7 +207,9 @@ def test_a_head_without_bias_and_a_single_class_take_part() -> None:
     server, fed = method.init_server(model, FED), replace(FED, cohort=1)
     for t in range(2):
         turn = replace(fed, round=t).for_silo(0, 0)
-        bundle = method.local(model, method.broadcast(server), {}, PlainLocalData(only, only, TRAIN, turn), turn).bundle
+        bundle = method.local(
+            model, method.broadcast(server), {}, PlainLocalData(RoundData(only, only, TRAIN, turn)), turn
+        ).bundle
         heads = bundle["heads"]
         total = {
             **bundle,

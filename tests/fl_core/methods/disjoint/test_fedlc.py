@@ -15,6 +15,7 @@ from fl_core.methods.losses.logit_adjustment import balanced_softmax, calibrated
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, same, shares, simulated
 
@@ -116,7 +117,7 @@ def test_rows_of_missing_classes_rest_under_the_mask(missing: str, rests: bool) 
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": tensor_maps.copy_state(model)}
     data = PlainLocalData(
-        share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=1, weight_decay=0.0), context
+        RoundData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=1, weight_decay=0.0), context)
     )
     FedLC(missing=missing).local(model, msg, {}, data, context)
     moved = (tensor_maps.copy_state(model)["head.weight"] - msg["w"]["head.weight"]).abs().sum(1)
@@ -139,7 +140,7 @@ def test_silo_with_one_class_learns_nothing_under_the_mask_and_is_warned(
     context, model = FED.for_silo(0, 0), build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": tensor_maps.copy_state(model)}
     with caplog.at_level(logging.WARNING):
-        data = PlainLocalData(only, only, TrainConfig(weight_decay=0.0), context)
+        data = PlainLocalData(RoundData(only, only, TrainConfig(weight_decay=0.0), context))
         FedLC(form=form, missing=missing).local(model, msg, {}, data, context)
     assert same(tensor_maps.copy_state(model), msg["w"]) is not learns
     assert ("single class" in caplog.text) is not learns

@@ -15,6 +15,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Losses, Part, State
 from tests.oracles import slow_class_sums, slow_inter, slow_intra
@@ -69,7 +70,7 @@ class Watched(PlainLocalData):
 def one_turn(method: FedMR, *, submits: bool = True, known: bool = True) -> tuple[Watched, State, Part | None, State]:
     share, model = shares()[0], build_model("digits_cnn", {}, SCHEMA, 0)
     context = FED.for_silo(0, 0, submits)
-    data = Watched(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    data = Watched(RoundData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context))
     server = dict(method.init_server(model, FED))
     if known and "prototypes" in server:
         server["prototypes"] = {
@@ -142,7 +143,7 @@ def test_objective_is_equation_5() -> None:
         def sum(self, query, **_):  # type: ignore[no-untyped-def]
             return {"sum": torch.zeros(4, 64), "count": torch.zeros(4)}
 
-    method.local(model, msg, {}, Catch(share.train, share.test, TrainConfig(), context), context)
+    method.local(model, msg, {}, Catch(RoundData(share.train, share.test, TrainConfig(), context)), context)
     z = model.features(x.double())
     ce = torch.nn.functional.cross_entropy(model.head(z), y)
     between = slow_inter(z, y, g, [True] * 4, [True] * 4)

@@ -21,6 +21,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.evaluation import weighted_accuracy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LocalResult, Part, RoundContext, SgdOptions, State
 from tests.support.federations import FED, SCHEMA, manifest, same, shares
@@ -38,7 +39,7 @@ def played(
     """Train one silo for one round from the start of a run."""
     model, context, share = model_of(), FED.for_silo(k, 0, prototypes), shares()[k]
     msg = method.broadcast(method.init_server(model_of(), FED))
-    data = PlainLocalData(share.train, share.test, TRAIN, context)
+    data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
     outcome = method.local(model, msg, method.init_silo(model_of(), FED), data, context)
     return model, msg, outcome, data, context
 
@@ -91,7 +92,7 @@ def test_nh_5_learning_rate_falls_with_the_global_round() -> None:
     assert train.clip_norm == 10
     for t, lr in ((1, 0.01), (2, 0.0099), (200, 0.00135333)):
         context = replace(FED, round=t - 1, rounds=200).for_silo(0, 0)
-        assert PlainLocalData(share.train, share.test, train, context).lr == pytest.approx(lr, rel=1e-5)
+        assert PlainLocalData(RoundData(share.train, share.test, train, context)).lr == pytest.approx(lr, rel=1e-5)
 
 
 def test_nh_5_prototypes_stay_in_local_training() -> None:
@@ -110,7 +111,7 @@ def test_nh_5_prototypes_stay_in_local_training() -> None:
 
     share, context, method = shares()[0], FED.for_silo(0, 0), FedNH()
     msg = method.broadcast(method.init_server(model_of(), FED))
-    data = Watched(share.train, share.test, TRAIN, context)
+    data = Watched(RoundData(share.train, share.test, TRAIN, context))
     method.local(model_of(), msg, {}, data, context)
     assert len(data.nets) == 1
     assert torch.equal(dict(data.nets[0].named_buffers())["classifier"], msg[PROTOTYPES]["w"])

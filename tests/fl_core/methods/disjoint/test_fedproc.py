@@ -16,6 +16,7 @@ from fl_core.methods.prototype_aided import PrototypeAided, contrast
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part, RoundContext, State
 from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares, simulated
@@ -48,7 +49,9 @@ def model_of() -> nn.Module:
 
 
 def data_of(context: RoundContext, k: int = 0) -> PlainLocalData:
-    return PlainLocalData(shares()[k].train, shares()[k].test, TrainConfig(lr=0.05, batch_size=4, epochs=1), context)
+    return PlainLocalData(
+        RoundData(shares()[k].train, shares()[k].test, TrainConfig(lr=0.05, batch_size=4, epochs=1), context)
+    )
 
 
 def broadcast(known: list[float] | None = None) -> State:

@@ -16,6 +16,7 @@ from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_por
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part, RoundContext, State
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
@@ -52,7 +53,7 @@ def test_t_pto_2_averages_of_class_means(weights: str, mean: tuple[float, float]
     for rows in ([[1.0, 1.0]], [[4.0, 7.0], [3.0, 6.0], [5.0, 8.0]]):
         held = Given(torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64))
         context = RoundContext(2, 3).for_silo(0, 0)
-        part = method.extras(Flat(), server, PlainLocalData(held, held, CONFIG, context), context)[
+        part = method.extras(Flat(), server, PlainLocalData(RoundData(held, held, CONFIG, context)), context)[
             prototypes.PROTOTYPES
         ]
         total = part if total is None else total + part
@@ -123,7 +124,7 @@ def test_prototypes_are_measured_with_the_final_weights_in_eval_mode() -> None:
     method, share, context = FedProto(), shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainLocalData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(RoundData(share.train, share.test, CONFIG, context))
     outcome = method.local(model, msg, method.init_silo(model, FED), data, context)
     assert isinstance(share.train, Given)
     again = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 1)
@@ -155,7 +156,7 @@ def test_the_personal_model_decides_as_the_option_says(
         "known": torch.full((4,), known * 1.0),
     }
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    data = PlainLocalData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(RoundData(share.train, share.test, CONFIG, context))
     own = FedProto(**options).personal(model, {"w": {}, "prototypes": state}, {}, data, context)  # type: ignore[arg-type]
     assert isinstance(own, kind)
 
@@ -163,7 +164,7 @@ def test_the_personal_model_decides_as_the_option_says(
 def test_own_classes_are_those_of_the_silo() -> None:
     share, context = shares()[1], FED.for_silo(1, 0)  # classes 1 and 2
     state = {"g": torch.zeros(4, 64), "known": torch.tensor([1.0, 1.0, 0.0, 1.0])}
-    data = PlainLocalData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(RoundData(share.train, share.test, CONFIG, context))
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     own = FedProto(own_classes=True).personal(model, {"w": {}, "prototypes": state}, {}, data, context)
     assert isinstance(own, Nearest)
@@ -174,7 +175,7 @@ def test_a_silo_that_submits_no_prototypes_still_trains_with_them() -> None:
     method, share, context = FedProto(), shares()[0], FED.for_silo(0, 0, prototypes=False)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
-    data = PlainLocalData(share.train, share.test, CONFIG, context)
+    data = PlainLocalData(RoundData(share.train, share.test, CONFIG, context))
     part = method.local(model, msg, method.init_silo(model, FED), data, context).bundle["prototypes"]
     assert not part.weight.any()
     assert not part.total["offset"].any()

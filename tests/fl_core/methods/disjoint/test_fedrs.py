@@ -13,6 +13,7 @@ from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares, simulated
 
@@ -89,7 +90,7 @@ def test_alpha_zero_keeps_the_rows_of_missing_classes_in_training() -> None:
     model = build_model("digits_cnn", {"head_bias": False}, SCHEMA, 0)
     msg = {"w": tensor_maps.copy_state(model)}
     data = PlainLocalData(
-        share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=2, weight_decay=0.0), context
+        RoundData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=2, weight_decay=0.0), context)
     )
     FedRS(alpha=0.0).local(model, msg, {}, data, context)
     rests = [
@@ -102,7 +103,7 @@ def test_alpha_zero_keeps_the_rows_of_missing_classes_in_training() -> None:
 def test_observed_classes_are_those_of_the_whole_set_and_not_of_the_batch() -> None:
     x, y = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0] * 4 + [3] * 4)
     context, model = FED.for_silo(0, 0), build_model("digits_cnn", {}, SCHEMA, 0)
-    data = PlainLocalData(Given(x, y), Given(x, y), TrainConfig(), context)
+    data = PlainLocalData(RoundData(Given(x, y), Given(x, y), TrainConfig(), context))
     loss = FedRS(alpha=0.5).objective(model, {}, data, context)
     a = torch.tensor([1.0, 0.5, 0.5, 1.0])
     expected = cross_entropy(a * model(x[:4]), y[:4], reduction="none")
@@ -114,7 +115,7 @@ def test_evaluation_and_traffic_are_those_of_fedavg() -> None:
     whole = Given(share.train.batch(torch.arange(4))[0], torch.arange(4))  # all classes: the softmax is plain
     bundles, msg = [], {"w": tensor_maps.copy_state(build_model("digits_cnn", {}, SCHEMA, 0))}
     for method in (FedRS(), FedAvg(weights="uniform")):
-        data = PlainLocalData(whole, whole, TrainConfig(), context)
+        data = PlainLocalData(RoundData(whole, whole, TrainConfig(), context))
         bundles.append(method.local(build_model("digits_cnn", {}, SCHEMA, 0), msg, {}, data, context).bundle)
     assert same_bundle(*bundles)
     x = torch.ones(1, 1, 8, 8)

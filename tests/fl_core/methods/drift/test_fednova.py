@@ -17,6 +17,7 @@ from fl_core.rounds.capabilities import check_supported
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Part, RoundContext, State
 from tests.support.federations import FED, SCHEMA, QData, Scalar, play, same, shares, simulated, total_of
@@ -138,7 +139,9 @@ def test_momentum_of_sgd_is_no_obstacle_but_adam_is() -> None:
     assert caught.value.code == "E-CFG-08"
     share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
-    adam = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1, optimizer="adam"), context)
+    adam = PlainLocalData(
+        RoundData(share.train, share.test, TrainConfig(batch_size=4, epochs=1, optimizer="adam"), context)
+    )
     with pytest.raises(ConfigError) as caught:
         FedNova().local(model, {"w": tensor_maps.copy_state(model)}, {}, adam, context)
     assert caught.value.code == "E-CFG-08"

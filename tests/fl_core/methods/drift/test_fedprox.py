@@ -12,6 +12,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext
 from tests.support.federations import FED, SCHEMA, Exact, QData, Scalar, play, same, shares, simulated
@@ -60,7 +61,7 @@ def test_pull_leaves_buffers_alone_and_shortens_the_way() -> None:
     msg = {"w": tensor_maps.copy_state(model)}
 
     def moved(method: FedAvg) -> float:
-        data = PlainLocalData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=3), context)
+        data = PlainLocalData(RoundData(share.train, share.test, TrainConfig(lr=0.05, batch_size=4, epochs=3), context))
         method.local(model, msg, {}, data, context)
         start = {name: msg["w"][name] for name in tensor_maps.trainable(model)}
         return float(tensor_maps.squared_distance(start, tensor_maps.copy_state(model)))

@@ -16,6 +16,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LocalResult, State
 from tests.support.federations import FED, SCHEMA, same, same_bundle, shares, simulated
@@ -36,7 +37,7 @@ def step(
 ) -> LocalResult:
     share, context = shares()[0], FED.for_silo(0, 0)
     return method.local(
-        model or model_of(), msg, silo, PlainLocalData(share.train, share.test, train, context), context
+        model or model_of(), msg, silo, PlainLocalData(RoundData(share.train, share.test, train, context)), context
     )
 
 
@@ -146,7 +147,7 @@ def test_loss_is_the_mixture_plus_the_contrast() -> None:
     msg = start(method)
     known = {"g": torch.randn(4, 64, generator=torch.Generator().manual_seed(2)), "known": torch.tensor([1.0, 1, 0, 1])}
     msg = {**msg, "prototypes": known}
-    method.local(model_of(), msg, {"last_000": last}, Spy(share.train, share.test, TRAIN, context), context)
+    method.local(model_of(), msg, {"last_000": last}, Spy(RoundData(share.train, share.test, TRAIN, context)), context)
     assert torch.allclose(seen[0], seen[1], atol=1e-6)
 
 

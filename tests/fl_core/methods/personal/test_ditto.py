@@ -10,6 +10,7 @@ from fl_core.methods.personal.ditto import Ditto
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Exact, QData, Scalar, same, shares, simulated
 
@@ -57,7 +58,7 @@ def test_the_personal_model_has_its_own_buffers_and_epochs() -> None:
     msg, silo = {"w": tensor_maps.copy_state(model)}, Ditto().init_silo(model, FED)
     states = {}
     for epochs in (0, 3):
-        data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+        data = PlainLocalData(RoundData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context))
         method = Ditto(personal_epochs=epochs)
         states[epochs] = method.local(model, msg, silo, data, context).state["v"]
         own = method.personal(
@@ -65,7 +66,11 @@ def test_the_personal_model_has_its_own_buffers_and_epochs() -> None:
         )
         assert same(tensor_maps.copy_state(own), states[epochs])
     plain = FedAvg().local(
-        model, msg, {}, PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context), context
+        model,
+        msg,
+        {},
+        PlainLocalData(RoundData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)),
+        context,
     )
     buffer = "body.1.running_mean"
     assert buffer in states[0]

@@ -11,6 +11,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext
 from tests.support.federations import FED, SCHEMA, Pair, PairData, manifest, same, shares
@@ -48,7 +49,11 @@ def test_t_bab_2_the_head_is_bit_identical_after_all_rounds() -> None:
     for k, share in enumerate(shares()):
         context = FED.for_silo(k, 0)
         method.local(
-            runtime.reset_model(), msg, {}, PlainLocalData(share.train, share.test, run.train, context), context
+            runtime.reset_model(),
+            msg,
+            {},
+            PlainLocalData(RoundData(share.train, share.test, run.train, context)),
+            context,
         )
         left = tensor_maps.copy_state(runtime.model)
         assert same({n: left[n] for n in head}, head)
@@ -64,7 +69,7 @@ def test_fine_tuning_moves_the_head_and_what_was_sent_stays(epochs: int) -> None
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     start = tensor_maps.copy_state(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    data = PlainLocalData(RoundData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context))
     outcome = method.local(model, msg, {}, data, context)
     before = {n: v.clone() for n, v in outcome.bundle["delta"].total.items()}
     own = tensor_maps.copy_state(method.personal(model, msg, outcome.state, data, context))
@@ -83,7 +88,7 @@ def test_the_personal_model_is_that_of_the_final_body_and_is_measured_once() -> 
     method, runtime, found = FedBABU(), RunSetup.of(run).silo_runtime(), []
     for k, share in enumerate(shares()):
         context = RoundContext(3, 4, 2, 2, 3).for_silo(k, run.seed)
-        data = PlainLocalData(share.train, share.test, train, context)
+        data = PlainLocalData(RoundData(share.train, share.test, train, context))
         own = method.personal(runtime.reset_model(), method.broadcast(final), {}, data, context).eval()
         x, y = share.test.batch(torch.arange(len(share.test)))
         found.append(float((own(x).argmax(1) == y).float().mean()))

@@ -12,6 +12,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext, State
 from tests.support.federations import FED, SCHEMA, Pair, PairData, manifest, same, shares
@@ -83,7 +84,7 @@ def test_the_personal_model_is_what_local_training_left() -> None:
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": {n: v for n, v in tensor_maps.copy_state(model).items() if not n.startswith("head")}}
     silo = {"head": {n: v + 1 for n, v in tensor_maps.copy_state(model).items() if n.startswith("head")}}
-    data = PlainLocalData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context)
+    data = PlainLocalData(RoundData(share.train, share.test, TrainConfig(batch_size=4, epochs=1), context))
     outcome = FedPer().local(model, msg, silo, data, context)
     own = tensor_maps.copy_state(FedPer().personal(model, msg, outcome.state, data, context))
     assert same({n: own[n] for n in silo["head"]}, outcome.state["head"])

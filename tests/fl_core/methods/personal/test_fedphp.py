@@ -18,6 +18,7 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, RoundContext, State
 from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares, simulated
@@ -40,7 +41,7 @@ def model_of(norm: str = "batch", seed: int = 0) -> nn.Module:
 
 
 def data_of(k: int = 0, train: TrainConfig = TRAIN) -> PlainLocalData:
-    return PlainLocalData(shares()[k].train, shares()[k].test, train, FED.for_silo(k, 0))
+    return PlainLocalData(RoundData(shares()[k].train, shares()[k].test, train, FED.for_silo(k, 0)))
 
 
 def step(method: FedAvg, silo: State, model: nn.Module, train: TrainConfig = TRAIN) -> LocalResult:
@@ -235,7 +236,7 @@ def test_recomputed_statistics_do_not_depend_on_the_order_of_examples(monkeypatc
     x, y = given.batch(torch.arange(14))
     for order in (torch.argsort(y, stable=True), torch.arange(14), torch.arange(14).flip(0)):
         model, mine = model_of(), Given(x[order], y[order])
-        inherited_model.recompute(model, PlainLocalData(mine, mine, TRAIN, FED.for_silo(0, 0)))
+        inherited_model.recompute(model, PlainLocalData(RoundData(mine, mine, TRAIN, FED.for_silo(0, 0))))
         found.append(tensor_maps.copy_state(model))
     for other in found[1:]:
         assert all(torch.allclose(v, other[name], rtol=1e-5, atol=1e-6) for name, v in found[0].items())
@@ -244,7 +245,7 @@ def test_recomputed_statistics_do_not_depend_on_the_order_of_examples(monkeypatc
 def test_a_lone_example_leaves_the_statistics_as_they_are() -> None:
     only = Given(torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([2]))
     model = model_of()
-    inherited_model.recompute(model, PlainLocalData(only, only, TRAIN, FED.for_silo(0, 0)))
+    inherited_model.recompute(model, PlainLocalData(RoundData(only, only, TRAIN, FED.for_silo(0, 0))))
     assert same(tensor_maps.copy_state(model), tensor_maps.copy_state(model_of()))
 
 

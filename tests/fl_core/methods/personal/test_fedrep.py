@@ -10,6 +10,7 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LocalResult, RoundContext
 from tests.support.federations import FED, SCHEMA, Pair, PairData, shares
@@ -31,7 +32,7 @@ def trained(method: FedRep, norm: str = "batch") -> tuple[nn.Module, dict[str, T
     model = build_model("digits_cnn", {"norm": norm}, SCHEMA, 0)
     start = tensor_maps.copy_state(model)
     msg = {"w": {n: v for n, v in start.items() if method.shared(n)}}
-    data = Watched(share.train, share.test, CONFIG, context)
+    data = Watched(RoundData(share.train, share.test, CONFIG, context))
     return model, start, data, method.local(model, msg, method.init_silo(model, FED), data, context)
 
 
@@ -83,7 +84,9 @@ def test_the_head_goes_on_from_the_stored_one() -> None:
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     msg = {"w": {n: v for n, v in tensor_maps.copy_state(model).items() if method.shared(n)}}
     far = {"head": {n: v + 3 for n, v in tensor_maps.copy_state(model).items() if not method.shared(n)}}
-    after = method.local(model, msg, far, PlainLocalData(share.train, share.test, CONFIG, context), context).state
+    after = method.local(
+        model, msg, far, PlainLocalData(RoundData(share.train, share.test, CONFIG, context)), context
+    ).state
     assert all(float((after["head"][n] - far["head"][n]).abs().max()) < 1 for n in far["head"])
 
 

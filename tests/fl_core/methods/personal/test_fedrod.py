@@ -16,6 +16,7 @@ from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, State
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
@@ -93,7 +94,7 @@ def played(
     model = build_model("digits_cnn", {"norm": norm}, SCHEMA, 0)
     msg = method.broadcast(method.init_server(model, FED))
     silo = method.init_silo(model, FED)
-    data = PlainLocalData(share.train, share.test, config, context)
+    data = PlainLocalData(RoundData(share.train, share.test, config, context))
     return model, msg, silo, data, method.local(model, msg, silo, data, context)
 
 
@@ -147,7 +148,9 @@ def test_from_zero_the_first_personal_model_decides_as_the_generic_one() -> None
     silo, msg = method.init_silo(model, FED), method.broadcast(method.init_server(model, FED))
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     share, context = shares()[0], FED.for_silo(0, 0)
-    own = method.personal(model, msg, silo, PlainLocalData(share.train, share.test, CONFIG, context), context)
+    own = method.personal(
+        model, msg, silo, PlainLocalData(RoundData(share.train, share.test, CONFIG, context)), context
+    )
     assert torch.equal(own(x), build_model("digits_cnn", {}, SCHEMA, 0)(x))
 
 
@@ -204,7 +207,7 @@ def test_a_silo_with_one_class_trains_its_private_head_alone() -> None:
     method, model = FedROD(), build_model("digits_cnn", {}, SCHEMA, 0)
     config = TrainConfig(lr=0.05, weight_decay=0.0, batch_size=4, epochs=1)
     silo, msg = method.init_silo(model, FED), method.broadcast(method.init_server(model, FED))
-    outcome = method.local(model, msg, silo, PlainLocalData(only, only, config, context), context)
+    outcome = method.local(model, msg, silo, PlainLocalData(RoundData(only, only, config, context)), context)
     assert not any(v.any() for v in outcome.bundle["delta"].total.values())
     assert not same(outcome.state["phi"], silo["phi"])
 

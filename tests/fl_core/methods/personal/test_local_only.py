@@ -15,6 +15,7 @@ from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from privacy.accounting.uncertainty import RunNoise
 from tests.support.federations import FED, QData, Scalar, manifest, same, shares
@@ -40,13 +41,19 @@ def test_the_first_round_trains_as_fedavg() -> None:
     )
     config = TrainConfig(batch_size=4, epochs=2)
     msg = {"w": dict(runtime.initial)}
-    FedAvg().local(runtime.reset_model(), msg, {}, PlainLocalData(share.train, share.test, config, context), context)
+    FedAvg().local(
+        runtime.reset_model(), msg, {}, PlainLocalData(RoundData(share.train, share.test, config, context)), context
+    )
     expected = tensor_maps.copy_state(runtime.model)
     silo = LocalOnly().init_silo(runtime.reset_model(), FED)
     left = (
         LocalOnly()
         .local(
-            runtime.reset_model(), {"w": {}}, silo, PlainLocalData(share.train, share.test, config, context), context
+            runtime.reset_model(),
+            {"w": {}},
+            silo,
+            PlainLocalData(RoundData(share.train, share.test, config, context)),
+            context,
         )
         .state
     )

@@ -16,6 +16,7 @@ from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LocalResult, SgdOptions, State
 from tests.support.federations import FED, SCHEMA, same, same_bundle, shares
@@ -32,7 +33,7 @@ class Watched(PlainLocalData):
     """Notes every pass: its steps, rate, and the model after it."""
 
     def __init__(self, train: TrainConfig = TRAIN) -> None:
-        super().__init__(shares()[0].train, shares()[0].test, train, TURN)
+        super().__init__(RoundData(shares()[0].train, shares()[0].test, train, TURN))
         self.passes: list[tuple[int, float, dict[str, Tensor], Tensor]] = []
 
     def sgd(self, model: nn.Module, loss: Any, options: SgdOptions = AS_SCHEDULED) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
 from fl_core.types.values import ClassSums
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance
@@ -75,7 +76,7 @@ def test_without_noise_a_joint_release_is_the_plain_sum(monkeypatch: pytest.Monk
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data = examples()
     private = class_sums(FLAT, data, PrivacyUnits.of(data), 1e2, 1e2, 0.0, SeededNoise(0, "x"))
-    plain = PlainLocalData(data, data, PLAIN, CONTEXT).sum(FLAT)
+    plain = PlainLocalData(RoundData(data, data, PLAIN, CONTEXT)).sum(FLAT)
     assert torch.allclose(private["sum"], plain["sum"], atol=1e-5)
     assert torch.equal(private["count"], plain["count"])
 
@@ -96,7 +97,7 @@ def test_class_counts_are_released_once() -> None:
     first = private_data(plan, examples(), SeededNoise(1, "n"), log=log)
     once = first.class_counts()
     later = DpSgdLocalData(
-        examples(), examples(), PLAIN, CONTEXT, plan, ReleaseAllowance([]), SeededNoise(2, "n"), log=log
+        RoundData(examples(), examples(), PLAIN, CONTEXT), plan, ReleaseAllowance([]), SeededNoise(2, "n"), log=log
     )
     assert torch.equal(later.class_counts(), once)
     assert sum(r.purpose == "class counts" for r in first._allowance.made) == 1

@@ -22,6 +22,7 @@ from fl_core.training.evaluation import evaluate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling, Split
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, Losses, RoundContext
 from privacy.accounting.record_config import RecordDpConfig
@@ -71,7 +72,7 @@ def private_data(data: Given, noise: object, coupling: Coupling = Coupling.EXAMP
     plan = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
     plan.__dict__["noise"] = 1.0
     allowance = ReleaseAllowance([r for _ in range(9) for r in plan.releases(0, True)])
-    return DpSgdLocalData(data, data, TRAIN, CONTEXT, plan, allowance, noise)  # type: ignore[arg-type]
+    return DpSgdLocalData(RoundData(data, data, TRAIN, CONTEXT), plan, allowance, noise)  # type: ignore[arg-type]
 
 
 PIXELS = ClassSums(lambda x, y: 5 * (x.flatten(1) - 0.5), 4)
@@ -170,7 +171,7 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
             opened = CompiledRun.of(private).profile.data_factory(silo, InMemoryReleaseLog())
             for round in range(3):
                 context = RoundContext(3, 4, 5, round, 3).for_silo(silo, run.seed)
-                local_data = opened(share.train, share.test, run.train, context)
+                local_data = opened(RoundData(share.train, share.test, run.train, context))
                 local_data._noise = Noted(local_data._noise, drawn)
                 local_data.sgd(nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), ce)
                 local_data.sum(PIXELS)
@@ -210,7 +211,7 @@ def test_with_infinite_clip_and_no_noise_the_private_step_equals_the_plain_one(
     private_data(data, NoNoise(0), coupling, clip=1e4, coupled_clip_ratio=1.0, microbatch=24, **terms).sgd(
         private, loss
     )
-    PlainLocalData(data, data, TRAIN, CONTEXT).sgd(plain, loss)
+    PlainLocalData(RoundData(data, data, TRAIN, CONTEXT)).sgd(plain, loss)
     for name, value in tensor_maps.copy_state(plain).items():
         assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-9, atol=1e-12), name
 
@@ -219,7 +220,10 @@ def test_with_infinite_clip_and_no_noise_the_private_step_equals_the_plain_one(
 def test_without_noise_and_with_room_every_sum_equals_the_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data = data_of()
-    private, plain = private_data(data, NoNoise(0), prototype_bound=1e3), PlainLocalData(data, data, TRAIN, CONTEXT)
+    private, plain = (
+        private_data(data, NoNoise(0), prototype_bound=1e3),
+        PlainLocalData(RoundData(data, data, TRAIN, CONTEXT)),
+    )
     found = MECHANISMS[name].ask(private)
     exact = MECHANISMS[name].ask(plain)  # type: ignore[arg-type]
     for part, value in exact.items():

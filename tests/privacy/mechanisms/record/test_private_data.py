@@ -15,6 +15,7 @@ from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling, Split
+from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, Losses, SgdOptions
 from privacy.accounting.dry_run import check_independence, dry_run
@@ -35,7 +36,11 @@ def test_with_infinite_clip_and_no_noise_the_private_door_equals_the_plain_one(m
     monkeypatch.setattr(grid, "ROUNDING", 1e-12)
     data, plan = examples(), plan_of(OPEN)
     private, plain = model_of(), model_of()
-    assert private_data(plan, data).sgd(private, ce) == PlainLocalData(data, data, PLAIN, CONTEXT).sgd(plain, ce) == 3
+    assert (
+        private_data(plan, data).sgd(private, ce)
+        == PlainLocalData(RoundData(data, data, PLAIN, CONTEXT)).sgd(plain, ce)
+        == 3
+    )
     for name, value in tensor_maps.copy_state(plain).items():
         assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-4, atol=1e-6)
 
@@ -213,7 +218,7 @@ def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() 
             raise AssertionError("an example was read")
 
     data = Closed(examples().x, examples().labels)
-    private = DpSgdLocalData(data, data, PLAIN, CONTEXT, plan, allowance, NoNoise(0, "x"))
+    private = DpSgdLocalData(RoundData(data, data, PLAIN, CONTEXT), plan, allowance, NoNoise(0, "x"))
     with pytest.raises(RefusedError, match="E-PRIV-15"):
         private.sgd(model_of(), ce)
     with pytest.raises(RefusedError, match="E-PRIV-15"):
@@ -259,6 +264,6 @@ def test_clip_norm_touches_the_same_terms_of_private_and_plain_data(
     }[method]
     private, plain = model_of(), model_of()
     private_data(plan_of(OPEN, train), data).sgd(private, ce, options)
-    PlainLocalData(data, data, train, CONTEXT).sgd(plain, ce, options)
+    PlainLocalData(RoundData(data, data, train, CONTEXT)).sgd(plain, ce, options)
     for name, value in tensor_maps.copy_state(plain).items():
         assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-4, atol=1e-6)

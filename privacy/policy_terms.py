@@ -1,0 +1,159 @@
+"""The sections of a hospital's policy file, with their defaults, and what they say of a profile's options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from fl_core import validate
+from fl_core.errors import ConfigError, RefusedError
+from fl_core.types.clinical import CLINICAL
+from fl_core.validate import NonNegative, Positive, at_most, bounded, one_of
+from privacy.accounting.record_config import COUPLED, Delta, DpConfig, RecordDpConfig, Rng
+
+if TYPE_CHECKING:
+    from privacy.accounting.release_plan import ReleasePlan
+
+PRIVATE_PROFILES = ("dp_record", "dp_silo_small")
+"""Of `profiles.PROFILES` those that promise something; named here, since a policy is read without torch."""
+AUTOMATIC, BY_HAND = "automatic", "by hand"
+ACCURACY, NOTHING = "accuracy", "nothing"
+SHARE_OF_UNITS = 0.1
+"""delta is the chance of a breach of everything: it must stay below this share of one unit in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """[runs] methods, leads: what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
+
+    extensions: distributions whose methods and models may run here, "name" or "name==version" (empty: none)
+
+    hide_size: only private runs with uniform weights; a size is declared only where the operator typed one.
+    """
+
+    methods: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()
+    approve: Annotated[str, bounded(one_of, (AUTOMATIC, BY_HAND))] = AUTOMATIC
+    hide_size: bool = False
+    extensions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for entry in self.extensions:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]* *(== *[\w.+!-]+)?", entry, re.ASCII):
+                raise ConfigError(
+                    "E-POLICY-01", f"runs.extensions: expected 'name' or 'name==version', found {entry!r}: correct it"
+                )
+        validate.declared("E-POLICY-01", "runs", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """[privacy] require: a profile that every run must have ("": also runs without one are accepted).
+
+    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier
+    max_rate: largest sampling rate of record-level training   central: also noise added by the coordinator
+    coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
+    rng: "test" accepts repeatable noise too, which protects nobody   public_test: also evaluations without noise
+    labels: the classes that this hospital's records may have, as private runs are answered (empty: what the publisher
+    of the data names, or `silo serve --holds`).
+    """
+
+    require: Annotated[str, bounded(one_of, ("", *PRIVATE_PROFILES))] = ""
+    epsilon: Positive = 8.0
+    delta: Delta = 1e-5
+    min_noise: NonNegative = 0.0
+    max_rate: Annotated[Positive, bounded(at_most, 1)] = 1.0
+    coupled: tuple[str, ...] = COUPLED
+    unit: Annotated[str, bounded(one_of, ("record", "group"))] = "record"
+    rng: Rng = "secure"
+    public_test: bool = False
+    central: bool = False
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        validate.declared("E-POLICY-01", "privacy", self)
+        for treatment in self.coupled:
+            validate.one_of("E-POLICY-01", "privacy", COUPLED, coupled=treatment)
+
+    def check_terms(self, terms: DpConfig) -> None:
+        """Raise RefusedError (E-POLICY-05) on options of a profile that are not allowed."""
+        if not (terms.epsilon <= self.epsilon and terms.delta <= self.delta):
+            raise RefusedError(
+                "E-POLICY-05",
+                f"expected epsilon <= {self.epsilon:g} and delta <= {self.delta:g}, found {terms.epsilon:g} and "
+                f"{terms.delta:g}",
+            )
+        if terms.rng != "secure" and self.rng == "secure":
+            raise RefusedError("E-POLICY-05", "expected noise that nobody can repeat, found privacy.rng=test")
+        if terms.test_data == "public" and not self.public_test:
+            raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
+        if terms.central and not self.central:
+            raise RefusedError("E-POLICY-05", "expected noise before anything leaves, found privacy.placement=central")
+        if isinstance(terms, RecordDpConfig) and terms.coupled not in self.coupled:
+            raise RefusedError("E-POLICY-05", f"expected a treatment of {self.coupled}, found {terms.coupled!r}")
+
+    def check_update(self, noise: float) -> None:
+        """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
+        if not noise >= self.min_noise:
+            raise RefusedError("E-POLICY-05", f"expected noise >= {self.min_noise:g}, found {noise:.4g}")
+
+    def check_plan(self, plan: ReleasePlan, unit: str, declared: float = 0.0) -> None:
+        """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed.
+
+        declared: the hospital's own size; the manifest may name a smaller one.
+        """
+        most = SHARE_OF_UNITS / max(plan.units, declared)
+        if plan.steps_per_call:
+            self.check_update(plan.noise)
+        if not plan.rate <= self.max_rate:
+            raise RefusedError("E-POLICY-05", f"expected a rate <= {self.max_rate:g}, found {plan.rate:.4g}")
+        if not plan.terms.delta <= most:
+            raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {plan.terms.delta:g}")
+        if self.unit == "group" and unit != "group":
+            raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
+
+
+@dataclass(frozen=True, slots=True)
+class Prototypes:
+    """[prototypes] submit: False submits none   hidden: classes that none are submitted of   min_count: least units."""
+
+    submit: bool = True
+    hidden: tuple[str, ...] = ()
+    min_count: NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        validate.declared("E-POLICY-01", "prototypes", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """[evaluation] send: what of a run's evaluation on this hospital's test examples leaves.
+
+    "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
+    """
+
+    send: Annotated[str, bounded(one_of, (CLINICAL, ACCURACY, NOTHING))] = ACCURACY
+
+    def __post_init__(self) -> None:
+        validate.declared("E-POLICY-01", "evaluation", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """[budget.COLLECTION] the most that all runs together may spend of a collection."""
+
+    epsilon: Positive
+    delta: Delta
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFile:
+    """The sections of a policy file, with their defaults."""
+
+    runs: Runs = field(default_factory=Runs)
+    privacy: Floors = field(default_factory=Floors)
+    prototypes: Prototypes = field(default_factory=Prototypes)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    budget: Mapping[str, Budget] = field(default_factory=dict)
