@@ -26,7 +26,7 @@ from fl_core import rng
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.converter import Option
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading
 from fl_core.methods import build_method
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import RunManifest
@@ -315,5 +315,5 @@ def check_method(method: type[FedAvg], **options: Option) -> None:
 
     Raises AssertionError that names every promise that is broken.
     """
-    with extensions.given("method", method) as name:
+    with loading.given("method", method) as name:
         run_checks(CHECKS, MethodCase(name, options), method.__name__)

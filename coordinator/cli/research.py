@@ -25,7 +25,7 @@ from coordinator.simulate.results import left_out
 from coordinator.simulate.sweep import SweepTable, combinations, is_sweep, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading
 from fl_core.methods import METHODS
 from fl_core.methods.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from fl_core.models import MODELS, ModelFacts, describe
@@ -225,7 +225,7 @@ def methods(
         r | {"sends": ", ".join(r["sends"]), "personal_model": "yes" if r["personal_model"] else "no"} for r in rows
     ]
     console.OUT.print(make_table("Methods", head, [tuple(r.values()) for r in shown]))
-    found = [(kind, point.name, point.value) for kind in extensions.KINDS for point in extensions.entry_points(kind)]
+    found = [(point.kind, point.name, point.reference) for point in loading.entry_points()]
     if found:
         console.OUT.print(make_table("Installed extensions", ("kind", "name", "place"), found))
 

@@ -22,7 +22,7 @@ from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading, registry
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
 from fl_core.suggest import suggest
@@ -83,10 +83,10 @@ _OWN = "own_extension_"
 
 def _own_choice(group: str, word: str) -> str | None:
     """Load the extension that a word names, and give Hydra a choice for it; None where it names none."""
-    reference = extensions.load(_EXTENSIBLE[group], word)
+    reference = loading.load(_EXTENSIBLE[group], word)
     if reference is None:
         return None
-    store, kind = ConfigStore.instance().store, extensions.loaded(_EXTENSIBLE[group], reference)
+    store, kind = ConfigStore.instance().store, registry.loaded(_EXTENSIBLE[group], reference)
     name, options = _OWN + blake3(reference.encode()).hexdigest()[:16], {"name": reference, **_options(kind)}
     if group == "model" and "weights" not in options:  # else they are an option of its own
         options |= {"weights": _NONE, "weights_source": ""}
@@ -124,7 +124,7 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
     A method, a model, data or a federation may also be an extension (`fl_core.extensions.loading`), which is imported:
     these are words of somebody who sits at this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a
     key or a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid
-    word; as `extensions.load`.
+    word; as `loading.load`.
     """
     return _composed_spec(_RUN, overrides, config_dir)
 

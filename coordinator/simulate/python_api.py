@@ -25,8 +25,7 @@ from coordinator.simulate.tracking import tracked
 from fl_core import datasets
 from fl_core.datasets.partition.by_class import Labels
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
-from fl_core.extensions import user_partition as own
+from fl_core.extensions import loading, user_partition
 from fl_core.extensions.user_data import ArrayData, Split
 from fl_core.extensions.user_partition import Given, OwnPartition, Shares
 from fl_core.methods import METHODS
@@ -247,7 +246,7 @@ def _chosen(stack: ExitStack, group: str, value: object, ours: Mapping[str, type
         return [] if value is None else [f"{group}={value}"]
     kind = value if isinstance(value, type) else type(value)
     name = next((name for name, known in ours.items() if known is kind), None)
-    name = name or stack.enter_context(extensions.given(group, kind))
+    name = name or stack.enter_context(loading.given(group, kind))
     if isinstance(value, type) or not is_dataclass(value):
         return [f"{group}={name}"]
     return [f"{group}={name}", *(w for f in fields(value) for w in _words(f"{group}.{f.name}", getattr(value, f.name)))]
@@ -257,14 +256,14 @@ def _data_words(stack: ExitStack, data: object) -> list[str]:
     if data is None or isinstance(data, str):
         return [] if data is None else [f"data={data}"]
     if isinstance(data, type):
-        return [f"data={stack.enter_context(extensions.given('data', data))}"]
+        return [f"data={stack.enter_context(loading.given('data', data))}"]
     if isinstance(data, tuple) and len(data) == 2:
         data = _InMemory(*(_arrays(half) for half in data))
     if not isinstance(data, ArrayData):
         raise ConfigError("E-CFG-02", f"data: expected a name, ArrayData or (train, test), found {type(data).__name__}")
-    digest = data.digest() if isinstance(data, _InMemory) else extensions.class_digest(type(data))
+    digest = data.digest() if isinstance(data, _InMemory) else loading.class_digest(type(data))
     name = f"memory:{'arrays' if isinstance(data, _InMemory) else type(data).__name__}_{digest[:16]}"
-    return [f"data={stack.enter_context(extensions.given('data', data, name, digest))}"]
+    return [f"data={stack.enter_context(loading.given('data', data, name, digest))}"]
 
 
 def _arrays(half: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,26 +305,26 @@ def _federation_words(
     if federation is None or isinstance(federation, str):
         return [] if federation is None else [f"federation={federation}"]
     if isinstance(federation, type):
-        return [f"federation={stack.enter_context(extensions.given('partition', federation))}"]
+        return [f"federation={stack.enter_context(loading.given('partition', federation))}"]
     if is_dataclass(federation) and hasattr(federation, "partition"):
-        name = stack.enter_context(extensions.given("partition", type(federation)))
+        name = stack.enter_context(loading.given("partition", type(federation)))
         options = [w for f in fields(federation) for w in _words(f"federation.{f.name}", getattr(federation, f.name))]
         return [f"federation={name}", *options]
     labels, n_classes = _labels(words, root, config_dir)
     shares: Any = federation(*labels) if callable(federation) else federation
     if not isinstance(shares, Sequence | np.ndarray) or not len(shares):
         raise ConfigError("E-CFG-02", f"federation: expected shares of at least one silo, found {shares!r}"[:300])
-    pairs = own.checked("federation", list(shares), len(shares), labels, n_classes, seed=0)
+    pairs = user_partition.checked("federation", list(shares), len(shares), labels, n_classes, seed=0)
     digest = blake3(b"".join(part.tobytes() + b"|" for pair in pairs for part in pair)).hexdigest()
     given = Given(len(pairs), tuple(pairs))
     name = f"memory:shares_{digest[:16]}"
-    return [f"federation={stack.enter_context(extensions.given('partition', given, name, digest))}"]
+    return [f"federation={stack.enter_context(loading.given('partition', given, name, digest))}"]
 
 
 def _labels(words: Sequence[str], root: Path | None, config_dir: Path | None) -> tuple[tuple[Labels, Labels], int]:
     """Return the labels of the whole data, train and test, in the order in which partitions see them."""
     probe = _Probe()
-    with extensions.given("partition", probe, "memory:probe"):
+    with loading.given("partition", probe, "memory:probe"):
         spec = compose_simulation([*words, "federation=memory:probe"], config_dir)
         runner.read_silos(spec, root, datasets.load_all)
     assert probe.seen is not None

@@ -249,8 +249,9 @@ def check(
     classes without images, images stored twice.
     """
     from fl_core import datasets
+    from fl_core.extensions import loading
 
-    reference = datasets.resolved(reference)
+    reference = loading.load_of_reference(reference)
     report = datasets.check(
         reference, data_root=data_root, classes=label_space(classes), window=grey_window(window), deep=deep
     )
@@ -267,8 +268,9 @@ def describe(
 ) -> None:
     """Show shape, classes and counts per split."""
     from fl_core import datasets
+    from fl_core.extensions import loading
 
-    reference = datasets.resolved(reference)
+    reference = loading.load_of_reference(reference)
     loaded = datasets.load(reference, data_root=data_root, classes=label_space(classes))
     report = datasets.check(reference, data_root=data_root, classes=label_space(classes))
     if as_json:

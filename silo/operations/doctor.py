@@ -188,9 +188,12 @@ class Examination:
 
     def _data(self) -> Iterator[Finding]:
         from fl_core import datasets
+        from fl_core.extensions import loading
 
         assert self.data is not None
-        found = datasets.check(datasets.resolved(self.data), data_root=self.data_root, classes=self.classes, deep=True)
+        found = datasets.check(
+            loading.load_of_reference(self.data), data_root=self.data_root, classes=self.classes, deep=True
+        )
         counts = ", ".join(f"{sum(n)} {split.value}" for split, n in found.counts.items())
         for wrong in found.problems:
             yield checks.problem("data", f"{wrong.code}: {wrong.count} times: {wrong.what}", wrong.remedy)

@@ -20,7 +20,7 @@ from coordinator.cli.research import simulate as command
 from coordinator.config.hydra_config import choices, compose_simulation
 from coordinator.simulate import python_api, runner
 from coordinator.simulate.engine import SimulationEngine
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models.small.digits import DigitsLinear
 from fl_core.types import tensor_maps
@@ -132,7 +132,7 @@ def test_classes_and_instances_of_ones_own_of_all_four_kinds_go_together() -> No
     assert a.manifest.schema.classes == ("a", "b", "c", "d")
     assert simulate(Mine, Four(), Alternate, Flat(width=5), **FEW).digest == a.digest
     for kind, name in (("method", "Mine"), ("model", "Flat"), ("data", "Four"), ("partition", "Alternate")):
-        assert extensions.loaded(kind, f"{__name__}:{name}") is None  # nothing stays behind
+        assert registry.loaded(kind, f"{__name__}:{name}") is None  # nothing stays behind
 
 
 def test_tensors_are_data_and_shares_are_a_federation() -> None:
