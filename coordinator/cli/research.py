@@ -17,11 +17,10 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead import console
-from coordinator.simulate import runner
 from coordinator.simulate.checkpoints import EVERY
 from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.job import SimulationJob
-from coordinator.simulate.results import left_out
+from coordinator.simulate.results import Result, left_out
+from coordinator.simulate.runner import SimulationJob
 from coordinator.simulate.sweep import SweepTable, combinations, is_sweep, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
@@ -125,7 +124,7 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
         _print(result)
 
 
-def _print(result: runner.Result) -> None:
+def _print(result: Result) -> None:
     manifest = result.manifest.to_json()
     if text := console.private_form(manifest):
         console.OUT.print(text)

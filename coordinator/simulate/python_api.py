@@ -20,8 +20,8 @@ from coordinator.config.hydra_config import GROUPS, compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulate import results, runner
 from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.results import ResultFolder
-from coordinator.simulate.tracking import tracked
+from coordinator.simulate.results import Result, ResultFolder
+from coordinator.simulate.runner import tracked
 from fl_core import datasets
 from fl_core.datasets.partition.by_class import Labels
 from fl_core.errors import ConfigError
@@ -63,7 +63,7 @@ class Progress:
 class Simulation:
     """A finished simulation."""
 
-    result: runner.Result
+    result: Result
     config: RunSpec
 
     @property

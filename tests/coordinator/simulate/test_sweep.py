@@ -14,7 +14,7 @@ from coordinator.cli.research import simulate
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.job import SimulationJob
+from coordinator.simulate.runner import SimulationJob
 from coordinator.simulate.sweep import SweepTable, combinations, is_sweep
 from fl_core.errors import ConfigError
 
