@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Protocol
 
 import numpy as np
@@ -96,18 +96,6 @@ def _plain(name: str, option: str, value: object) -> str:
     if not re.fullmatch(r"[\w.+-]+", text, re.ASCII):
         raise ConfigError("E-CFG-02", f"{name}.{option}: expected a number or a word, found {value!r}: change it")
     return text
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """The shares themselves, as somebody holds them in hand."""
-
-    silos: int
-    shares: tuple[tuple[Indices, Indices], ...]
-
-    def partition(self, train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
-        del train, test, n_classes, seed
-        return self.shares
 
 
 def checked(
