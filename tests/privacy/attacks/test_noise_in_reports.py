@@ -16,8 +16,8 @@ from coordinator.cli import research
 from coordinator.demo import budgets
 from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
 from coordinator.simulate import runner
-from coordinator.simulate.ablation.__main__ import table as ablation_table
-from coordinator.simulate.ablation.checks import Estimate
+from coordinator.simulate.ablation import report as ablation_report
+from coordinator.simulate.ablation.report import Estimate
 from coordinator.simulate.results import Result
 from privacy.accounting.uncertainty import EvaluationNoise
 from privacy.profiles import result_noise
@@ -133,7 +133,7 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
 
 
 def test_an_ablation_writes_withheld_and_no_check_holds_on_it() -> None:
-    assert ablation_table._cell(Estimate.of([0.5, math.nan])) == "withheld"
+    assert ablation_report._cell(Estimate.of([0.5, math.nan])) == "withheld"
 
 
 def test_numbers_of_an_earlier_version_that_are_no_counts_are_withheld(tmp_path: Path) -> None:
