@@ -102,7 +102,7 @@ def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def method_class(name: str) -> type[FedAvg]:
-    """Return a method of ours, or a loaded one (`fl_core.extensions.loading`); raises ConfigError (E-CFG-01)."""
+    """Return a method of ours, or a loaded one (`fl_core.extensions.registry`); raises ConfigError (E-CFG-01)."""
     found = METHODS.get(name) or registry.loaded("method", name)
     if not isinstance(found, type):
         raise registry.unknown("method", name, list(METHODS))
