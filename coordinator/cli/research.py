@@ -21,7 +21,7 @@ from coordinator.simulate.checkpoints import EVERY
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result, left_out
 from coordinator.simulate.runner import SimulationJob
-from coordinator.simulate.sweep import SweepTable, combinations, is_sweep, sweep, swept
+from coordinator.simulate.sweep import SweepTable, combinations, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.extensions import loading
@@ -108,7 +108,7 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
     if sweep_jobs is not None:
         _sweep(words, job, sweep_jobs, as_json)
         return
-    if is_sweep(words):
+    if swept(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
     try:
         result = job.run(words, None if as_json else _RoundPrinter)
