@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from consilium.testing.cases import run_checks
+from consilium.testing.methods import run_checks
 from fl_core.converter import Option
 from fl_core.datasets.partition.federations import Partitioner, federation_text, parse_federation
 from fl_core.extensions import loading, user_data

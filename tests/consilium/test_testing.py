@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from consilium.extending import ArrayData, FedAvg, HeadOptions, LocalResult, Losses, Part
 from consilium.testing import check_data, check_method, check_model, check_partition
-from consilium.testing.cases import MethodCase, run_checks
-from consilium.testing.methods import CHECKS
+from consilium.testing.methods import CHECKS, MethodCase, run_checks
 from fl_core.extensions import loading
 
 
