@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -205,17 +206,25 @@ def test_a_changed_configuration_is_refused_with_what_differs(words: tuple[str, 
     assert caught.value.code == "E-CFG-08"
 
 
-def test_two_simulations_do_not_share_a_folder(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path).locked(), pytest.raises(StateError) as caught:
-        go((), tmp_path)
-    assert caught.value.code == "E-STATE-20"
-
-
-def test_two_simulations_do_not_share_a_folder_whose_lock_file_is_gone(tmp_path: Path) -> None:
+def test_two_simulations_do_not_share_a_folder_also_when_its_lock_file_is_gone(tmp_path: Path) -> None:
     with Checkpoints(tmp_path).locked():
+        with pytest.raises(StateError, match="E-STATE-20"):
+            go((), tmp_path)
         (tmp_path / "lock").unlink()
         with pytest.raises(StateError, match="E-STATE-20"):
             go((), tmp_path)
+
+
+def test_what_checkpoints_of_format_1_say_of_a_run_keeps_its_names(kept: Path) -> None:
+    facts = json.loads((kept / "round-000007/checkpoint.json").read_text())
+    body = json.loads(facts["body"])
+    assert (sorted(facts), facts["format"]) == (["body", "digest", "format"], 1)
+    assert sorted(body) == [
+        *("best_round", "files", "identity", "measured", "records", "releases", "round", "silos", "threads"),
+    ]
+    assert sorted(body["identity"]) == ["computed", "data", "manifest"]
+    low, high = body["records"][0]["clinical"]["auc"][0]
+    assert (body["records"][0]["kind"], 0 <= low <= high <= 1) == ("train", True)
 
 
 def test_no_rounds_between_checkpoints_is_refused(tmp_path: Path) -> None:

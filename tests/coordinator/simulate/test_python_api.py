@@ -235,7 +235,14 @@ def test_a_method_that_no_other_process_can_import_is_refused_workers_and_gets_n
 
 def test_choices_do_not_show_what_was_given_in_hand() -> None:
     simulate(Mine, PAIRS, "iid-2", **FEW)
-    assert not [name for group in ("method", "data", "model", "federation") for name in choices(group) if "own" in name]
+    assert not [name for group in ("method", "data", "model", "federation") for name in choices(group) if ":" in name]
+    assert "there is no method=fedmrr: did you mean method=fedmr?" in refused("fedmrr")
+
+
+def refused(method: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        simulate(method)
+    return str(caught.value)
 
 
 def test_the_public_names_are_there_and_documented() -> None:
