@@ -35,7 +35,7 @@ from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
+from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
 from fl_core.simulation.in_process import InProcessSilo, thread_count
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import PlainLocalData
@@ -57,7 +57,6 @@ from fl_core.types.values import (
 )
 
 __all__ = ["CHECKS", "MethodCase", "check_method"]
-
 
 T = TypeVar("T")
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)
@@ -107,6 +106,13 @@ class MethodCase:
         silo = self.method.init_silo(model_of(), CONTEXT) if silo is None else silo
         data = PlainLocalData(share.train, share.test, TRAIN, context)
         return self.method.local(model, self.method.broadcast(server), silo, data, context)
+
+    def round(self, k: int, model: nn.Module, silo: State | None = None, kind: TaskKind = TaskKind.TRAIN) -> SiloRound:
+        """Do a silo's whole round, with a scratch model whose contents must not matter."""
+        runtime = SiloRuntime(self.method, model, self.layout, initial=tensor_maps.copy_state(model_of()))
+        share, context = shares()[k], CONTEXT.for_silo(k, 0)
+        data = PlainLocalData(share.train, share.test, TRAIN, context)
+        return run_silo_round(runtime, self.method.broadcast(self.server), silo, data, context, kind)
 
     def manifest(self, norm: str = "group") -> RunManifest:
         return manifest(self.name, self.options, train=TRAIN, model_options={"norm": norm})
@@ -165,37 +171,19 @@ def options_survive_the_manifest(case: MethodCase) -> None:
 
 
 def contents_of_the_scratch_model_change_nothing(case: MethodCase) -> None:
-    method, server, layout = case.method, case.server, case.layout
-    clean = SiloRuntime(method, model_of(), layout)
-    dirty = SiloRuntime(method, poisoned(), layout, initial=clean.initial)
-    for k, share in enumerate(shares()):
-        context = CONTEXT.for_silo(k, 0)
-        a, b = (
-            run_silo_round(
-                runtime,
-                method.broadcast(server),
-                None,
-                PlainLocalData(share.train, share.test, TRAIN, context),
-                context,
-                TaskKind.TRAIN,
-            )
-            for runtime in (clean, dirty)
-        )
+    clean, dirty = model_of(), poisoned()
+    for k in range(3):
+        a, b = case.round(k, clean), case.round(k, dirty)
         assert same_bundle(a.bundle, b.bundle)
         assert same_state(a.state, b.state)
 
 
 def a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(case: MethodCase) -> None:
-    method, server, layout = case.method, case.server, case.layout
-    share, context = shares()[1], CONTEXT.for_silo(1, 0)
-    initial, outcomes = tensor_maps.copy_state(model_of()), []
+    outcomes = []
     for model in (model_of(), poisoned()):
-        runtime, msg = SiloRuntime(method, model, layout, initial=initial), method.broadcast(server)
-        data = PlainLocalData(share.train, share.test, TRAIN, context)
-        first = run_silo_round(runtime, msg, None, data, context, TaskKind.TRAIN)
+        first = case.round(1, model)
         before = copied(first.state)
-        data = PlainLocalData(share.train, share.test, TRAIN, context)
-        again = run_silo_round(runtime, msg, first.state, data, context, TaskKind.TRAIN)
+        again = case.round(1, model, first.state)
         assert same_state(first.state, before)
         assert all(tensor_maps.all_finite(values) for values in again.state.values())
         outcomes.append(again)
@@ -204,21 +192,9 @@ def a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(case: Meth
 
 
 def evaluation_reads_nothing_of_the_scratch_model(case: MethodCase) -> None:
-    method, share, context = case.method, shares()[0], CONTEXT.for_silo(0, 0)
-    msg, initial = method.broadcast(case.server), tensor_maps.copy_state(model_of())
-    parts = [
-        run_silo_round(
-            SiloRuntime(method, model, case.layout, initial=initial),
-            msg,
-            None,
-            PlainLocalData(share.train, share.test, TRAIN, context),
-            context,
-            TaskKind.EVALUATE,
-        ).bundle
-        for model in (model_of(), poisoned())
-    ]
-    assert set(parts[0]) <= METRIC_PARTS
-    assert same_bundle(parts[0], parts[1])
+    a, b = (case.round(0, model, kind=TaskKind.EVALUATE).bundle for model in (model_of(), poisoned()))
+    assert set(a) <= METRIC_PARTS
+    assert same_bundle(a, b)
 
 
 def local_mutates_nothing_of_its_arguments(case: MethodCase) -> None:
