@@ -24,7 +24,7 @@ from coordinator.simulate.runner import SimulationJob
 from coordinator.simulate.sweep import SweepTable, combinations, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
-from fl_core.extensions import loading
+from fl_core.extensions import registry
 from fl_core.methods import METHODS
 from fl_core.methods.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from fl_core.models import MODELS, ModelFacts, describe
@@ -224,7 +224,7 @@ def methods(
         r | {"sends": ", ".join(r["sends"]), "personal_model": "yes" if r["personal_model"] else "no"} for r in rows
     ]
     console.OUT.print(make_table("Methods", head, [tuple(r.values()) for r in shown]))
-    found = [(point.kind, point.name, point.reference) for point in loading.entry_points()]
+    found = [(point.kind, point.name, point.reference) for point in registry.entry_points()]
     if found:
         console.OUT.print(make_table("Installed extensions", ("kind", "name", "place"), found))
 

@@ -16,26 +16,22 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from importlib import metadata
 from pathlib import Path
 from types import FunctionType
-from typing import NamedTuple
 
 from blake3 import blake3
 
 from fl_core.datasets.references import FILES, SOURCES, VALID_FORMS
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.extensions import registry, user_data, user_partition
-from fl_core.extensions.registry import Extension, is_reference
+from fl_core.extensions.registry import Extension, is_reference, normalised
 from fl_core.methods.fedavg import FedAvg
 from fl_core.suggest import did_you_mean, suggest
 
-_GROUPS = {"method": "methods", "model": "models", "data": "data", "partition": "partitions"}
 _LOCAL_PREFIXES = ("memory:", "__main__:")
 """How names of what this process alone has begin: a notebook's classes, arrays."""
 _MAX_FILES, _MAX_BYTES = 10_000, 512 << 20
@@ -46,33 +42,6 @@ _IMPORTED: dict[str, str] = {}
 # ---- what is installed: nothing is imported -------------------------------------------------------------------------
 
 
-class EntryPoint(NamedTuple):
-    """What an installed distribution declares. reference: `package.module:Name`."""
-
-    kind: str
-    name: str
-    reference: str
-    distribution: str
-    version: str
-
-    def is_of(self, distribution: str) -> bool:
-        return _normalised(self.distribution) == _normalised(distribution)
-
-
-def entry_points(kinds: Sequence[str] = registry.KINDS) -> list[EntryPoint]:
-    """List what all installed distributions declare, by kind and name."""
-    return [
-        EntryPoint(kind, p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "")
-        for kind in kinds
-        for p in sorted(metadata.entry_points(group=f"consilium.{_GROUPS[kind]}"), key=lambda p: (p.name, p.value))
-    ]
-
-
-def _normalised(distribution: str) -> str:
-    """Write a distribution's name as indexes compare it: "My_Package" and "my-package" are one."""
-    return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
 def reference_of(kind: str, word: str) -> str | None:
     """Turn a word of the command line into a reference; None where it is neither one nor an entry point's name.
 
@@ -80,7 +49,7 @@ def reference_of(kind: str, word: str) -> str | None:
     """
     if is_reference(word):
         return word
-    found = [point for point in entry_points([kind]) if point.name == word]
+    found = [point for point in registry.entry_points([kind]) if point.name == word]
     if len({point.reference for point in found}) > 1:
         places = ", ".join(f"{point.reference} ({point.distribution})" for point in found)
         raise ConfigError(
@@ -94,23 +63,9 @@ def identify(kind: str, reference: str) -> Extension:
 
     Raises ConfigError: E-CFG-01 where there is no such package, E-CFG-02 where it is too large to be one.
     """
-    point = next((p for p in entry_points([kind]) if p.reference == reference), None)
+    point = next((p for p in registry.entry_points([kind]) if p.reference == reference), None)
     distribution, version = (point.distribution, point.version) if point else ("", "")
     return Extension(kind, reference, distribution, version, code_digest(reference.partition(":")[0].partition(".")[0]))
-
-
-def installed(allowed: Sequence[str]) -> dict[str, str]:
-    """Say of each entry of an allow-list ("name" or "name==version") what is installed here; nothing is imported."""
-    points, found = entry_points(), {}
-    for entry in allowed:
-        name, _, version = (part.strip() for part in entry.partition("=="))
-        own = [point for point in points if point.is_of(name)]
-        have = own[0].version if own else ""
-        what = ", ".join(f"{point.kind} {point.reference}" for point in own)
-        found[entry] = (
-            f"not installed, found {have or 'none'}" if not own or version not in ("", have) else f"{have}: {what}"
-        )
-    return found
 
 
 def code_digest(package: str) -> str:
@@ -226,9 +181,9 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
     Raises RefusedError (E-POLICY-15) where it is not allowed, where no distribution of this name and version is
     installed or it does not declare this name, and where the code is other than the manifest's.
     """
-    wanted, version = _normalised(extension.distribution), extension.version
+    wanted, version = normalised(extension.distribution), extension.version
     pins = [entry.partition("==") for entry in allowed]
-    if not wanted or not any(_normalised(n.strip()) == wanted and v.strip() in ("", version) for n, _, v in pins):
+    if not wanted or not any(normalised(n.strip()) == wanted and v.strip() in ("", version) for n, _, v in pins):
         raise _refused(f"expected code that is allowed here ({', '.join(allowed) or 'none is'}), found {extension}")
     known = registry.identity(extension.kind, extension.name)
     if known is not None:
@@ -236,7 +191,7 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
             raise _refused(f"expected {extension}, found {known} at work in this process")
         return
     place = extension.kind, extension.name
-    if not any((point.kind, point.reference) == place and point.is_of(wanted) for point in entry_points()):
+    if not any((point.kind, point.reference) == place and point.is_of(wanted) for point in registry.entry_points()):
         raise _refused(f"expected an installed distribution that declares {extension}, found none")
     if (found := identify(*place)) != extension:
         raise _refused(f"expected {extension}, found {found}")
@@ -251,7 +206,7 @@ def load_distributions(names: Sequence[str] | None) -> list[Extension]:
 
     Raises ConfigError: E-CFG-01 where one is not installed or declares nothing, and as `load`.
     """
-    found, points = list[Extension](), entry_points() if names else []
+    found, points = list[Extension](), registry.entry_points() if names else []
     for name in names or ():
         own = [identify(point.kind, point.reference) for point in points if point.is_of(name)]
         if not own:

@@ -1,4 +1,4 @@
-"""What this process has loaded of other distributions, by kind and name; nothing here imports.
+"""What this process has loaded of other distributions, and what they declare that are installed; nothing here imports.
 
 Methods, models, data sets and partitions ask here for a name that is not ours. `loading` fills it.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from typing import NamedTuple
 
 from fl_core.converter import shown
 from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
 
-KINDS = ("method", "model", "data", "partition")
+_GROUPS = {"method": "methods", "model": "models", "data": "data", "partition": "partitions"}
+KINDS = tuple(_GROUPS)
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _MAX_CHARS = 200
 
@@ -118,3 +121,47 @@ def require_same(method: str, model: str, named: Sequence[Extension]) -> None:
             raise unknown(wanted.kind, wanted.name, ())
         if found != wanted:
             raise ConfigError("E-CFG-08", f"expected {wanted}, found {found}: install that version and start again")
+
+
+# ---- what is installed ----------------------------------------------------------------------------------------------
+
+
+class EntryPoint(NamedTuple):
+    """What an installed distribution declares. reference: `package.module:Name`."""
+
+    kind: str
+    name: str
+    reference: str
+    distribution: str
+    version: str
+
+    def is_of(self, distribution: str) -> bool:
+        return normalised(self.distribution) == normalised(distribution)
+
+
+def entry_points(kinds: Sequence[str] = KINDS) -> list[EntryPoint]:
+    """List what all installed distributions declare, by kind and name."""
+    return [
+        EntryPoint(kind, p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "")
+        for kind in kinds
+        for p in sorted(metadata.entry_points(group=f"consilium.{_GROUPS[kind]}"), key=lambda p: (p.name, p.value))
+    ]
+
+
+def normalised(distribution: str) -> str:
+    """Write a distribution's name as indexes compare it: "My_Package" and "my-package" are one."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def installed(allowed: Sequence[str]) -> dict[str, str]:
+    """Say of each entry of an allow-list ("name" or "name==version") what is installed here; nothing is imported."""
+    points, found = entry_points(), {}
+    for entry in allowed:
+        name, _, version = (part.strip() for part in entry.partition("=="))
+        own = [point for point in points if point.is_of(name)]
+        have = own[0].version if own else ""
+        what = ", ".join(f"{point.kind} {point.reference}" for point in own)
+        found[entry] = (
+            f"not installed, found {have or 'none'}" if not own or version not in ("", have) else f"{have}: {what}"
+        )
+    return found

@@ -317,7 +317,7 @@ def test_a_given_class_is_there_for_the_context_alone() -> None:
 
 
 def test_what_is_installed_is_said_without_an_import(mine: Installed) -> None:
-    found = loading.installed(["mine-package", "mine-package==9", "nothing"])
+    found = registry.installed(["mine-package", "mine-package==9", "nothing"])
     assert found == {
         "mine-package": "1.2: method mine_package.method:Mine",
         "mine-package==9": "not installed, found 1.2",
