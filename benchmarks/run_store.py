@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate.runner import Result
+from coordinator.simulate.results import Result
 from coordinator.simulate.sweep import in_processes
 from fl_core import datasets
 from fl_core.errors import DataError

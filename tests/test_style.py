@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,39 @@ def test_every_folder_says_what_is_in_it_and_every_package_names_its_folders(pac
     assert all(docstrings.values())
     inside = [p.name for p in (ROOT / package).iterdir() if p in folders]
     assert [name for name in inside if f"{name}/" not in str(docstrings[ROOT / package])] == []
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(path: Path, modules: Collection[str]) -> set[str]:
+    """Name the modules that one imports: at its top, inside functions, and for types alone."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else str(node.module) for name in inner}
+    return found & set(modules) - {_name(path)}
+
+
+_KNOWN_CIRCLES = {
+    ("privacy.ledger.hash_chain", "privacy.ledger.migration"),
+    *((f"privacy.profiles.{name}", "privacy.policy") for name in ("base", "record", "silo")),
+}
+"""Imports that close a circle still."""
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {_name(path): path for path in SOURCES}
+    imports = {(name, other) for name, path in modules.items() for other in _imported(path, modules)} - _KNOWN_CIRCLES
+    sorter = TopologicalSorter[str]()
+    for name, other in imports:
+        sorter.add(name, other)
+    sorter.prepare()  # raises CycleError, which names them
 
 
 def test_what_set_up_compiles_is_what_is_installed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.runner import Result
+from coordinator.simulate.results import Result
 from fl_core.rounds.run_setup import RunSetup
 
 BASE = ("data=digits", "federation=iid-4", "rounds=3", "train.max_steps=8", "seed=1", "threads=1")

@@ -6,8 +6,7 @@
         check_method(Mine, mu=0.5)
 
 federation  three small silos with made-up images, for these checks and for tests of your own
-cases       a method under test
-methods     the contract of a method; our own ones pass the same checks
+methods     a method under test, and its contract; our own ones pass the same checks
 others      the contracts of models, data sets and partitions
 """
 

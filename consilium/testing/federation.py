@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
-from fl_core.extensions.loading import identity
+from fl_core.extensions.registry import identity
 from fl_core.methods import all_options, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from consilium.testing.cases import CONTEXT, TRAIN, MethodCase, model_of, poisoned, run_checks
 from consilium.testing.federation import (
     SCHEMA,
     MadeUp,
     copied,
     copied_bundle,
+    manifest,
     merged_total,
     same,
     same_bundle,
@@ -26,28 +28,120 @@ from fl_core import rng
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.converter import Option
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading
 from fl_core.methods import build_method
 from fl_core.methods.fedavg import FedAvg
+from fl_core.models import build_model
+from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
-from fl_core.simulation.in_process import InProcessSilo
+from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
+from fl_core.simulation.in_process import InProcessSilo, thread_count
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling, TaskKind
-from fl_core.types.interfaces import RoundData
+from fl_core.types.interfaces import Method, RoundData
+from fl_core.types.records import TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
+    Layout,
+    LocalResult,
     LossFn,
     Part,
     PartSpec,
+    RoundContext,
     SgdOptions,
+    State,
 )
 
 __all__ = ["CHECKS", "MethodCase", "check_method"]
+
+T = TypeVar("T")
+TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=1)
+CONTEXT = RoundContext(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """A method by its name, with options under which all of its parts are at work."""
+
+    name: str
+    options: Mapping[str, Option]
+
+    @property
+    def method(self) -> Method:
+        return build_method(self.name, self.options)
+
+    @cached_property
+    def _after_a_round(self) -> tuple[State, tuple[Bundle, ...]]:
+        method = self.method
+        start = method.init_server(model_of(), CONTEXT)
+        server = method.merge(start, merged_total(method, [self.local(start, k).bundle for k in range(3)]), CONTEXT)
+        return server, tuple(self.local(copied(server), k).bundle for k in range(3))
+
+    @property
+    def server(self) -> State:
+        """Give a copy of the state after one round, so that nothing in it is still at its start."""
+        return copied(self._after_a_round[0])
+
+    @property
+    def answers(self) -> list[Bundle]:
+        """Give copies of what the three silos answer to that state."""
+        return [copied_bundle(bundle) for bundle in self._after_a_round[1]]
+
+    @property
+    def layout(self) -> Layout:
+        return derive_layout(self.method, model_of(), SCHEMA)
+
+    @property
+    def sent(self) -> Layout:
+        """The layout without what is measured."""
+        return {part: spec for part, spec in self.layout.items() if part not in METRIC_PARTS}
+
+    def local(self, server: State, k: int, model: nn.Module | None = None, silo: State | None = None) -> LocalResult:
+        model = model_of() if model is None else model
+        share, context = shares()[k], CONTEXT.for_silo(k, 0)
+        silo = self.method.init_silo(model_of(), CONTEXT) if silo is None else silo
+        data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
+        return self.method.local(model, self.method.broadcast(server), silo, data, context)
+
+    def round(self, k: int, model: nn.Module, silo: State | None = None, kind: TaskKind = TaskKind.TRAIN) -> SiloRound:
+        """Do a silo's whole round, with a scratch model whose contents must not matter."""
+        runtime = SiloRuntime(self.method, model, self.layout, initial=tensor_maps.copy_state(model_of()))
+        share, context = shares()[k], CONTEXT.for_silo(k, 0)
+        data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
+        return run_silo_round(runtime, self.method.broadcast(self.server), silo, data, context, kind)
+
+    def manifest(self, norm: str = "group") -> RunManifest:
+        return manifest(self.name, self.options, train=TRAIN, model_options={"norm": norm})
+
+
+def model_of(seed: int = 0, norm: str = "batch") -> nn.Module:
+    return build_model("digits_cnn", {"norm": norm}, SCHEMA, seed)
+
+
+def poisoned() -> nn.Module:
+    model = model_of(1)
+    with torch.no_grad():
+        for v in model.state_dict().values():
+            v.fill_(float("nan") if v.is_floating_point() else -7)
+    return model
+
+
+def run_checks(checks: Sequence[Callable[[T], None]], case: T, name: str) -> None:
+    broken = []
+    for check in checks:
+        try:
+            with thread_count(1):  # the examples are few: more threads wait for each other
+                check(case)
+        except Exception as error:
+            text = str(error).strip().split("\n")[0]
+            broken.append(f"{check.__name__.replace('_', ' ')}: {type(error).__name__}{text and f': {text}'}")
+    if broken:
+        lines = "".join(f"\n  {line}" for line in broken)
+        raise AssertionError(f"{name} breaks {len(broken)} of {len(checks)} promises:{lines}")
 
 
 # ---- the checks ------------------------------------------------------------------------------------------------------
@@ -77,37 +171,19 @@ def options_survive_the_manifest(case: MethodCase) -> None:
 
 
 def contents_of_the_scratch_model_change_nothing(case: MethodCase) -> None:
-    method, server, layout = case.method, case.server, case.layout
-    clean = SiloRuntime(method, model_of(), layout)
-    dirty = SiloRuntime(method, poisoned(), layout, initial=clean.initial)
-    for k, share in enumerate(shares()):
-        context = CONTEXT.for_silo(k, 0)
-        a, b = (
-            run_silo_round(
-                runtime,
-                method.broadcast(server),
-                None,
-                PlainLocalData(RoundData(share.train, share.test, TRAIN, context)),
-                context,
-                TaskKind.TRAIN,
-            )
-            for runtime in (clean, dirty)
-        )
+    clean, dirty = model_of(), poisoned()
+    for k in range(3):
+        a, b = case.round(k, clean), case.round(k, dirty)
         assert same_bundle(a.bundle, b.bundle)
         assert same_state(a.state, b.state)
 
 
 def a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(case: MethodCase) -> None:
-    method, server, layout = case.method, case.server, case.layout
-    share, context = shares()[1], CONTEXT.for_silo(1, 0)
-    initial, outcomes = tensor_maps.copy_state(model_of()), []
+    outcomes = []
     for model in (model_of(), poisoned()):
-        runtime, msg = SiloRuntime(method, model, layout, initial=initial), method.broadcast(server)
-        data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
-        first = run_silo_round(runtime, msg, None, data, context, TaskKind.TRAIN)
+        first = case.round(1, model)
         before = copied(first.state)
-        data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
-        again = run_silo_round(runtime, msg, first.state, data, context, TaskKind.TRAIN)
+        again = case.round(1, model, first.state)
         assert same_state(first.state, before)
         assert all(tensor_maps.all_finite(values) for values in again.state.values())
         outcomes.append(again)
@@ -116,21 +192,9 @@ def a_silo_s_second_round_uses_its_state_alone_and_leaves_it_as_it_is(case: Meth
 
 
 def evaluation_reads_nothing_of_the_scratch_model(case: MethodCase) -> None:
-    method, share, context = case.method, shares()[0], CONTEXT.for_silo(0, 0)
-    msg, initial = method.broadcast(case.server), tensor_maps.copy_state(model_of())
-    parts = [
-        run_silo_round(
-            SiloRuntime(method, model, case.layout, initial=initial),
-            msg,
-            None,
-            PlainLocalData(RoundData(share.train, share.test, TRAIN, context)),
-            context,
-            TaskKind.EVALUATE,
-        ).bundle
-        for model in (model_of(), poisoned())
-    ]
-    assert set(parts[0]) <= METRIC_PARTS
-    assert same_bundle(parts[0], parts[1])
+    a, b = (case.round(0, model, kind=TaskKind.EVALUATE).bundle for model in (model_of(), poisoned()))
+    assert set(a) <= METRIC_PARTS
+    assert same_bundle(a, b)
 
 
 def local_mutates_nothing_of_its_arguments(case: MethodCase) -> None:
@@ -316,5 +380,5 @@ def check_method(method: type[FedAvg], **options: Option) -> None:
 
     Raises AssertionError that names every promise that is broken.
     """
-    with extensions.given("method", method) as name:
+    with loading.given("method", method) as name:
         run_checks(CHECKS, MethodCase(name, options), method.__name__)

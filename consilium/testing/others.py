@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from consilium.testing.cases import run_checks
+from consilium.testing.methods import run_checks
 from fl_core.converter import Option
 from fl_core.datasets.partition.federations import Partitioner, federation_text, parse_federation
-from fl_core.extensions import loading as extensions
-from fl_core.extensions import user_data as own_data
+from fl_core.extensions import loading, user_data
 from fl_core.extensions.user_data import ArrayData
 from fl_core.extensions.user_partition import OwnPartition
 from fl_core.models import ModelOptions, SplitModel, build_model, describe
@@ -98,7 +97,7 @@ MODEL_CHECKS: tuple[Callable[[ModelCase], None], ...] = (
 
 def check_model(model: type[ModelOptions], shape: tuple[int, ...], classes: int = 4, /, **options: Option) -> None:
     """Check a model of your own on examples of this shape; raises AssertionError that names what is broken."""
-    with extensions.given("model", model) as name:
+    with loading.given("model", model) as name:
         case = ModelCase(name, options, Schema(shape, tuple(map(str, range(classes)))))
         run_checks(MODEL_CHECKS, case, model.__name__)
 
@@ -112,25 +111,25 @@ class DataCase:
 
 
 def arrays_are_what_the_class_says(case: DataCase) -> None:
-    own_data.read(case.name, case.root)
+    user_data.read(case.name, case.root)
 
 
 def reading_repeats(case: DataCase) -> None:
-    a, b = (own_data.read(case.name, case.root) for _ in range(2))
+    a, b = (user_data.read(case.name, case.root) for _ in range(2))
     for one, two in ((a.train, b.train), (a.test, b.test)):
         assert torch.equal(one.x, two.x)
         assert np.array_equal(one.y, two.y)
 
 
 def both_splits_have_examples_and_training_has_every_class(case: DataCase) -> None:
-    found = own_data.read(case.name, case.root)
+    found = user_data.read(case.name, case.root)
     assert len(found.test.y)
     missing = sorted(set(range(len(found.classes))) - set(found.train.y.tolist()))
     assert not missing, f"no training example of {[found.classes[c] for c in missing]}"
 
 
 def no_training_example_is_tested(case: DataCase) -> None:
-    found = own_data.read(case.name, case.root)
+    found = user_data.read(case.name, case.root)
     seen = {row.numpy().tobytes() for row in found.train.x}
     shared = sum(row.numpy().tobytes() in seen for row in found.test.x)
     assert not shared, f"{shared} test examples are training examples, too"
@@ -146,7 +145,7 @@ DATA_CHECKS: tuple[Callable[[DataCase], None], ...] = (
 
 def check_data(data: type[ArrayData], root: Path | None = None) -> None:
     """Check a data set of your own; raises AssertionError that names what is broken."""
-    with extensions.given("data", data) as name:
+    with loading.given("data", data) as name:
         run_checks(DATA_CHECKS, DataCase(name, root), data.__name__)
 
 
@@ -200,6 +199,6 @@ def check_partition(
     """Check a partition of your own on labels in a mixed order; raises AssertionError that names what is broken."""
     draw = np.random.default_rng(0)
     train, test = (draw.permutation(np.repeat(np.arange(n_classes), n)) for n in (per_class, per_class // 4))
-    with extensions.given("partition", partition) as name:
+    with loading.given("partition", partition) as name:
         case = PartitionCase(name, options, (train.astype(np.int64), test.astype(np.int64)), n_classes)
         run_checks(PARTITION_CHECKS, case, partition.__name__)

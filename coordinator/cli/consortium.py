@@ -159,14 +159,14 @@ def serve(
     told = None if webhook is None else Webhook.of(webhook, webhook_key)
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import build_manifest
-    from fl_core.extensions import loading as extensions
+    from fl_core.extensions import loading
 
     place = home_of(home)
     checks.host_and_port(bind)
     use_passphrase(passphrase_file, passphrase_env)
     Authority.open(place).unlock()
     logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, place)
-    for found in extensions.load_distributions(extension):
+    for found in loading.load_distributions(extension):
         log.info("runs may use the %s %s", found.kind, found)
     with ShutdownSignals() as signals:
         server = CoordinatorServer(place, bind, build_manifest, Settings(metrics=metrics_at))

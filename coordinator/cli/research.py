@@ -17,15 +17,14 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead import console
-from coordinator.simulate import runner
 from coordinator.simulate.checkpoints import EVERY
 from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.job import SimulationJob
-from coordinator.simulate.results import left_out
-from coordinator.simulate.sweep import SweepTable, combinations, is_sweep, sweep, swept
+from coordinator.simulate.results import Result, left_out
+from coordinator.simulate.runner import SimulationJob
+from coordinator.simulate.sweep import SweepTable, combinations, sweep, swept
 from fl_core.errors import ConfigError
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.methods import METHODS
 from fl_core.methods.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from fl_core.models import MODELS, ModelFacts, describe
@@ -109,7 +108,7 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
     if sweep_jobs is not None:
         _sweep(words, job, sweep_jobs, as_json)
         return
-    if is_sweep(words):
+    if swept(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
     try:
         result = job.run(words, None if as_json else _RoundPrinter)
@@ -125,7 +124,7 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
         _print(result)
 
 
-def _print(result: runner.Result) -> None:
+def _print(result: Result) -> None:
     manifest = result.manifest.to_json()
     if text := console.private_form(manifest):
         console.OUT.print(text)
@@ -225,7 +224,7 @@ def methods(
         r | {"sends": ", ".join(r["sends"]), "personal_model": "yes" if r["personal_model"] else "no"} for r in rows
     ]
     console.OUT.print(make_table("Methods", head, [tuple(r.values()) for r in shown]))
-    found = [(kind, point.name, point.value) for kind in extensions.KINDS for point in extensions.entry_points(kind)]
+    found = [(point.kind, point.name, point.reference) for point in registry.entry_points()]
     if found:
         console.OUT.print(make_table("Installed extensions", ("kind", "name", "place"), found))
 

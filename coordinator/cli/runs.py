@@ -280,9 +280,9 @@ def export(
     """Write a run's newest model as safetensors, with a model card; with --format also for other programs."""
     from coordinator.cli.export import check_detail, export_model, state_limit
     from coordinator.lead import portable
-    from fl_core.extensions import loading as extensions
+    from fl_core.extensions import loading
 
-    extensions.load_distributions(extension)
+    loading.load_distributions(extension)
     more = [name for name in formats or () if name != "safetensors"]
     portable.require(more)
 

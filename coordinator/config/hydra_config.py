@@ -9,7 +9,6 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blake3 import blake3
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -22,7 +21,7 @@ from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading, registry
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
 from fl_core.suggest import suggest
@@ -77,17 +76,15 @@ def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:
 _store_dataclasses()
 
 _EXTENSIBLE = {"method": "method", "model": "model", "data": "data", "federation": "partition"}
-_OWN = "own_extension_"
-"""How Hydra's names of extensions begin: a reference may be too long for a file's name, and has a colon."""
 
 
-def _own_choice(group: str, word: str) -> str | None:
-    """Load the extension that a word names, and give Hydra a choice for it; None where it names none."""
-    reference = extensions.load(_EXTENSIBLE[group], word)
-    if reference is None:
+def _load_choice(group: str, word: str) -> str | None:
+    """Load the extension that a word names, and give Hydra a choice of its name; None where the word names none."""
+    name = loading.load(_EXTENSIBLE[group], word)
+    if name is None:
         return None
-    store, kind = ConfigStore.instance().store, extensions.loaded(_EXTENSIBLE[group], reference)
-    name, options = _OWN + blake3(reference.encode()).hexdigest()[:16], {"name": reference, **_options(kind)}
+    store, kind = ConfigStore.instance().store, registry.loaded(_EXTENSIBLE[group], name)
+    options = {"name": name, **(_defaults(kind) if isinstance(kind, type) and is_dataclass(kind) else {})}
     if group == "model" and "weights" not in options:  # else they are an option of its own
         options |= {"weights": _NONE, "weights_source": ""}
     if group == "method":
@@ -95,24 +92,20 @@ def _own_choice(group: str, word: str) -> str | None:
         store(name, {"method": options, **({"train": schedule} if schedule else {})}, group=group, package="_global_")
     elif group == "data":
         model = getattr(kind, "model", "")
-        model = model and (model if model in choices("model") else _own_choice("model", model))
+        model = model and (model if model in choices("model") else _load_choice("model", model))
         suits = {"defaults": [{"override /model": model}, "_self_"]} if model else {}
         nothing = {"image_size": None, "classes": None}
-        store(name, {**suits, "data": {"name": reference, **nothing}}, group=group, package="_global_")
+        store(name, {**suits, "data": {"name": name, **nothing}}, group=group, package="_global_")
     else:
         store(name, options | ({"partition_seed": 0} if group == "federation" else {}), group=group)
     return name
-
-
-def _options(kind: object) -> dict[str, object]:
-    return _defaults(kind) if isinstance(kind, type) and is_dataclass(kind) else {}
 
 
 def choices(group: str, config_dir: Path | None = None) -> list[str]:
     """List what a group can be set to; config_dir: a folder of the user's own with files for the same groups."""
     folders = [CONFIGS / group, *([config_dir / group] if config_dir else [])]
     files = {file.name for folder in folders if folder.is_dir() for file in folder.iterdir()}
-    stored = {name for name in ConfigStore.instance().repo.get(group, {}) if not name.startswith(_OWN)}
+    stored = {name for name in ConfigStore.instance().repo.get(group, {}) if ":" not in name}  # no extension's
     return sorted(name.removesuffix(".yaml") for name in files | stored)
 
 
@@ -124,25 +117,34 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
     A method, a model, data or a federation may also be an extension (`fl_core.extensions.loading`), which is imported:
     these are words of somebody who sits at this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a
     key or a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid
-    word; as `extensions.load`.
+    word; as `loading.load`.
     """
-    return _composed_spec(_RUN, overrides, config_dir)
+    return _composed_spec(_RUN, overrides, config_dir, {})
 
 
-def compose_simulation(overrides: Sequence[str], config_dir: Path | None = None) -> RunSpec:
-    """Compose as `compose_spec`, for a simulation: where no word names an aggregator, updates are averaged."""
-    return _composed_spec(_SIMULATION, overrides, config_dir)
+def compose_simulation(
+    overrides: Sequence[str], config_dir: Path | None = None, values: Mapping[str, object] | None = None
+) -> RunSpec:
+    """Compose as `compose_spec`, for a simulation: where no word names an aggregator, updates are averaged.
+
+    values: put over what the words composed, plain values of Python in place of `key=value` words.
+    """
+    return _composed_spec(_SIMULATION, overrides, config_dir, values or {})
 
 
-def _composed_spec(root: str, overrides: Sequence[str], config_dir: Path | None) -> RunSpec:
+def _composed_spec(
+    root: str, overrides: Sequence[str], config_dir: Path | None, values: Mapping[str, object]
+) -> RunSpec:
     if config_dir is not None:
         _check_config_dir(config_dir)
     words = [checked for word in overrides for checked in _validate_override(word, config_dir)]
+    for key in values:
+        _check_first_key(key, key)
     try:
         raw = _compose(root, words, config_dir)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
         raise ConfigError("E-CFG-01", _explain(error, root, words, config_dir)) from error
-    chosen = {key: value for key, value in raw.items() if key not in ("experiment", "scale")}
+    chosen = {key: value for key, value in _merged(raw, values).items() if key not in ("experiment", "scale")}
     if chosen["name"] is not None:
         chosen["name"] = str(chosen["name"])  # name=7 is a name
     if isinstance(chosen["data"], Mapping):
@@ -150,6 +152,18 @@ def _composed_spec(root: str, overrides: Sequence[str], config_dir: Path | None)
     _move_weights(chosen)
     _choose_stem(chosen)
     return RunSpec.from_mapping(chosen)
+
+
+def _merged(below: Mapping[str, object], above: Mapping[str, object], where: str = "") -> dict[str, object]:
+    """Put values over others of the same keys, nests key by key; raises ConfigError (E-CFG-01) on another key."""
+    found = dict(below)
+    for key, value in above.items():
+        if key not in below:
+            raise ConfigError("E-CFG-01", f"there is no key {f'{where}{key}'!r}: {suggest(key, below)}")
+        known = below[key]
+        both = isinstance(known, Mapping) and isinstance(value, Mapping)
+        found[key] = _merged(known, value, f"{where}{key}.") if both else value  # type: ignore[arg-type]
+    return found
 
 
 def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
@@ -260,22 +274,25 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
     prefix, key, value = match.groups()
     if prefix == "~":
         raise ConfigError("E-CFG-01", f"keys can be changed or added, not removed: write {key}={value}")
-    first, known = key.split(".")[0], {*GROUPS, *(f.name for f in fields(RunSpec))}
-    if first in WEIGHTS:
-        raise ConfigError("E-CFG-01", f"there is no key {key!r}: write model.weights=FILE")
-    if first not in known:
-        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, known)}")
+    _check_first_key(key, key.split(".")[0])
     if key not in GROUPS:
         return [f"++{key}={value}" if prefix else word]  # also where it is there already
     if value in (valid := choices(key, config_dir)):
         return [f"{key}={value}"]  # each group is chosen already: there is nothing that a + could add
     if key == "federation" and (short := _federation(value)):
         return short
-    if key in _EXTENSIBLE and (own := _own_choice(key, value)):
+    if key in _EXTENSIBLE and (own := _load_choice(key, value)):
         return [f"{key}={own}"]
     near = difflib.get_close_matches(value, valid, n=1)
     hint = f"did you mean {key}={near[0]}? " if near else ""
     raise ConfigError("E-CFG-01", f"there is no {key}={value}: {hint}valid: {', '.join(valid)}")
+
+
+def _check_first_key(key: str, first: str) -> None:
+    if first in WEIGHTS:
+        raise ConfigError("E-CFG-01", f"there is no key {key!r}: write model.weights=FILE")
+    if first not in (known := {*GROUPS, *(f.name for f in fields(RunSpec))}):
+        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, known)}")
 
 
 def _federation(value: str) -> list[str]:

@@ -13,8 +13,8 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, shown, structure
 from fl_core.datasets import DataRequest
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
-from fl_core.extensions.loading import Extension
+from fl_core.extensions import registry
+from fl_core.extensions.registry import Extension
 from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities
@@ -164,7 +164,7 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
 
 def _extensions(method: NamedOptions, model: NamedOptions) -> tuple[Extension, ...]:
     """Say what of a run is no code of ours: each hospital decides about it."""
-    found = (extensions.identity("method", method.name), extensions.identity("model", model.name))
+    found = (registry.identity("method", method.name), registry.identity("model", model.name))
     return tuple(extension for extension in found if extension is not None)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
@@ -61,7 +61,7 @@ def normalisation(data: str) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and the standard deviation per channel that a data set's images are normalised by, if any."""
     if data in _IMAGES:
         return IMAGENET_MEAN, IMAGENET_STD
-    known = KNOWN.get(data) or extensions.loaded("data", data)
+    known = KNOWN.get(data) or registry.loaded("data", data)
     return tuple(getattr(known, "mean", ())), tuple(getattr(known, "std", ()))
 
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from fl_core.converter import parse_json, shown, structure
+from coordinator.simulate.results import differences
+from fl_core.converter import CONVERTER, parse_json, shown, structure
 from fl_core.errors import ConfigError, StateError
 from fl_core.rounds.engine import Observer
 from fl_core.simulation.fine_tuning import BestHistory, EarlierRounds
@@ -47,6 +47,7 @@ KEPT = 2
 _FORMAT, _FACTS = 1, "checkpoint.json"
 _LARGEST = 1 << 30
 _NAME = re.compile(r"round-(\d{6,})")
+CONVERTER.register_structure_hook(ClinicalMetrics, lambda raw, _: ClinicalMetrics.of(raw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,6 @@ class Identity:
     manifest: Mapping[str, object]
     data: Sequence[str]
     computed: Mapping[str, object]
-
-    def differences(self, found: object) -> list[str]:
-        """Name what differs in a checkpoint's identity, with both values."""
-        here, there = _flat(asdict(self)), _flat(found)
-        return [
-            f"{key}: {shown(there.get(key))} there, {shown(here.get(key))} here"
-            for key in sorted({*here, *there})
-            if here.get(key) != there.get(key)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +77,60 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that was read whole. round: the next one, 0-based   silos: whether a silo's state is in a file."""
+class _File:
+    """The content of `checkpoint.json`. body: a `Checkpoint` as JSON   digest: of that text."""
 
-    folder: Path
+    format: int
+    digest: str
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is kept beside tensors.
+
+    round: the next one, 0-based   silos: those with a state, and whether anything is in it, which is then in a file
+    files: digests of the files with tensors, by name.
+    """
+
     round: int
     threads: int
+    identity: Identity
     records: Sequence[RoundRecord]
     measured: Sequence[RoundRecord]
     best_round: int
     silos: Mapping[str, bool]
     releases: Sequence[Sequence[Release]]
+    files: Mapping[str, str]
 
-    def into(self, progress: Progress) -> ResumePoint:
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read one and hold every file against its digest."""
+        with (folder / _FACTS).open("rb") as stream:
+            file = structure(_File, parse_json(stream.read(_LARGEST).decode()), _FACTS)
+        if file.format != _FORMAT:
+            raise ValueError(f"format {shown(file.format)}, expected {_FORMAT}")
+        if digest(file.body.encode()) != file.digest:
+            raise ValueError(f"{_FACTS} is not what was written")
+        found = structure(cls, parse_json(file.body), _FACTS)
+        for name, wanted in found.files.items():
+            if file_digest(folder / name) != wanted:
+                raise ValueError(f"{name} is not what was written")
+        return found
+
+    def into(self, progress: Progress, folder: Path) -> ResumePoint:
         """Put what was kept into a simulation that begins, and return where it goes on."""
-        server, best = read_state(self.folder / "server"), None
-        if (self.folder / "best").exists():
-            best = read_state(self.folder / "best")
-        personal = _bundles(read_state(self.folder / "personal"))
+        server, best = read_state(folder / "server"), None
+        if (folder / "best").exists():
+            best = read_state(folder / "best")
+        personal = _bundles(read_state(folder / "personal"))
         progress.history.restore(
             EarlierRounds(self.records, self.measured, best, self.best_round, server, personal),
         )
         for name, in_file in self.silos.items():
-            progress.states.stage(int(name), read_state(self.folder / f"silo{name}") if in_file else {})
+            progress.states.stage(int(name), read_state(folder / f"silo{name}") if in_file else {})
             progress.states.settle(int(name), True)
-        cached = read_state(self.folder / "releases")
+        cached = read_state(folder / "releases")
         for k, (kept, made) in enumerate(zip(progress.logs, self.releases, strict=True)):
             kept.releases += made
             for purpose, value in cached.get(str(k), {}).items():
@@ -146,19 +167,19 @@ class Checkpoints:
         with lock:
             yield
 
-    def newest(self, identity: Identity) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole; None where none was written.
+    def resume(self, identity: Identity, progress: Progress) -> ResumePoint | None:
+        """Go on at the newest checkpoint that is whole; None where none was written.
 
         Raises ConfigError (E-CFG-08) on one of another run, StateError (E-STATE-22) where all are damaged.
         """
-        folders, damaged = self._folders(), list[str]()
-        for folder in folders:
+        damaged = list[str]()
+        for folder in self._folders():
             try:
-                found, of = _read(folder)
-            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:  # also what our errors are
+                found = Checkpoint.read(folder)
+            except (OSError, ValueError, RecursionError) as error:  # also what our errors are
                 damaged.append(f"{folder.name}: {shown(str(error))}")
                 continue
-            if differ := identity.differences(of):
+            if differ := differences(asdict(found.identity), asdict(identity)):
                 raise ConfigError(
                     "E-CFG-08",
                     f"expected checkpoints of this run in {self.folder}, found those of another one "
@@ -166,7 +187,8 @@ class Checkpoints:
                 )
             for text in damaged:
                 log.warning("a damaged checkpoint is passed over (%s); going on after round %d", text, found.round)
-            return found
+            log.info("going on after round %d, from %s", found.round, folder)
+            return found.into(progress, folder)
         if damaged:
             raise StateError(
                 "E-STATE-22",
@@ -187,22 +209,20 @@ class Checkpoints:
         aside = self.folder / "unfinished"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        silos = _write_states(aside, progress)
-        history = progress.history
-        body = {
-            "round": round,
-            "threads": progress.threads,
-            "identity": asdict(identity),
-            "records": [_plain(r) for r in history.records],
-            "measured": [_plain(r) for r in history.measured],
-            "best_round": history.best_round,
-            "silos": silos,
-            "releases": [[asdict(r) for r in kept.releases] for kept in progress.logs],
-            "files": {file.name: file_digest(file) for file in sorted(aside.iterdir())},
-        }
-        text = json.dumps(body, sort_keys=True)
-        facts = {"format": _FORMAT, "digest": digest(text.encode()), "body": text}
-        (aside / _FACTS).write_text(json.dumps(facts))
+        history, silos = progress.history, _write_states(aside, progress)
+        found = Checkpoint(
+            round,
+            progress.threads,
+            identity,
+            history.records,
+            history.measured,
+            history.best_round,
+            silos,
+            [kept.releases for kept in progress.logs],
+            {file.name: file_digest(file) for file in sorted(aside.iterdir())},
+        )
+        body = json.dumps(CONVERTER.unstructure(found), sort_keys=True)
+        (aside / _FACTS).write_text(json.dumps(asdict(_File(_FORMAT, digest(body.encode()), body))))
         for file in aside.iterdir():
             _sync(file)
         sync_folder(aside)
@@ -230,13 +250,8 @@ def run_with_checkpoints(
     run: does the rounds from a point on, and returns the final server state.
     """
     with checkpoints.locked():
-        found = checkpoints.newest(identity)
-        resume = None
-        if found is not None:
-            resume = found.into(progress)
-            log.info("going on after round %d, from %s", found.round, found.folder)
-        first = 0 if resume is None else resume.round
-        return run(Checkpointer(checkpoints, identity, progress, first), resume)
+        resume = checkpoints.resume(identity, progress)
+        return run(Checkpointer(checkpoints, identity, progress, resume.round if resume else 0), resume)
 
 
 @dataclass(eq=False, slots=True)
@@ -273,67 +288,22 @@ class Checkpointer(Observer):
         self.progress.history.closed(record, server)
 
 
-def _write_states(folder: Path, progress: Progress) -> dict[int, bool]:
+def _write_states(folder: Path, progress: Progress) -> dict[str, bool]:
     """Write all tensors; return the silos that have a state, and whether there is anything in it."""
-    history, silos = progress.history, dict[int, bool]()
+    history, silos = progress.history, dict[str, bool]()
     assert history.newest is not None
     write_state(history.newest, folder / "server")
     if history.best is not None:
         write_state(history.best, folder / "best")
     for k in range(progress.silos):
         if (state := progress.states.get(k)) is not None:
-            silos[k] = bool(state)
+            silos[str(k)] = bool(state)
             if state:
                 write_state(state, folder / f"silo{k}")
     newest = history.personal.newest if history.personal else {}
     write_state(_tensors(newest), folder / "personal")
     write_state({str(k): kept.cached_releases for k, kept in enumerate(progress.logs)}, folder / "releases")
     return silos
-
-
-def _read(folder: Path) -> tuple[Checkpoint, object]:
-    """Read a checkpoint and hold every file against its digest; return it, and the identity of its run."""
-    with (folder / _FACTS).open("rb") as file:
-        raw = file.read(_LARGEST + 1)
-    facts = _mapping(parse_json(raw.decode()))
-    if facts["format"] != _FORMAT:
-        raise ValueError(f"format {shown(facts['format'])}, expected {_FORMAT}")
-    text = str(facts["body"])
-    if digest(text.encode()) != facts["digest"]:
-        raise ValueError(f"{_FACTS} is not what was written")
-    body = _mapping(json.loads(text))
-    for name, wanted in body["files"].items():
-        if file_digest(folder / name) != wanted:
-            raise ValueError(f"{name} is not what was written")
-    found = Checkpoint(
-        folder,
-        body["round"],
-        body["threads"],
-        [_record(r) for r in body["records"]],
-        [_record(r) for r in body["measured"]],
-        body["best_round"],
-        body["silos"],
-        [[structure(Release, r, "release") for r in made] for made in body["releases"]],
-    )
-    return found, body["identity"]
-
-
-def _mapping(raw: object) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise ValueError(f"names with values expected, found {shown(raw)}")
-    return raw
-
-
-def _plain(record: RoundRecord) -> dict[str, object]:
-    return asdict(record) | {"kind": record.kind.value}
-
-
-def _record(raw: Mapping[str, Any]) -> RoundRecord:
-    """Read a record; numbers come back as they were, infinite ones too."""
-    lists = {name: tuple(v) for name, v in raw.items() if isinstance(v, list)}
-    clinical = raw.get("clinical")
-    measured = {"clinical": clinical and ClinicalMetrics.of(clinical)}
-    return RoundRecord(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
 
 
 def _tensors(bundles: Mapping[int, Bundle]) -> State:
@@ -360,11 +330,3 @@ def _sync(file: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _flat(raw: object, prefix: str = "") -> dict[str, object]:
-    if isinstance(raw, Mapping) and raw:
-        return {k: v for name, value in raw.items() for k, v in _flat(value, f"{prefix}{name}.").items()}
-    if isinstance(raw, list | tuple) and raw:
-        return {k: v for i, value in enumerate(raw) for k, v in _flat(value, f"{prefix}{i}.").items()}
-    return {prefix.removesuffix("."): list(raw) if isinstance(raw, tuple) else raw}

@@ -12,7 +12,7 @@ import torch
 
 from coordinator.simulate.checkpoints import Checkpoints
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -145,7 +145,7 @@ class SimulationEngine:
             (f"--device {self.device}", choose_device(self.device).type != "cpu"),
             ("--deterministic", self.exact),
             ("train.compile=true", run.manifest.train.compile),
-            ("a method or model of this process alone", not extensions.importable(run.manifest.extensions)),
+            ("a method or model of this process alone", not loading.importable(run.manifest.extensions)),
         ]
         why = next((text for text, holds in alone if holds), "")
         if self.workers > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,6 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.simulate.runner import read_silos
 from fl_core import datasets
 from fl_core.datasets.catalogue import KNOWN
-from fl_core.datasets.partition.by_class import Labels
-from fl_core.datasets.partition.federations import SiloIndices
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
@@ -40,6 +38,12 @@ class SplitTable:
     train: tuple[tuple[int, ...], ...]
     test: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def of(cls, title: str, classes: tuple[str, ...], counts: Iterable[Sequence[Sequence[int]]]) -> SplitTable:
+        """Take (train, test) of each silo."""
+        train, test = ([tuple(row) for row in half] for half in zip(*counts, strict=True))
+        return cls(title, classes, tuple(train), tuple(test))
+
     @property
     def silos(self) -> tuple[str, ...]:
         return tuple(f"hospital{k}" for k in range(len(self.train)))
@@ -59,12 +63,8 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
     reports = read_silos(spec, data_root, datasets.check_all)
     for report in reports:
         report.require_sound()
-    return SplitTable(
-        f"{spec.data['name']} {datasets.federation_text(spec.federation)}",
-        reports[0].classes,
-        tuple(r.counts[Split.TRAIN] for r in reports),
-        tuple(r.counts[Split.TEST] for r in reports),
-    )
+    title = f"{spec.data['name']} {datasets.federation_text(spec.federation)}"
+    return SplitTable.of(title, reports[0].classes, ((r.counts[Split.TRAIN], r.counts[Split.TEST]) for r in reports))
 
 
 def published(spec: RunSpec) -> SplitTable:
@@ -83,22 +83,12 @@ def published(spec: RunSpec) -> SplitTable:
         raise ConfigError(
             "E-CFG-23", f"--published: expected data with published class counts ({valid}), found {name}: leave it out"
         )
-    labels = [np.repeat(np.arange(len(counts)), counts) for counts in (known.train, known.test)]
-    shares = datasets.parse_federation(text).partition(labels[0], labels[1], len(known.train))
-    classes = schema_of(spec).classes
-    counts = [_counts(share, labels[0], labels[1], len(classes)) for share in shares]
-    return SplitTable(
-        f"{name} {text}",
-        classes,
-        tuple(train for train, _ in counts),
-        tuple(test for _, test in counts),
-    )
-
-
-def _counts(share: SiloIndices, train: Labels, test: Labels, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    own = train[share.held_out] if len(share.held_out) else test[share.test]
-    rows = [np.bincount(y, minlength=n).tolist() for y in (train[share.train], own)]
-    return tuple(rows[0]), tuple(rows[1])
+    train, test = (np.repeat(np.arange(len(counts)), counts) for counts in (known.train, known.test))
+    classes, counts = schema_of(spec).classes, []
+    for share in datasets.parse_federation(text).partition(train, test, len(known.train)):
+        own = train[share.held_out] if len(share.held_out) else test[share.test]
+        counts.append([np.bincount(y, minlength=len(classes)).tolist() for y in (train[share.train], own)])
+    return SplitTable.of(f"{name} {text}", classes, counts)
 
 
 def _isic(text: str) -> SplitTable:
@@ -109,12 +99,8 @@ def _isic(text: str) -> SplitTable:
             "E-CFG-23", f"--published: expected whole centres of isic2019, found {text}: leave the option out"
         )
     centers = [ref.silo or 0 for ref in references]
-    return SplitTable(
-        f"isic2019 {text}",
-        isic2019.CLASSES,
-        tuple(isic2019.TRAIN_COUNTS[k] for k in centers),
-        tuple(isic2019.TEST_COUNTS[k] for k in centers),
-    )
+    counts = ((isic2019.TRAIN_COUNTS[k], isic2019.TEST_COUNTS[k]) for k in centers)
+    return SplitTable.of(f"isic2019 {text}", isic2019.CLASSES, counts)
 
 
 def draw(table: SplitTable, file: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,14 @@ from coordinator.config.hydra_config import GROUPS, compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulate import results, runner
 from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.results import ResultFolder
-from coordinator.simulate.tracking import tracked
+from coordinator.simulate.results import Result, ResultFolder
+from coordinator.simulate.runner import tracked
 from fl_core import datasets
 from fl_core.datasets.partition.by_class import Labels
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
-from fl_core.extensions import user_partition as own
+from fl_core.extensions import loading
 from fl_core.extensions.user_data import ArrayData, Split
-from fl_core.extensions.user_partition import Given, OwnPartition, Shares
+from fl_core.extensions.user_partition import OwnPartition, Shares
 from fl_core.methods import METHODS
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import MODELS, ModelOptions
@@ -64,7 +62,7 @@ class Progress:
 class Simulation:
     """A finished simulation."""
 
-    result: runner.Result
+    result: Result
     config: RunSpec
 
     @property
@@ -157,26 +155,25 @@ def simulate(
     Raises what the command line reports: FederationError, below all ConfigError and DataError, with its code.
     Guarantees: the same words give the same bits as the command line; no global state is left changed.
     """
-    _check_keys(keys)
     root, folder = _path(data_root), _path(config_dir)
     with ExitStack() as stack:
-        words = [
-            *_chosen(stack, "method", method, METHODS),
-            *_chosen(stack, "model", model, MODELS),
-            *_data_words(stack, data),
-            *(word for key, value in keys.items() for word in _words(key.replace("__", "."), value)),
-        ]
-        words += _federation_words(stack, federation, words, root, folder)
-        spec = compose_simulation(words, folder)
-        observer = None if progress is None else _observer(progress)
+        asked = _Request(stack)
+        asked.choose("method", method, METHODS)
+        asked.choose("model", model, MODELS)
+        asked.choose_data(data)
+        for key, value in keys.items():
+            asked.put(key.replace("__", "."), value)
+        asked.choose_federation(federation, root, folder)
+        spec = asked.spec(folder)
         where = [tracker] if isinstance(tracker, str) else tracker
+        observer = None if progress is None else partial(_Reporter, progress)
         observed = stack.enter_context(tracked(where, observer, lambda text: warnings.warn(text, stacklevel=2)))
-        result = runner.run(spec, root, observed, engine, fine_tune, out=_path(out), words=words)
+        result = runner.run(spec, root, observed, engine, fine_tune, out=_path(out))
     return Simulation(result, spec)
 
 
 class _Reporter(Observer):
-    def __init__(self, manifest: RunManifest, progress: Callable[[Progress], object]) -> None:
+    def __init__(self, progress: Callable[[Progress], object], manifest: RunManifest) -> None:
         self._noise, self._rounds, self._progress = profiles.result_noise(manifest), manifest.rounds, progress
 
     def closed(self, record: RoundRecord, server: State) -> None:
@@ -186,85 +183,118 @@ class _Reporter(Observer):
             self._progress(Progress(record.round + 1, self._rounds, found.point))
 
 
-def _observer(progress: Callable[[Progress], object]) -> Callable[[RunManifest], Observer]:
-    return lambda manifest: _Reporter(manifest, progress)
-
-
-def _check_keys(keys: Mapping[str, object]) -> None:
-    for key, value in keys.items():
-        if key.startswith("_") or key.endswith("_"):
-            raise ConfigError("E-CFG-01", f"expected keys like rounds, train__lr, found {key!r}")
-        if callable(value):
-            raise ConfigError("E-CFG-02", f"{key}: expected a plain value, found {type(value).__name__}")
-
-
 def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- what stands for names and values --------------------------------------------------------------------------------
 
 
-def _words(key: str, value: object) -> list[str]:
-    """Write a key and its value as the command line has them; a mapping gives a word for each of its keys."""
-    if isinstance(value, Mapping):
-        named = [f"{key}={value['name']}"] if key in GROUPS and "name" in value else []
-        inner = ((k, v) for k, v in value.items() if not (named and k == "name"))
-        return [*named, *(word for k, v in inner for word in _words(f"{key}.{k}", v))]
-    if key in GROUPS:
+class _Request:
+    """What a call of `simulate` asks for: words that choose from groups, and values that go over what they compose.
+
+    stack: ends the registration of what has no name of its own.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._words = stack, list[str]()
+        self._values: dict[str, Any] = {}
+
+    def choose(self, group: str, value: object, ours: Mapping[str, type] | None = None, kind: str = "") -> None:
+        """Choose by name, or by an object that is then registered under one; an instance brings all its options."""
+        if value is None:
+            return
         if not isinstance(value, str):
-            raise ConfigError("E-CFG-02", f"{key}: expected a name, found {value!r}")
-        return [f"{key}={value}"]
-    return [f"{key}={_hydra(key, value)}"]
+            of = value if isinstance(value, type) else type(value)
+            if value is not of and is_dataclass(value):
+                self.put(group, {f.name: getattr(value, f.name) for f in fields(value)})
+            known = next((name for name, one in (ours or {}).items() if one is of), None)
+            value = known or self._stack.enter_context(loading.given(kind or group, of))
+        self._words.append(f"{group}={value}")
+
+    def choose_data(self, data: object) -> None:
+        if isinstance(data, tuple) and len(data) == 2:
+            data = _InMemory(*(_arrays(half) for half in data))
+            data = self._given("data", data, "arrays", data.digest)
+        elif isinstance(data, ArrayData):
+            data = self._given("data", data, type(data).__name__, loading.class_digest(type(data)))
+        elif not (data is None or isinstance(data, str | type)):
+            raise ConfigError(
+                "E-CFG-02", f"data: expected a name, ArrayData or (train, test), found {type(data).__name__}"
+            )
+        self.choose("data", data)
+
+    def choose_federation(self, federation: object, root: Path | None, config_dir: Path | None) -> None:
+        """Choose by name or by a partition; shares, and what a function of the labels returns, are made into one."""
+        own = is_dataclass(federation) and hasattr(federation, "partition")
+        if not (federation is None or own or isinstance(federation, str | type)):
+            shares: Any = federation(*self._labels(root, config_dir)) if callable(federation) else federation
+            if not isinstance(shares, Sequence | np.ndarray) or not len(shares):
+                raise ConfigError(
+                    "E-CFG-02", f"federation: expected shares of at least one silo, found {shares!r}"[:300]
+                )
+            positions = (part for entry in shares for part in (entry if isinstance(entry, tuple) else (entry,)))
+            digest = blake3(b"".join(np.asarray(part).tobytes() + b"|" for part in positions)).hexdigest()
+            partition = _Partition(len(shares), lambda *_: shares)
+            federation = self._given("partition", partition, "shares", digest)
+        self.choose("federation", federation, kind="partition")
+
+    def _labels(self, root: Path | None, config_dir: Path | None) -> tuple[Labels, Labels]:
+        """Return the labels of the whole data, train and test, in the order in which partitions see them."""
+        seen: list[tuple[Labels, Labels]] = []
+
+        def whole(train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
+            del n_classes, seed
+            seen.append((train, test))
+            return [(np.arange(len(train)), np.arange(len(test)))]
+
+        with loading.given("partition", _Partition(1, whole), "memory:whole") as name:
+            runner.read_silos(self.spec(config_dir, f"federation={name}"), root, datasets.load_all)
+        return seen[0]
+
+    def _given(self, kind: str, value: object, label: str, digest: str) -> str:
+        """Register an object under a name of its content."""
+        return self._stack.enter_context(loading.given(kind, value, f"memory:{label}_{digest[:16]}", digest))
+
+    def put(self, path: str, value: object) -> None:
+        """Take a value, or all of a mapping, for the keys of a path; what names the choice of a group chooses it."""
+        group = path in GROUPS
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                self.put(path if group and key == "name" else f"{path}.{key}", inner)
+        elif not group:
+            *outer, last = path.split(".")
+            below = self._values
+            for key in outer:
+                below = below.setdefault(key, {})
+            below[last] = _plain(path, value)
+        elif isinstance(value, str):
+            self._words.append(f"{path}={value}")
+        else:
+            raise ConfigError("E-CFG-02", f"{path}: expected a name, found {value!r}")
+
+    def spec(self, config_dir: Path | None, *more: str) -> RunSpec:
+        return compose_simulation([*self._words, *more], config_dir, self._values)
 
 
-def _hydra(key: str, value: object) -> str:
-    """Write a value in Hydra's grammar, text in quotes, so that nothing in it is taken for an operator."""
+@dataclass(frozen=True, eq=False)
+class _Partition:
+    """A partition of a function; each is another one."""
+
+    silos: int
+    partition: Callable[..., Any]
+
+
+def _plain(path: str, value: object) -> object:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int) or (isinstance(value, float) and not math.isnan(value)):
-        return repr(value)
-    if isinstance(value, str | Path):
-        return _quoted(key, str(value))
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, list | tuple):
-        return f"[{','.join(_hydra(key, v) for v in value)}]"
-    raise ConfigError("E-CFG-02", f"{key}: expected a plain value, found {value!r}"[:300])
-
-
-def _quoted(key: str, text: str) -> str:
-    if "${" in text:
-        raise ConfigError("E-CFG-02", f"{key}: expected text, found the sign of an interpolation in {text!r}"[:300])
-    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + (m[2] and "\\'"), text) + "'"
-
-
-def _chosen(stack: ExitStack, group: str, value: object, ours: Mapping[str, type]) -> list[str]:
-    """Name a method or a model, and all options of an instance."""
-    if value is None or isinstance(value, str):
-        return [] if value is None else [f"{group}={value}"]
-    kind = value if isinstance(value, type) else type(value)
-    name = next((name for name, known in ours.items() if known is kind), None)
-    name = name or stack.enter_context(extensions.given(group, kind))
-    if isinstance(value, type) or not is_dataclass(value):
-        return [f"{group}={name}"]
-    return [f"{group}={name}", *(w for f in fields(value) for w in _words(f"{group}.{f.name}", getattr(value, f.name)))]
-
-
-def _data_words(stack: ExitStack, data: object) -> list[str]:
-    if data is None or isinstance(data, str):
-        return [] if data is None else [f"data={data}"]
-    if isinstance(data, type):
-        return [f"data={stack.enter_context(extensions.given('data', data))}"]
-    if isinstance(data, tuple) and len(data) == 2:
-        data = _InMemory(*(_arrays(half) for half in data))
-    if not isinstance(data, ArrayData):
-        raise ConfigError("E-CFG-02", f"data: expected a name, ArrayData or (train, test), found {type(data).__name__}")
-    digest = data.digest() if isinstance(data, _InMemory) else extensions.class_digest(type(data))
-    name = f"memory:{'arrays' if isinstance(data, _InMemory) else type(data).__name__}_{digest[:16]}"
-    return [f"data={stack.enter_context(extensions.given('data', data, name, digest))}"]
+        return [_plain(path, v) for v in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ConfigError("E-CFG-02", f"{path}: expected a plain value, found {value!r}"[:300])
 
 
 def _arrays(half: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,63 +317,15 @@ class _InMemory(ArrayData):
         highest = max((int(y.max()) for _, y in self._halves if y.numel()), default=0)
         self.shape = tuple(train[0].shape[1:])  # type: ignore[misc]
         self.classes = tuple(map(str, range(max(2, min(highest, 100_000) + 1))))  # type: ignore[misc]
+        hasher = blake3()
+        for values in (*train, *test):
+            hasher.update(f"{values.dtype} {tuple(values.shape)}".encode())
+            hasher.update(values.detach().cpu().contiguous().numpy().tobytes())
+        self.digest = hasher.hexdigest()
 
     def read(self, root: Path | None) -> tuple[Split, Split]:
         del root
         return self._halves
-
-    def digest(self) -> str:
-        hasher = blake3()
-        for values in (v for half in self._halves for v in half):
-            hasher.update(f"{values.dtype} {tuple(values.shape)}".encode())
-            hasher.update(values.detach().cpu().contiguous().numpy().tobytes())
-        return hasher.hexdigest()
-
-
-def _federation_words(
-    stack: ExitStack, federation: object, words: Sequence[str], root: Path | None, config_dir: Path | None
-) -> list[str]:
-    if federation is None or isinstance(federation, str):
-        return [] if federation is None else [f"federation={federation}"]
-    if isinstance(federation, type):
-        return [f"federation={stack.enter_context(extensions.given('partition', federation))}"]
-    if is_dataclass(federation) and hasattr(federation, "partition"):
-        name = stack.enter_context(extensions.given("partition", type(federation)))
-        options = [w for f in fields(federation) for w in _words(f"federation.{f.name}", getattr(federation, f.name))]
-        return [f"federation={name}", *options]
-    labels, n_classes = _labels(words, root, config_dir)
-    shares: Any = federation(*labels) if callable(federation) else federation
-    if not isinstance(shares, Sequence | np.ndarray) or not len(shares):
-        raise ConfigError("E-CFG-02", f"federation: expected shares of at least one silo, found {shares!r}"[:300])
-    pairs = own.checked("federation", list(shares), len(shares), labels, n_classes, seed=0)
-    digest = blake3(b"".join(part.tobytes() + b"|" for pair in pairs for part in pair)).hexdigest()
-    given = Given(len(pairs), tuple(pairs))
-    name = f"memory:shares_{digest[:16]}"
-    return [f"federation={stack.enter_context(extensions.given('partition', given, name, digest))}"]
-
-
-def _labels(words: Sequence[str], root: Path | None, config_dir: Path | None) -> tuple[tuple[Labels, Labels], int]:
-    """Return the labels of the whole data, train and test, in the order in which partitions see them."""
-    probe = _Probe()
-    with extensions.given("partition", probe, "memory:probe"):
-        spec = compose_simulation([*words, "federation=memory:probe"], config_dir)
-        runner.read_silos(spec, root, datasets.load_all)
-    assert probe.seen is not None
-    return probe.seen
-
-
-class _Probe:
-    """A partition of one silo that remembers what it was asked to divide."""
-
-    silos = 1
-
-    def __init__(self) -> None:
-        self.seen: tuple[tuple[Labels, Labels], int] | None = None
-
-    def partition(self, train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
-        del seed
-        self.seen = (train, test), n_classes
-        return [(np.arange(len(train)), np.arange(len(test)))]
 
 
 def _pandas() -> Any:  # noqa: ANN401 - pandas has no types of its own

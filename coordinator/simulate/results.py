@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,25 +17,199 @@ import yaml
 from safetensors.torch import save
 
 from coordinator.config.run_spec import RunSpec
+from fl_core.converter import shown
 from fl_core.errors import ConfigError, StateError
 from fl_core.errors.extras import require
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.fine_tuning import FineTuned
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import Method
+from fl_core.types.records import RoundRecord, fairness, judgements
+from fl_core.types.values import State
 from privacy.accounting import uncertainty
-from privacy.accounting.uncertainty import Estimate
+from privacy.accounting.uncertainty import LAST, Estimate, RunNoise, Sums
 from service_core.console import printable
 from service_core.storage import private_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from coordinator.simulate.runner import Result
-
 CONFIG, MANIFEST, SUMMARY, MODEL, PLOT = "config.yaml", "manifest.json", "summary.json", "model.safetensors", "plot.png"
 HISTORY, PARQUET = "history", "*.parquet"
 _LARGEST = 64 << 20
 """Bytes of a file of results that is read back; ours are far smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The records of a simulation's rounds and the digest of its final model.
+
+    server: the final server state   compiled: what the manifest names
+    counts: (train, test) examples per class of each silo
+    noise: which results are noisy   measured: the records as papers measure, where a federation sees less: counts of
+    the official test set or of all silos' test sets, scores of all silos' personal models
+    official: whether the global model was measured on the official test set, which is no silo's
+    """
+
+    manifest: RunManifest
+    noise: RunNoise
+    records: Sequence[RoundRecord]
+    model_digest: str
+    tuned: FineTuned | None = None
+    privacy: Mapping[str, object] | None = None
+    measured: Sequence[RoundRecord] = ()
+    official: bool = False
+    server: State = field(default_factory=dict)
+    counts: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    compiled: RunSetup | None = None
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Return the global accuracy after 0, 1, ..., T rounds, -1 where there is none or noise hides it."""
+        return [-1.0 if e.point is None else e.point for e in self.estimates]
+
+    @property
+    def estimates(self) -> list[Estimate]:
+        """Return the global accuracy after 0, 1, ..., T rounds, of `measured` where that was made."""
+        return [uncertainty.accuracy(*sums) for sums in self.sums]
+
+    @property
+    def best(self) -> Estimate:
+        """Return the best global accuracy after 1, ..., T rounds."""
+        return uncertainty.best(self.sums[1:])
+
+    def by_class(self) -> dict[str, Estimate]:
+        found = uncertainty.by_class(*self.sums[-1])
+        return dict(zip(self.manifest.schema.classes, found, strict=True))
+
+    @property
+    def clinical(self) -> ClinicalMetrics | None:
+        """Return what else was measured of the final model; None where accuracies alone were."""
+        return (self.measured or self.records)[-1].clinical
+
+    @property
+    def method(self) -> Method:
+        return self.run.method
+
+    @property
+    def run(self) -> RunSetup:
+        return self.compiled or RunSetup(self.manifest)
+
+    @property
+    def aggregator(self) -> str:
+        """Name how updates became one: what the manifest names, where masks and noise leave a choice."""
+        return self.run.aggregator.name
+
+    @property
+    def sums(self) -> list[Sums]:
+        """Return correct answers and examples per class after 0, 1, ..., T rounds, with their noise."""
+        if self.measured:  # counted apart from the run, without noise
+            return [(r.correct, r.examples, None) for r in self.measured]
+        return [(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
+
+    def summary(self) -> dict[str, object]:
+        """Return what `coordinator simulate --json` prints; a noisy number has its interval beside it, or is null."""
+        estimates = self.estimates
+        return {
+            "method": self.manifest.method.name,
+            "data": self.manifest.data,
+            "rounds": self.manifest.rounds,
+            "seed": self.manifest.seed,
+            "silos": [m.name for m in self.manifest.members],
+            "aggregator": self.aggregator,
+            **judgements(self.records),
+            "test_set": "official" if self.official else "silos",
+            **estimates[-1].facts("global_accuracy"),
+            **self.best.facts("best_global_accuracy", "best_"),
+            "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
+            "last_rounds": LAST,
+            **uncertainty.balanced(*self.sums[-1]).facts("balanced_accuracy", "balanced_"),
+            "clinical": self.clinical and self.clinical.facts(),
+            "class_accuracy": {name: e.point for name, e in self.by_class().items()},
+            "accuracy_by_round": [e.point for e in estimates],
+            **self._intervals(estimates),
+            **self._of_cohorts(),
+            "clipped": sum(r.clipped for r in self.records),
+            "model_digest": self.model_digest,
+            "manifest_digest": self.manifest.digest(),
+            **self.personal(),
+            **({"pa_fine_tuned": self.tuned.pa, "fairness_fine_tuned": self.tuned.fairness} if self.tuned else {}),
+            **({"privacy": self.privacy} if self.privacy else {}),
+            **({"private_form": dict(self.manifest.private_form)} if self.manifest.private_form else {}),
+        }
+
+    def _intervals(self, estimates: Sequence[Estimate]) -> dict[str, object]:
+        """Return the intervals by class and by round of noisy evaluations; null: withheld."""
+        if self.noise.evaluation is None or self.measured:
+            return {}
+        return {
+            "class_accuracy_interval": {name: _ends(e) for name, e in self.by_class().items()},
+            "accuracy_interval_by_round": [_ends(e) for e in estimates],
+        }
+
+    def _of_cohorts(self) -> dict[str, object]:
+        """Return what a federation would see: accuracies over the test sets of each round's cohort, and its scores."""
+        if not self.measured:
+            return {}
+        found = [uncertainty.accuracy(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
+        scores = [uncertainty.shown_scores(r.personal, self.noise.scores) for r in self.records if r.personal]
+        return {
+            "cohort_accuracy_by_round": [e.point for e in found],
+            **({"cohort_personal_by_round": scores} if scores else {}),
+        }
+
+    def personal(self) -> dict[str, object]:
+        """Return the last, best, mean and all scores of personal models; empty where none was measured.
+
+        They are means over all silos, each with its newest model; of a private run over each round's silos. The best
+        are chosen by test accuracy, as papers report them; the mean is that of the last rounds. Means of noisy shares
+        are null and named.
+        """
+        measured = [r.personal for r in self.measured or self.records if r.personal]
+        if not measured:
+            return {}
+        hidden = self.noise.scores
+        scores = [uncertainty.shown_scores(s, hidden) for s in measured]
+        names = [name for name in ("pa", "pm_l", "pm_v") if name in measured[-1]]
+        withheld = [name for name in names if name in hidden]
+        series = {name: [s.get(name) for s in scores] for name in names} | {"ga": self.generic(scores)}
+        return {
+            **{name: values[-1] for name, values in series.items()},
+            **{f"best_{n}": max((v for v in values if v is not None), default=None) for n, values in series.items()},
+            **{f"mean_last_{name}": mean_of_last(values) for name, values in series.items()},
+            "fairness": None if "pm_l" in withheld else fairness(scores[-1]),
+            "personal_by_round": scores,
+            **({"withheld_scores": withheld} if withheld else {}),
+        }
+
+    def generic(self, scores: Sequence[Mapping[str, float]]) -> list[float | None]:
+        """Return GA after each round that was measured, by the papers' rule (`Traits.ga_is_personal`).
+
+        Of methods whose model is personal the mean over silos of their models' accuracy on the whole test set, else the
+        global accuracy; None where noise hides it.
+        """
+        if self.method.ga_is_personal:
+            return [s.get("ga") for s in scores]
+        return _exact(self.estimates[1:])
+
+
+def _exact(estimates: Sequence[Estimate]) -> list[float | None]:
+    return [e.point if e.exact else None for e in estimates]
+
+
+def mean_of_last(values: Sequence[float | None], rounds: int = LAST) -> float | None:
+    """Return the mean of the last so many values, of all where there are fewer; None where one of them is missing."""
+    known = [v for v in values[-rounds:] if v is not None]
+    return statistics.fmean(known) if known and len(known) == len(values[-rounds:]) else None
+
+
+def _ends(found: Estimate) -> tuple[float, float] | None:
+    return None if found.low is None or found.high is None else (found.low, found.high)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -153,11 +329,7 @@ class ResultFolder:
     def differences(self, spec: RunSpec) -> list[str]:
         """Name the keys in which the folder's configuration differs from `spec`, with both values; none without one."""
         found = self.configuration()
-        if found is None:
-            return []
-        wanted, have = _flat(plain(spec)), _flat(found)
-        changed = [key for key in sorted({*wanted, *have}) if wanted.get(key) != have.get(key)]
-        return [f"{key}: {have.get(key, 'nothing')!r} there, {wanted.get(key, 'nothing')!r} here" for key in changed]
+        return [] if found is None else differences(found, plain(spec))
 
     def configuration(self) -> Mapping[str, object] | None:
         """Read the configuration in the folder; raises StateError (E-STATE-22) on a damaged one."""
@@ -319,10 +491,19 @@ def _damaged(file: Path) -> StateError:
     return StateError("E-STATE-22", f"expected what a simulation wrote, found something else in {file}: move it away")
 
 
+def differences(there: object, here: object) -> list[str]:
+    """Name what differs between two nests of plain values, with both values."""
+    have, wanted = _flat(there), _flat(here)
+    return [
+        f"{key}: {shown(have.get(key, 'nothing'))} there, {shown(wanted.get(key, 'nothing'))} here"
+        for key in sorted({*have, *wanted})
+        if have.get(key) != wanted.get(key)
+    ]
+
+
 def _flat(raw: object, prefix: str = "") -> dict[str, object]:
+    if isinstance(raw, list | tuple):
+        raw = dict(enumerate(raw)) or []
     if not isinstance(raw, Mapping) or not raw:
-        return {prefix: raw}
-    found: dict[str, object] = {}
-    for key, value in raw.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        return {prefix.removesuffix("."): raw}
+    return {k: v for name, value in raw.items() for k, v in _flat(value, f"{prefix}{name}.").items()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,203 +14,40 @@ from typing import TypeVar
 import torch
 
 from coordinator.config import weights
+from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.manifest_builder import OWN, declared_columns, manifest_from, request_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate.checkpoints import Checkpoints, Identity, Progress, run_with_checkpoints
+from coordinator.lead import trackers
+from coordinator.lead.trackers import Tracking
+from coordinator.simulate.checkpoints import EVERY, Checkpoints, Identity, Progress, run_with_checkpoints
 from coordinator.simulate.engine import SimulationEngine, threads_of
-from coordinator.simulate.results import ResultFolder
+from coordinator.simulate.results import Result, ResultFolder
+from coordinator.simulate.sweep import folder_name
 from fl_core import datasets
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
-from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.fine_tuning import BestHistory, FineTuned, fine_tuned
+from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
 from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_test
 from fl_core.simulation.latest_personal import LatestPersonal
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
-from fl_core.types.clinical import SUGGESTED_CLASSES, ClinicalMetrics
+from fl_core.types.clinical import SUGGESTED_CLASSES
 from fl_core.types.columns import Column, difference
 from fl_core.types.enums import TaskKind
-from fl_core.types.interfaces import Method
-from fl_core.types.records import RoundRecord, fairness, judgements
+from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
-from privacy.accounting import uncertainty
+from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
-from privacy.accounting.uncertainty import LAST, Estimate, RunNoise, Sums
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.class_sums import PrivacyUnits
 from privacy.release_log import InMemoryReleaseLog
+from service_core.version import version
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The records of a simulation's rounds and the digest of its final model.
-
-    server: the final server state   compiled: what the manifest names
-    counts: (train, test) examples per class of each silo
-    noise: which results are noisy   measured: the records as papers measure, where a federation sees less: counts of
-    the official test set or of all silos' test sets, scores of all silos' personal models
-    official: whether the global model was measured on the official test set, which is no silo's
-    """
-
-    manifest: RunManifest
-    noise: RunNoise
-    records: Sequence[RoundRecord]
-    model_digest: str
-    tuned: FineTuned | None = None
-    privacy: Mapping[str, object] | None = None
-    measured: Sequence[RoundRecord] = ()
-    official: bool = False
-    server: State = field(default_factory=dict)
-    counts: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
-    compiled: RunSetup | None = None
-
-    @property
-    def accuracies(self) -> list[float]:
-        """Return the global accuracy after 0, 1, ..., T rounds, -1 where there is none or noise hides it."""
-        return [-1.0 if e.point is None else e.point for e in self.estimates]
-
-    @property
-    def estimates(self) -> list[Estimate]:
-        """Return the global accuracy after 0, 1, ..., T rounds, of `measured` where that was made."""
-        return [uncertainty.accuracy(*sums) for sums in self.sums]
-
-    @property
-    def best(self) -> Estimate:
-        """Return the best global accuracy after 1, ..., T rounds."""
-        return uncertainty.best(self.sums[1:])
-
-    def by_class(self) -> dict[str, Estimate]:
-        found = uncertainty.by_class(*self.sums[-1])
-        return dict(zip(self.manifest.schema.classes, found, strict=True))
-
-    @property
-    def clinical(self) -> ClinicalMetrics | None:
-        """Return what else was measured of the final model; None where accuracies alone were."""
-        return (self.measured or self.records)[-1].clinical
-
-    @property
-    def method(self) -> Method:
-        return self.run.method
-
-    @property
-    def run(self) -> RunSetup:
-        return self.compiled or RunSetup(self.manifest)
-
-    @property
-    def aggregator(self) -> str:
-        """Name how updates became one: what the manifest names, where masks and noise leave a choice."""
-        return self.run.aggregator.name
-
-    @property
-    def sums(self) -> list[Sums]:
-        """Return correct answers and examples per class after 0, 1, ..., T rounds, with their noise."""
-        if self.measured:  # counted apart from the run, without noise
-            return [(r.correct, r.examples, None) for r in self.measured]
-        return [(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
-
-    def summary(self) -> dict[str, object]:
-        """Return what `coordinator simulate --json` prints; a noisy number has its interval beside it, or is null."""
-        estimates = self.estimates
-        return {
-            "method": self.manifest.method.name,
-            "data": self.manifest.data,
-            "rounds": self.manifest.rounds,
-            "seed": self.manifest.seed,
-            "silos": [m.name for m in self.manifest.members],
-            "aggregator": self.aggregator,
-            **judgements(self.records),
-            "test_set": "official" if self.official else "silos",
-            **estimates[-1].facts("global_accuracy"),
-            **self.best.facts("best_global_accuracy", "best_"),
-            "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
-            "last_rounds": LAST,
-            **uncertainty.balanced(*self.sums[-1]).facts("balanced_accuracy", "balanced_"),
-            "clinical": self.clinical and self.clinical.facts(),
-            "class_accuracy": {name: e.point for name, e in self.by_class().items()},
-            "accuracy_by_round": [e.point for e in estimates],
-            **self._intervals(estimates),
-            **self._of_cohorts(),
-            "clipped": sum(r.clipped for r in self.records),
-            "model_digest": self.model_digest,
-            "manifest_digest": self.manifest.digest(),
-            **self.personal(),
-            **({"pa_fine_tuned": self.tuned.pa, "fairness_fine_tuned": self.tuned.fairness} if self.tuned else {}),
-            **({"privacy": self.privacy} if self.privacy else {}),
-            **({"private_form": dict(self.manifest.private_form)} if self.manifest.private_form else {}),
-        }
-
-    def _intervals(self, estimates: Sequence[Estimate]) -> dict[str, object]:
-        """Return the intervals by class and by round of noisy evaluations; null: withheld."""
-        if self.noise.evaluation is None or self.measured:
-            return {}
-        return {
-            "class_accuracy_interval": {name: _ends(e) for name, e in self.by_class().items()},
-            "accuracy_interval_by_round": [_ends(e) for e in estimates],
-        }
-
-    def _of_cohorts(self) -> dict[str, object]:
-        """Return what a federation would see: accuracies over the test sets of each round's cohort, and its scores."""
-        if not self.measured:
-            return {}
-        found = [uncertainty.accuracy(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
-        scores = [uncertainty.shown_scores(r.personal, self.noise.scores) for r in self.records if r.personal]
-        return {
-            "cohort_accuracy_by_round": [e.point for e in found],
-            **({"cohort_personal_by_round": scores} if scores else {}),
-        }
-
-    def personal(self) -> dict[str, object]:
-        """Return the last, best, mean and all scores of personal models; empty where none was measured.
-
-        They are means over all silos, each with its newest model; of a private run over each round's silos. The best
-        are chosen by test accuracy, as papers report them; the mean is that of the last rounds. Means of noisy shares
-        are null and named.
-        """
-        measured = [r.personal for r in self.measured or self.records if r.personal]
-        if not measured:
-            return {}
-        hidden = self.noise.scores
-        scores = [uncertainty.shown_scores(s, hidden) for s in measured]
-        names = [name for name in ("pa", "pm_l", "pm_v") if name in measured[-1]]
-        withheld = [name for name in names if name in hidden]
-        series = {name: [s.get(name) for s in scores] for name in names} | {"ga": self.generic(scores)}
-        return {
-            **{name: values[-1] for name, values in series.items()},
-            **{f"best_{n}": max((v for v in values if v is not None), default=None) for n, values in series.items()},
-            **{f"mean_last_{name}": mean_of_last(values) for name, values in series.items()},
-            "fairness": None if "pm_l" in withheld else fairness(scores[-1]),
-            "personal_by_round": scores,
-            **({"withheld_scores": withheld} if withheld else {}),
-        }
-
-    def generic(self, scores: Sequence[Mapping[str, float]]) -> list[float | None]:
-        """Return GA after each round that was measured, by the papers' rule (`Traits.ga_is_personal`).
-
-        Of methods whose model is personal the mean over silos of their models' accuracy on the whole test set, else the
-        global accuracy; None where noise hides it.
-        """
-        if self.method.ga_is_personal:
-            return [s.get("ga") for s in scores]
-        return _exact(self.estimates[1:])
-
-
-def _exact(estimates: Sequence[Estimate]) -> list[float | None]:
-    return [e.point if e.exact else None for e in estimates]
-
-
-def mean_of_last(values: Sequence[float | None], rounds: int = LAST) -> float | None:
-    """Return the mean of the last so many values, of all where there are fewer; None where one of them is missing."""
-    known = [v for v in values[-rounds:] if v is not None]
-    return statistics.fmean(known) if known and len(known) == len(values[-rounds:]) else None
-
-
-def _ends(found: Estimate) -> tuple[float, float] | None:
-    return None if found.low is None or found.high is None else (found.low, found.high)
+MakeObserver = Callable[[RunManifest], Observer]
 
 
 class ReportingHistory(BestHistory):
@@ -256,7 +95,7 @@ def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., list[T
 def run(
     spec: RunSpec,
     data_root: Path | None = None,
-    observer: Observer | Callable[[RunManifest], Observer] | None = None,
+    observer: Observer | MakeObserver | None = None,
     engine: SimulationEngine | None = None,
     fine_tune: int = 0,
     out: Path | None = None,
@@ -361,3 +200,104 @@ def _with_columns(spec: RunSpec, own: Sequence[Column]) -> RunSpec:
     if declared and (differ := difference(declared, own)):
         raise ConfigError("E-CFG-23", f"expected data.schema as the table's own beside it, found another: {differ}")
     return replace(spec, data={**spec.data, "schema": [asdict(column) for column in own]})
+
+
+# ---- as the command line asks for it -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationJob:
+    """How to simulate, whatever the words are: in this process, or as one run of a sweep in another.
+
+    out: folder of the results   every: rounds between two checkpoints in it   trackers: as `tracked` takes them
+    """
+
+    engine: SimulationEngine = field(default_factory=SimulationEngine)
+    data_root: Path | None = None
+    config_dir: Path | None = None
+    fine_tune: int = 0
+    out: Path | None = None
+    every: int = EVERY
+    trackers: Sequence[str] = ()
+
+    def run(self, words: Sequence[str], observer: MakeObserver | None = None) -> Result:
+        spec, engine = compose_simulation(words, self.config_dir), self.engine
+        if self.out is not None:
+            engine = replace(engine, checkpoints=Checkpoints.within(self.out, self.every))
+        with tracked(self.trackers, observer, log.warning) as observed:
+            return run(spec, self.data_root, observed, engine, self.fine_tune, out=self.out, words=words)
+
+    def run_of_sweep(self, keys: Sequence[str], words: Sequence[str]) -> Mapping[str, object]:
+        """Simulate one run of a sweep over these keys, in a folder of its own, and return its summary.
+
+        One that this version finished in its folder is not run again.
+        """
+        out, engine = self.out and self.out / folder_name(words, keys), self.engine
+        if out and (known := ResultFolder(out).finished(compose_simulation(words, self.config_dir), version())):
+            return known
+        if engine.spill:
+            engine = replace(engine, spill=engine.spill / "_".join(words).replace("/", "-"))
+        return replace(self, out=out, engine=engine).run(words).summary()
+
+
+# ---- trackers --------------------------------------------------------------------------------------------------------
+
+
+def run_id(manifest: RunManifest) -> str:
+    """Name a simulation in trackers: the same manifest is the same run, also when it goes on after a kill."""
+    method = re.sub(r"[^a-z0-9]+", "-", manifest.method.name.lower()).strip("-")[:40]
+    return f"simulation-{method}-{manifest.digest()[:16]}"
+
+
+@contextmanager
+def tracked(
+    where: Sequence[str], observer: MakeObserver | None, warn: Callable[[str], object]
+) -> Iterator[MakeObserver | None]:
+    """Give what observes a simulation and also writes its rounds to trackers, which end with the block.
+
+    where: `tensorboard:DIR` or `mlflow:URI`   observer: makes the one that is called first
+    Raises as `trackers.open_tracker`: on a wrong form at once, else before the first round.
+    """
+    for place in where:
+        trackers.parsed(place)
+    begun: list[Tracking] = []
+
+    def make(manifest: RunManifest) -> Observer:
+        about = {
+            "name": manifest.name,
+            "method": manifest.method.name,
+            "data": manifest.data,
+            "manifest": manifest.digest(),
+        }
+        opened = [trackers.open_tracker(place, run_id(manifest), about) for place in where]
+        begun.append(Tracking(opened, warn, "simulate again with --tracker"))
+        return _Tracked(begun[-1], manifest, observer(manifest) if observer else Observer())
+
+    state = "failed"
+    try:
+        yield make if where else observer
+        state = "finished"
+    except KeyboardInterrupt:
+        state = "aborted"
+        raise
+    finally:
+        for tracking in begun:
+            tracking.end(state)
+
+
+class _Tracked(Observer):
+    """Calls another observer, then writes what was measured in the round, as the displays show it."""
+
+    def __init__(self, tracking: Tracking, manifest: RunManifest, first: Observer) -> None:
+        self._tracking, self._first = tracking, first
+        self._noise = profiles.result_noise(manifest)
+
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+        self._first.opened(context, kind, names)
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        self._first.closed(record, server)
+        sums = record.correct, record.examples, self._noise.of(record.included)
+        hidden = self._noise.scores & set(record.personal)
+        values, tags = trackers.values_from(len(record.included), sums, record.clinical, record.personal, hidden)
+        self._tracking.log(record.round, values, tags)

@@ -55,8 +55,11 @@ def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[l
 
 
 def swept(words: Sequence[str]) -> list[str]:
-    """Name the keys that words sweep over, in their order."""
-    parsed = OverridesParser.create().parse_overrides(list(words))
+    """Name the keys that words sweep over, in their order; none of words that are no overrides."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(words))
+    except HydraException:
+        return []  # `compose_simulation` says what is wrong
     return [word.get_key_element() for word in parsed if word.is_sweep_override()]
 
 
@@ -105,13 +108,6 @@ class SweepTable:
             with (self._folder / name / f"{HISTORY}.csv").open(newline="") as file:
                 rows += [{key: run[key] for key in self._keys} | typed(row) for row in csv.DictReader(file)]
         write_table(self._folder, HISTORY, rows)
-
-
-def is_sweep(words: Sequence[str]) -> bool:
-    try:
-        return any(w.is_sweep_override() for w in OverridesParser.create().parse_overrides(list(words)))
-    except HydraException:
-        return False  # `compose_simulation` says what is wrong
 
 
 def sweep(

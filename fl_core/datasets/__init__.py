@@ -22,7 +22,7 @@ from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices, federation_text, parse_federation
-from fl_core.datasets.references import SOURCES, DataRef, federation, parse, resolved
+from fl_core.datasets.references import SOURCES, DataRef, federation, parse
 from fl_core.datasets.sources import (
     arrays,
     class_folders,
@@ -36,8 +36,7 @@ from fl_core.datasets.sources import (
     torchvision,
 )
 from fl_core.errors import ConfigError, DataError
-from fl_core.extensions import loading as extensions
-from fl_core.extensions import user_data as own_data
+from fl_core.extensions import registry, user_data
 from fl_core.types.columns import Column, check_columns, width
 from fl_core.types.records import Schema
 
@@ -62,7 +61,6 @@ __all__ = [
     "load_all",
     "parse",
     "parse_federation",
-    "resolved",
     "schema_of",
 ]
 
@@ -165,7 +163,7 @@ def schema_of(data: str, request: DataRequest = ANY, columns: Sequence[Column] =
     """
     fixed = _fixed(data)
     if data not in SOURCES and fixed is None:
-        raise extensions.unknown("data", data, SOURCES)
+        raise registry.unknown("data", data, SOURCES)
     _check_settings(data, request)
     own = fixed.classes if fixed else isic2019.CLASSES if data == "isic2019" else None
     space = tuple(request.classes) if request.classes else own
@@ -191,7 +189,7 @@ def schema_of(data: str, request: DataRequest = ANY, columns: Sequence[Column] =
 
 def _fixed(source: str) -> Schema | None:
     """Return the schema of a data set whose examples have one shape, ours or a loaded one."""
-    return FIXED.get(source) or own_data.schema(source)
+    return FIXED.get(source) or user_data.schema(source)
 
 
 def _check_settings(source: str, request: DataRequest) -> None:
@@ -285,11 +283,11 @@ def _find(
     _check_settings(ref.source, request)
     if ref.source == "digits":
         return digits.share(*_place(ref), classes)
-    if own_data.is_own(ref.source):
+    if user_data.is_own(ref.source):
         root = data_root or (Path(os.environ[DATA_ROOT]) if DATA_ROOT in os.environ else None)
         if ref.federation is None:
-            return own_data.everything(ref.source, root, classes)
-        return arrays.Share.of(own_data.read, ref.source, root, *_place(ref), classes)
+            return user_data.everything(ref.source, root, classes)
+        return arrays.Share.of(user_data.read, ref.source, root, *_place(ref), classes)
     if ref.path is not None:
         return scans.find(ref, classes)
     root = None if ref.source == "spiral" else _root(data_root)

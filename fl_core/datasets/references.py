@@ -26,9 +26,8 @@ from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation, require_short
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
-from fl_core.extensions.user_data import is_own
-from fl_core.suggest import did_you_mean, suggest
+from fl_core.extensions import registry
+from fl_core.suggest import suggest
 
 OWN = ("isic2019", "folder", "manifest", "table")
 """Data with a grammar of their own; all others are NAME/FEDERATION/SILO."""
@@ -69,7 +68,7 @@ class DataRef:
 
     def __str__(self) -> str:
         partition = f"{self.federation.text}/{self.silo}" if self.federation else ""
-        if is_own(self.source) and not partition:
+        if _is_loaded(self.source) and not partition:
             return self.source
         if self.source not in OWN:
             return f"{self.source}/{partition}"
@@ -99,9 +98,9 @@ def parse(reference: str) -> DataRef:
     if match := re.fullmatch(r"digits/hospital(\d+)", reference):
         reference = f"digits/hospitals6/{match[1]}"
     name, slash, partition = reference.partition("/")
-    if not slash and is_own(name):
+    if not slash and _is_loaded(name):
         return DataRef(name)
-    if slash and (name in PARTITIONED or is_own(name)):
+    if slash and (name in PARTITIONED or _is_loaded(name)):
         federation, silo = _parse_silo(partition, reference)
         return DataRef(name, silo, federation)
     if match := re.fullmatch(r"isic2019/center(\d+)", reference):
@@ -117,24 +116,8 @@ def parse(reference: str) -> DataRef:
     raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {_hint(reference)}valid forms: {VALID_FORMS}")
 
 
-def resolved(reference: str) -> str:
-    """Import the data set and the partition of other distributions that a reference names, for a command's own words.
-
-    Returns the reference with both by their place: "mine/p5c2/3" -> "package:Mine/p5c2/3". Raises as `extensions.load`.
-    """
-    own_files = reference.startswith(tuple(f"{kind}:" for kind in FILES))
-    head, sign, tail = reference.partition("#" if own_files else "/")
-    kind, colon, _ = reference.partition(":")
-    if not own_files and colon and (hint := did_you_mean(kind, FILES)):
-        raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {hint} valid forms: {VALID_FORMS}")
-    if not own_files and head not in SOURCES:
-        head = extensions.load("data", head) or head
-    partition, slash, silo = tail.rpartition("/")
-    name, bracket, options = partition.partition("(")
-    name, at, seed = (name, "", "") if bracket else name.partition("@")
-    if slash and (place := extensions.load("partition", name)):
-        partition = f"{place}{bracket}{options}{at}{seed}"
-    return f"{head}{sign}{partition}{slash}{silo}"
+def _is_loaded(name: str) -> bool:
+    return registry.loaded("data", name) is not None
 
 
 def _parse_silo(text: str, reference: str) -> tuple[Partitioner, int]:
@@ -164,7 +147,7 @@ def federation(data: str, federation: str) -> list[str]:
         return [str(parse(f"isic2019/{federation}/{k}")) for k in range(int(match[1]))]
     if data == "isic2019":
         return [f"isic2019/center{k}" for k in _centers(federation)]
-    if data in PARTITIONED or is_own(data):
+    if data in PARTITIONED or _is_loaded(data):
         join = f"{data}/"
     elif data.startswith(tuple(f"{kind}:" for kind in FILES)):
         join = f"{data}#"

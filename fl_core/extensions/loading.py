@@ -4,9 +4,10 @@ A distribution declares them as entry points of the groups `consilium.methods`, 
 researcher may also name one by its place, `package.module:Name`. That reference is the name under which a manifest has
 it, with the distribution, its version and a digest of the code.
 
-Nothing is imported because a message or a manifest names it. `load` and `load_allowed` are the only functions here that
-import, and their callers decide: a researcher's process calls `load` for what its own command line names; a service
-calls `load_allowed` for what its administrator has installed and allows. Everything else looks at what was loaded.
+Nothing is imported because a message or a manifest names it. `load`, `load_allowed` and `load_distributions` are the
+only functions that import, and their callers decide: a researcher's process calls `load` for what its own command line
+names; a service calls `load_allowed` for what its administrator has installed and allows. Everything else looks at what
+was loaded (`registry`).
 """
 
 from __future__ import annotations
@@ -15,103 +16,30 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import metadata
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import FunctionType
 
 from blake3 import blake3
 
-from fl_core.converter import shown
+from fl_core.datasets.references import FILES, SOURCES, VALID_FORMS
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.suggest import suggest
+from fl_core.extensions import registry, user_data, user_partition
+from fl_core.extensions.registry import Extension, is_reference, normalised
+from fl_core.methods.fedavg import FedAvg
+from fl_core.suggest import did_you_mean, suggest
 
-KINDS = ("method", "model", "data", "partition")
-_GROUPS = {"method": "methods", "model": "models", "data": "data", "partition": "partitions"}
-_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-_IN_HAND = ("memory:", "__main__:")
+_LOCAL_PREFIXES = ("memory:", "__main__:")
 """How names of what this process alone has begin: a notebook's classes, arrays."""
-_MOST_CHARS = 200
-_MOST_FILES, _MOST_BYTES = 10_000, 512 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """Code of another distribution that a run uses, as its manifest names it.
-
-    kind: one of KINDS   name: `package.module:Name`   distribution, version: as installed; empty for code that lies
-    somewhere and is installed nowhere, which simulations alone may use   digest: BLAKE3 of all files of the package.
-    """
-
-    kind: str
-    name: str
-    distribution: str = ""
-    version: str = ""
-    digest: str = ""
-
-    def __post_init__(self) -> None:
-        printed = all(text.isprintable() and len(text) <= _MOST_CHARS for text in (self.distribution, self.version))
-        sound = self.kind in KINDS and is_reference(self.name) and re.fullmatch(r"[0-9a-f]{0,64}", self.digest)
-        if not (printed and sound):
-            raise ConfigError(
-                "E-CFG-02",
-                f"expected an extension with a kind of {KINDS}, a name like package.module:Name, a distribution, its "
-                f"version and a digest, found {shown(self.kind)}, {shown(self.name)}, {shown(self.distribution)}, "
-                f"{shown(self.version)}, {shown(self.digest)}",
-            )
-
-    def __str__(self) -> str:
-        where = f"{self.distribution} {self.version}" if self.distribution else "no distribution"
-        return f"{self.name} of {where} (code {self.digest[:16]})"
-
-
-class _Loaded:
-    """What this process has imported or was given, by kind and name; packages: digests of what was imported."""
-
-    def __init__(self) -> None:
-        self.packages: dict[str, str] = {}
-        self.found: dict[tuple[str, str], tuple[object, Extension]] = {}
-
-
-_LOADED = _Loaded()
-
-
-def loaded(kind: str, name: str) -> object | None:
-    """Return a loaded extension: a class, or what was given to `register`; None where none has this name."""
-    found = _LOADED.found.get((kind, name))
-    return found and found[0]
-
-
-def identity(kind: str, name: str) -> Extension | None:
-    """Return what a loaded extension is; None where none has this name."""
-    found = _LOADED.found.get((kind, name))
-    return found and found[1]
-
-
-def unknown(kind: str, name: str, valid: Mapping[str, object] | Sequence[str]) -> ConfigError:
-    """Make the error (E-CFG-01) for a name that is neither ours nor that of a loaded extension."""
-    if is_reference(name):
-        return ConfigError(
-            "E-CFG-01",
-            f"expected a {kind} that is loaded here, found {name!r}: install its distribution; a service runs it where "
-            "its administrator names that distribution (coordinator serve --extension, policy.toml [runs] extensions)",
-        )
-    return ConfigError("E-CFG-01", f"there is no {kind} {name!r}: {suggest(name, valid)}")
-
-
-def is_reference(word: str) -> bool:
-    return len(word) <= _MOST_CHARS and _REFERENCE.fullmatch(word) is not None
+_MAX_FILES, _MAX_BYTES = 10_000, 512 << 20
+_IMPORTED: dict[str, str] = {}
+"""Digests of the packages that this process has imported, by their names."""
 
 
 # ---- what is installed: nothing is imported -------------------------------------------------------------------------
-
-
-def entry_points(kind: str) -> list[metadata.EntryPoint]:
-    return sorted(metadata.entry_points(group=f"consilium.{_GROUPS[kind]}"), key=lambda e: (e.name, e.value))
 
 
 def reference_of(kind: str, word: str) -> str | None:
@@ -121,13 +49,13 @@ def reference_of(kind: str, word: str) -> str | None:
     """
     if is_reference(word):
         return word
-    found = [point for point in entry_points(kind) if point.name == word]
-    if len({point.value for point in found}) > 1:
-        places = ", ".join(f"{point.value} ({_distribution(point)[0]})" for point in found)
+    found = [point for point in registry.entry_points([kind]) if point.name == word]
+    if len({point.reference for point in found}) > 1:
+        places = ", ".join(f"{point.reference} ({point.distribution})" for point in found)
         raise ConfigError(
             "E-CFG-08", f"expected one {kind} called {word!r}, found {places}: name the one you mean by its place"
         )
-    return found[0].value if found else None
+    return found[0].reference if found else None
 
 
 def identify(kind: str, reference: str) -> Extension:
@@ -135,34 +63,9 @@ def identify(kind: str, reference: str) -> Extension:
 
     Raises ConfigError: E-CFG-01 where there is no such package, E-CFG-02 where it is too large to be one.
     """
-    point = next((p for p in entry_points(kind) if p.value == reference), None)
-    distribution, version = _distribution(point) if point else ("", "")
+    point = next((p for p in registry.entry_points([kind]) if p.reference == reference), None)
+    distribution, version = (point.distribution, point.version) if point else ("", "")
     return Extension(kind, reference, distribution, version, code_digest(reference.partition(":")[0].partition(".")[0]))
-
-
-def _distribution(point: metadata.EntryPoint) -> tuple[str, str]:
-    found = point.dist
-    return (found.name, found.version) if found else ("", "")
-
-
-def installed(allowed: Sequence[str]) -> dict[str, str]:
-    """Say of each entry of an allow-list ("name" or "name==version") what is installed here; nothing is imported."""
-    points = [(kind, point) for kind in KINDS for point in entry_points(kind)]
-    found = {}
-    for entry in allowed:
-        name, _, version = (part.strip() for part in entry.partition("=="))
-        own = [(k, p) for k, p in points if normalised(_distribution(p)[0]) == normalised(name)]
-        have = _distribution(own[0][1])[1] if own else ""
-        what = ", ".join(f"{kind} {point.value}" for kind, point in own)
-        found[entry] = (
-            f"not installed, found {have or 'none'}" if not own or version not in ("", have) else f"{have}: {what}"
-        )
-    return found
-
-
-def normalised(distribution: str) -> str:
-    """Write a distribution's name as indexes compare it: "My_Package" and "my-package" are one."""
-    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def code_digest(package: str) -> str:
@@ -171,13 +74,13 @@ def code_digest(package: str) -> str:
     Guarantees: equal for equal files, wherever they lie; not for another file, name or byte. It covers no other package
     that this one imports.
     """
-    hasher, bytes_left = blake3(), _MOST_BYTES
+    hasher, bytes_left = blake3(), _MAX_BYTES
     for count, (name, file) in enumerate(_files(package), start=1):
         bytes_left -= file.stat().st_size
-        if count > _MOST_FILES or bytes_left < 0:
+        if count > _MAX_FILES or bytes_left < 0:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected a package of at most {_MOST_FILES} files and {_MOST_BYTES >> 20} MiB, found more in "
+                f"expected a package of at most {_MAX_FILES} files and {_MAX_BYTES >> 20} MiB, found more in "
                 f"{package}: move what is no code out of it",
             )
         for field in (name.encode(), file.read_bytes()):
@@ -218,7 +121,7 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names)
 
 
-# ---- the only doors through which code comes in ---------------------------------------------------------------------
+# ---- loading: the only functions that import -------------------------------------------------------------------------
 
 
 def load(kind: str, word: str) -> str | None:
@@ -231,9 +134,9 @@ def load(kind: str, word: str) -> str | None:
     reference = reference_of(kind, word)
     if reference is None:
         return None
-    if reference.startswith(_IN_HAND):
-        if loaded(kind, reference) is None:
-            raise unknown(kind, reference, ())
+    if reference.startswith(_LOCAL_PREFIXES):
+        if registry.loaded(kind, reference) is None:
+            raise registry.unknown(kind, reference, ())
         return reference
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -241,9 +144,29 @@ def load(kind: str, word: str) -> str | None:
     return reference
 
 
+def load_of_reference(reference: str) -> str:
+    """Import the data set and the partition that a reference to data names, for a command's own words.
+
+    Returns the reference with both by their place: "mine/p5c2/3" -> "package:Mine/p5c2/3". Raises as `load`.
+    """
+    own_files = reference.startswith(tuple(f"{kind}:" for kind in FILES))
+    head, sign, tail = reference.partition("#" if own_files else "/")
+    kind, colon, _ = reference.partition(":")
+    if not own_files and colon and (hint := did_you_mean(kind, FILES)):
+        raise ConfigError("E-CFG-01", f"there is no data {reference!r}: {hint} valid forms: {VALID_FORMS}")
+    if not own_files and head not in SOURCES:
+        head = load("data", head) or head
+    partition, slash, silo = tail.rpartition("/")
+    name, bracket, options = partition.partition("(")
+    name, at, seed = (name, "", "") if bracket else name.partition("@")
+    if slash and (place := load("partition", name)):
+        partition = f"{place}{bracket}{options}{at}{seed}"
+    return f"{head}{sign}{partition}{slash}{silo}"
+
+
 def importable(named: Sequence[Extension]) -> bool:
     """Tell whether another process of this machine can load them."""
-    return not any(extension.name.startswith(_IN_HAND) for extension in named)
+    return not any(extension.name.startswith(_LOCAL_PREFIXES) for extension in named)
 
 
 def load_again(named: Sequence[Extension]) -> None:
@@ -262,22 +185,15 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
     pins = [entry.partition("==") for entry in allowed]
     if not wanted or not any(normalised(n.strip()) == wanted and v.strip() in ("", version) for n, _, v in pins):
         raise _refused(f"expected code that is allowed here ({', '.join(allowed) or 'none is'}), found {extension}")
-    known = identity(extension.kind, extension.name)
+    known = registry.identity(extension.kind, extension.name)
     if known is not None:
         if known != extension:
             raise _refused(f"expected {extension}, found {known} at work in this process")
         return
-    point = next(
-        (
-            p
-            for p in (entry_points(extension.kind) if extension.kind in KINDS else ())
-            if p.value == extension.name and normalised(_distribution(p)[0]) == wanted
-        ),
-        None,
-    )
-    if point is None:
+    place = extension.kind, extension.name
+    if not any((point.kind, point.reference) == place and point.is_of(wanted) for point in registry.entry_points()):
         raise _refused(f"expected an installed distribution that declares {extension}, found none")
-    if (found := identify(extension.kind, extension.name)) != extension:
+    if (found := identify(*place)) != extension:
         raise _refused(f"expected {extension}, found {found}")
     try:
         _import(found)
@@ -286,26 +202,21 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
 
 
 def load_distributions(names: Sequence[str] | None) -> list[Extension]:
-    """Import everything that these installed distributions declare; raises as `load_distribution`."""
-    return [extension for name in names or () for extension in load_distribution(name)]
+    """Import everything that these installed distributions declare; for a service, at its start.
 
-
-def load_distribution(name: str) -> list[Extension]:
-    """Import everything that an installed distribution declares; for a service, at its start.
-
-    Raises ConfigError: E-CFG-01 where it is not installed or declares nothing, and as `load`.
+    Raises ConfigError: E-CFG-01 where one is not installed or declares nothing, and as `load`.
     """
-    found = [
-        identify(kind, point.value)
-        for kind in KINDS
-        for point in entry_points(kind)
-        if normalised(_distribution(point)[0]) == normalised(name)
-    ]
-    if not found:
-        known = {_distribution(p)[0] for kind in KINDS for p in entry_points(kind)}
-        raise ConfigError("E-CFG-01", f"no distribution {name!r} with extensions is installed: {suggest(name, known)}")
-    for extension in found:
-        _import(extension)
+    found, points = list[Extension](), registry.entry_points() if names else []
+    for name in names or ():
+        own = [identify(point.kind, point.reference) for point in points if point.is_of(name)]
+        if not own:
+            known = {point.distribution for point in points}
+            raise ConfigError(
+                "E-CFG-01", f"no distribution {name!r} with extensions is installed: {suggest(name, known)}"
+            )
+        for extension in own:
+            _import(extension)
+        found += own
     return found
 
 
@@ -314,11 +225,11 @@ def _refused(message: str) -> RefusedError:
 
 
 def _import(extension: Extension) -> None:
-    if identity(extension.kind, extension.name) == extension:
+    if registry.identity(extension.kind, extension.name) == extension:
         return
     place, _, name = extension.name.partition(":")
     package = place.partition(".")[0]
-    if _LOADED.packages.setdefault(package, extension.digest) != extension.digest:  # Python would run what it has
+    if _IMPORTED.setdefault(package, extension.digest) != extension.digest:  # Python would run what it has
         raise ConfigError(
             "E-CFG-08", f"expected the files of {package} that this process has imported, found others: start it again"
         )
@@ -331,15 +242,11 @@ def _import(extension: Extension) -> None:
     if found is None:
         valid = [n for n, v in vars(sys.modules[place]).items() if isinstance(v, type) and v.__module__ == place]
         raise ConfigError("E-CFG-01", f"there is no {name!r} in {place}: {suggest(name, valid)}")
-    register(extension, found)
+    check(extension.kind, extension.name, found)
+    registry.put(extension.kind, extension.name, (found, extension))
 
 
-def register(extension: Extension, value: object) -> None:
-    """Make `value` what its kind and name stand for in this process; raises ConfigError (E-CFG-02) on a wrong kind."""
-    from fl_core.extensions import kinds  # which knows methods, models and data, and they know this module
-
-    kinds.accept(extension.kind, extension.name, value)
-    _LOADED.found[extension.kind, extension.name] = (value, extension)
+# ---- what a caller of this process holds in hand ---------------------------------------------------------------------
 
 
 @contextmanager
@@ -347,35 +254,29 @@ def given(kind: str, value: object, name: str = "", digest: str = "") -> Iterato
     """Register what a caller of this process holds in hand, for the time of the context; yields its name.
 
     A class keeps its place as its name, and is identified by its package, or by its own functions where that is a
-    notebook or a function; other values need `name` and `digest`.
+    notebook or a function; other values need `name` and `digest`. Raises as `check`.
     """
-    from fl_core.extensions import kinds
-
-    if isinstance(value, type):
-        reference = f"{value.__module__}:{value.__qualname__}"
-        kinds.accept(kind, reference, value)
-        extension = _identify_class(kind, value) if is_reference(reference) else None
-        extension = extension or Extension(kind, f"memory:{value.__name__}", digest=class_digest(value))
-    else:
-        extension = Extension(kind, name, digest=digest)
-    before = _LOADED.found.get((kind, extension.name))
-    register(extension, value)
+    check(kind, name or _place(value), value)
+    extension = Extension(kind, name, digest=digest) if name else _identify_class(kind, value)
+    before = registry.entry(kind, extension.name)
+    registry.put(kind, extension.name, (value, extension))
     try:
         yield extension.name
     finally:
-        if before is None:
-            del _LOADED.found[kind, extension.name]
-        else:
-            _LOADED.found[kind, extension.name] = before
+        registry.put(kind, extension.name, before)
 
 
-def _identify_class(kind: str, value: type) -> Extension | None:
-    reference = f"{value.__module__}:{value.__qualname__}"
-    if getattr(sys.modules.get(value.__module__), value.__qualname__, None) is not value:
-        return None
-    if value.__module__ == "__main__":
-        return Extension(kind, reference, digest=class_digest(value))
-    return identify(kind, reference)
+def _place(value: object) -> str:
+    return f"{value.__module__}:{getattr(value, '__qualname__', '')}"
+
+
+def _identify_class(kind: str, value: object) -> Extension:
+    assert isinstance(value, type)
+    reference, known = _place(value), getattr(sys.modules.get(value.__module__), value.__qualname__, None)
+    in_module = is_reference(reference) and known is value
+    if in_module and value.__module__ != "__main__":
+        return identify(kind, reference)
+    return Extension(kind, reference if in_module else f"memory:{value.__name__}", digest=class_digest(value))
 
 
 def class_digest(value: type) -> str:
@@ -394,29 +295,48 @@ def class_digest(value: type) -> str:
     return hasher.hexdigest()
 
 
-def require_named(method: str, model: str, named: Sequence[Extension]) -> None:
-    """Raise ConfigError (E-CFG-08) unless a manifest says whose code its method and its model are, and of nothing else.
+# ---- what an extension of each kind must be -------------------------------------------------------------------------
 
-    What it leaves out nobody could decide about.
+
+def check(kind: str, name: str, value: object) -> None:
+    """Refuse a wrong extension when it is loaded and not in round 3, and forget what was read under its name before.
+
+    Raises ConfigError (E-CFG-02) on what is no such thing.
     """
-    used = {(kind, name) for kind, name in (("method", method), ("model", model)) if is_reference(name)}
-    if sorted(used) != sorted((extension.kind, extension.name) for extension in named):
-        raise ConfigError(
-            "E-CFG-08",
-            f"expected a manifest that names the code of {shown(sorted(n for _, n in used))}, found "
-            f"{shown([extension.name for extension in named])}: both sides must run the same version",
-        )
+    if kind == "method":
+        if not isinstance(value, type) or not issubclass(value, FedAvg):
+            raise _wrong(name, "a method, a class below fl_core.methods.fedavg.FedAvg", value)
+        _check_options(name, value)
+    elif kind == "model":
+        if not isinstance(value, type) or not callable(getattr(value, "build", None)):
+            raise _wrong(name, "a model, a class with build(schema)", value)
+        _check_options(name, value)
+    elif kind == "data":
+        user_data.require(name, value)
+        user_data.forget()
+    else:
+        if isinstance(value, type):
+            _check_options(name, value)
+        user_partition.require(name, value)
+        user_data.forget()
 
 
-def require_same(method: str, model: str, named: Sequence[Extension]) -> None:
-    """Raise ConfigError (E-CFG-08) where this process has loaded other code than a manifest names, E-CFG-01 where none.
+def _check_options(name: str, kind: type) -> None:
+    """Require a frozen dataclass whose fields have defaults: they are its options on every command line."""
+    if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise _wrong(name, "a frozen dataclass, whose fields are its options", kind)
+    own = [n for n, hint in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(hint)]
+    if own and "__dataclass_fields__" not in vars(kind):
+        raise _wrong(name, f"@dataclass(frozen=True, kw_only=True) above a class with options ({', '.join(own)})", kind)
+    bare = [f.name for f in fields(kind) if f.default is MISSING]
+    if bare:
+        raise _wrong(name, "a plain default for each option", f"none for {', '.join(bare)}")
+    try:
+        kind()
+    except TypeError as error:
+        raise _wrong(name, "options that all have a default", str(error)) from error
 
-    Nothing is imported. As `require_named`.
-    """
-    require_named(method, model, named)
-    for wanted in named:
-        found = identity(wanted.kind, wanted.name)
-        if found is None:
-            raise unknown(wanted.kind, wanted.name, ())
-        if found != wanted:
-            raise ConfigError("E-CFG-08", f"expected {wanted}, found {found}: install that version and start again")
+
+def _wrong(name: str, expected: str, found: object) -> ConfigError:
+    what = f"the class {found.__name__}" if isinstance(found, type) else f"{found}"[:200]
+    return ConfigError("E-CFG-02", f"{name}: expected {expected}, found {what}")

@@ -17,7 +17,7 @@ from fl_core.datasets.partition.federations import SiloIndices
 from fl_core.datasets.sources import arrays
 from fl_core.datasets.sources.arrays import FullDataset, SplitArrays
 from fl_core.errors import ConfigError, DataError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.types.records import Schema
 
 Split = tuple[Tensor | ArrayLike, Tensor | ArrayLike]
@@ -67,12 +67,12 @@ def schema_of(value: object) -> Schema:
 
 
 def is_own(name: str) -> bool:
-    return extensions.loaded("data", name) is not None
+    return registry.loaded("data", name) is not None
 
 
 def schema(name: str) -> Schema | None:
     """Return the schema of a loaded data set; None where none has this name."""
-    found = extensions.loaded("data", name)
+    found = registry.loaded("data", name)
     return None if found is None else schema_of(found)
 
 
@@ -83,7 +83,7 @@ def forget() -> None:
 
 def read(name: str, root: Path | None) -> FullDataset:
     """Read a loaded data set; raises DataError (E-DATA-05, E-DATA-07) on arrays that are not what its class says."""
-    found = extensions.loaded("data", name)
+    found = registry.loaded("data", name)
     made = found() if isinstance(found, type) else found
     assert isinstance(made, ArrayData)
     expected = schema_of(made)

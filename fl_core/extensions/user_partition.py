@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from fl_core import rng
 from fl_core.converter import ConversionError, read_options
 from fl_core.datasets.partition.by_class import Indices, Labels
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 
 Shares = Sequence[tuple[ArrayLike, ArrayLike] | ArrayLike]
 """One entry per silo: positions in the train and in the test labels; or those in the train labels alone, and the test
@@ -57,9 +57,9 @@ def parsed(body: str) -> tuple[OwnPartition, str] | None:
     match = _TEXT.fullmatch(body)
     if match is None:
         return None
-    found = extensions.loaded("partition", match[1])
+    found = registry.loaded("partition", match[1])
     if found is None:
-        raise extensions.unknown("partition", match[1], ())
+        raise registry.unknown("partition", match[1], ())
     if not isinstance(found, type):  # what the process was given has no options
         return found, match[1]  # type: ignore[return-value]
     options = {}
@@ -74,7 +74,7 @@ def parsed(body: str) -> tuple[OwnPartition, str] | None:
 
 def made(name: str, options: dict[str, object]) -> tuple[OwnPartition, str]:
     """Make a loaded partition from its options; raises ConfigError (E-CFG-01, E-CFG-02, E-CFG-08)."""
-    found = extensions.loaded("partition", name)
+    found = registry.loaded("partition", name)
     if not isinstance(found, type):
         return found, name  # type: ignore[return-value]
     try:
@@ -96,18 +96,6 @@ def _plain(name: str, option: str, value: object) -> str:
     if not re.fullmatch(r"[\w.+-]+", text, re.ASCII):
         raise ConfigError("E-CFG-02", f"{name}.{option}: expected a number or a word, found {value!r}: change it")
     return text
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """The shares themselves, as somebody holds them in hand."""
-
-    silos: int
-    shares: tuple[tuple[Indices, Indices], ...]
-
-    def partition(self, train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
-        del train, test, n_classes, seed
-        return self.shares
 
 
 def checked(

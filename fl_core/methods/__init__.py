@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from fl_core.converter import Option, read_options
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.methods.disjoint.fedgela import FedGELA
@@ -88,8 +88,8 @@ def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def method_class(name: str) -> type[FedAvg]:
-    """Return a method of ours, or a loaded one (`fl_core.extensions.loading`); raises ConfigError (E-CFG-01)."""
-    found = METHODS.get(name) or extensions.loaded("method", name)
+    """Return a method of ours, or a loaded one (`fl_core.extensions.registry`); raises ConfigError (E-CFG-01)."""
+    found = METHODS.get(name) or registry.loaded("method", name)
     if not isinstance(found, type):
-        raise extensions.unknown("method", name, list(METHODS))
+        raise registry.unknown("method", name, list(METHODS))
     return found

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fl_core import rng
 from fl_core.converter import Option, read_options, shown
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.models.efficientnet import EfficientNetB0
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
 from fl_core.models.small.char_lstm import CharLstm
@@ -98,9 +98,9 @@ class ModelFacts:
 
 def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
     """Check a model's name and options; raises ConfigError (E-CFG-01, E-CFG-02) with the nearest name."""
-    found = MODELS.get(name) or extensions.loaded("model", name)
+    found = MODELS.get(name) or registry.loaded("model", name)
     if not isinstance(found, type):
-        raise extensions.unknown("model", name, list(MODELS))
+        raise registry.unknown("model", name, list(MODELS))
     options_: ModelOptions = read_options(found, name, options)
     return options_
 

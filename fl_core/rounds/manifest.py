@@ -15,7 +15,7 @@ from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.extensions.loading import Extension
+from fl_core.extensions.registry import Extension
 from fl_core.rounds import sampling
 from fl_core.types.clinical import BASIC, CLINICAL, METRICS_KINDS, MOST_CLASSES
 from fl_core.types.records import Schema, TrainConfig

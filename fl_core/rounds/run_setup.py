@@ -18,7 +18,7 @@ from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ConfigError, ProtocolError, StateError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.methods import build_method
 from fl_core.models import build_model, pretrained
 from fl_core.rounds import capabilities, sampling
@@ -54,7 +54,7 @@ class RunSetup:
 
         E-CFG-08 where another version of an extension is loaded than the manifest names.
         """
-        extensions.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
+        registry.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
         run = cls(manifest)
         _ = run.method, run.aggregator
         return run

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from fl_core.errors.extras import require
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -64,7 +64,7 @@ class SiloActor:
     ) -> None:
         torch.set_num_threads(threads)
         manifest = RunManifest.from_json(manifest_json)
-        extensions.load_again(manifest.extensions)
+        loading.load_again(manifest.extensions)
         run = RunSetup.of(manifest)
         run = run if weights is None else run.with_weights(weights)
         self._states = PassedState()

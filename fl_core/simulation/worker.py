@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 import torch
 
 from fl_core.errors import FederationError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation import tensor_messages
@@ -101,7 +101,7 @@ class _Worker:
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
         manifest = RunManifest.from_json(setup.manifest_json)
-        extensions.load_again(manifest.extensions)
+        loading.load_again(manifest.extensions)
         tensors = torch.load(setup.tensors, mmap=True, weights_only=True)
         shares, public, weights = cast("Given", tensor_messages.put_together(setup.examples, tensors))
         run = RunSetup.of(manifest)

@@ -90,9 +90,10 @@ def audit(
 
 def _target(data: str, root: Path | None, classes: str | None, image_size: int | None) -> AuditTarget:
     from fl_core import datasets
+    from fl_core.extensions import loading
     from privacy.audit.target import AuditTarget
 
-    data = datasets.resolved(data)
+    data = loading.load_of_reference(data)
     if image_size is None and datasets.parse(data).source not in datasets.FIXED:
         image_size = PIXELS
     return AuditTarget.of(datasets.load(data, datasets.DataRequest(label_space(classes), image_size), data_root=root))

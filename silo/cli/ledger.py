@@ -123,10 +123,11 @@ def register(
     their NAME alone.
     """
     from fl_core import datasets
+    from fl_core.extensions import loading
     from privacy.ledger import registration
 
     ledger = _ledger(home, make=True)
-    loaded = datasets.load(datasets.resolved(data), data_root=data_root)
+    loaded = datasets.load(loading.load_of_reference(data), data_root=data_root)
     found = registration.register(ledger, loaded, name or loaded.origin)
     if as_json:
         print_json({"collections": found})

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from service_core.console import local_time, print_json
 from silo.cli import console
 from silo.cli.options import HomeOption, JsonOption
@@ -76,7 +76,7 @@ def check(
         print_json({"file": str(place), "digest": policy.digest, "sound": True})
         return
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
-    facts += [(f"extension {name}", found) for name, found in extensions.installed(policy.runs.extensions).items()]
+    facts += [(f"extension {name}", found) for name, found in registry.installed(policy.runs.extensions).items()]
     if policy.budgets and not silo_home.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
     console.show_facts(facts)

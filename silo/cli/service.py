@@ -249,8 +249,9 @@ def check(
     classes without images, images stored twice.
     """
     from fl_core import datasets
+    from fl_core.extensions import loading
 
-    reference = datasets.resolved(reference)
+    reference = loading.load_of_reference(reference)
     report = datasets.check(
         reference,
         datasets.DataRequest(label_space(classes), window=grey_window(window)),
@@ -270,8 +271,9 @@ def describe(
 ) -> None:
     """Show shape, classes and counts per split."""
     from fl_core import datasets
+    from fl_core.extensions import loading
 
-    reference = datasets.resolved(reference)
+    reference = loading.load_of_reference(reference)
     loaded = datasets.load(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
     report = datasets.check(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
     if as_json:

@@ -188,10 +188,11 @@ class Examination:
 
     def _data(self) -> Iterator[Finding]:
         from fl_core import datasets
+        from fl_core.extensions import loading
 
         assert self.data is not None
         found = datasets.check(
-            datasets.resolved(self.data),
+            loading.load_of_reference(self.data),
             datasets.DataRequest(self.classes),
             data_root=self.data_root,
             deep=True,

@@ -11,7 +11,7 @@ import torch
 
 from fl_core.datasets import SiloDataset
 from fl_core.errors import DataError, FederationError, RefusedError, StateError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading, registry
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
@@ -146,9 +146,9 @@ class HospitalControls:
         try:
             policy = self.policy()
             policy.check_request(manifest)
-            extensions.require_named(manifest.method.name, manifest.model.name, manifest.extensions)
+            registry.require_named(manifest.method.name, manifest.model.name, manifest.extensions)
             for extension in manifest.extensions:
-                extensions.load_allowed(extension, policy.runs.extensions)
+                loading.load_allowed(extension, policy.runs.extensions)
             require_memory(manifest.method, manifest.model, manifest.schema, manifest.train, device)
             run = self._compiled(manifest)
             policy.check(run)

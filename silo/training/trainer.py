@@ -21,6 +21,7 @@ from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
 from fl_core.datasets import DataRequest, ImageLoader, SiloDataset
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
+from fl_core.extensions import loading
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
@@ -73,7 +74,7 @@ class DataSource:
         loader: ImageLoader | None = None,
         holds: tuple[str, ...] = (),
     ) -> None:
-        self.reference = datasets.parse(datasets.resolved(reference))  # the hospital's own words
+        self.reference = datasets.parse(loading.load_of_reference(reference))  # the hospital's own words
         self._data_root = data_root
         self._nominal_size = nominal_size
         self.typed = nominal_size is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulate import runner
+from coordinator.simulate.results import Result
 from fl_core.errors import FederationError
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
@@ -25,14 +26,12 @@ TOLD_S = 30.0
 _COUNTED = ("SPENT", "SPENT_ON_RECOVERY", "INTENT", "RUNNING")
 
 
-def undisturbed(plan: RunPlan) -> runner.Result:
+def undisturbed(plan: RunPlan) -> Result:
     """Run a plan's run as a simulation, to which nothing happens."""
     return runner.run(compose_spec(plan.overrides))
 
 
-def after_run(
-    federation: Federation, plan: RunPlan, run: str, found: dict[str, Any], wanted: runner.Result
-) -> list[str]:
+def after_run(federation: Federation, plan: RunPlan, run: str, found: dict[str, Any], wanted: Result) -> list[str]:
     """Check a finished run: its model, its rounds, the ledgers, and what is left behind."""
     return [
         *_model(found, wanted),
@@ -41,7 +40,7 @@ def after_run(
     ]
 
 
-def _model(found: dict[str, Any], wanted: runner.Result) -> Iterator[str]:
+def _model(found: dict[str, Any], wanted: Result) -> Iterator[str]:
     if found["model_digest"] != wanted.model_digest:
         yield f"the model is {found['model_digest']}, undisturbed {wanted.model_digest}"
     for record in found["round"]:
@@ -49,7 +48,7 @@ def _model(found: dict[str, Any], wanted: runner.Result) -> Iterator[str]:
             yield f"round {record['round']} has {record['included']} and lacks {record['missing']}"
 
 
-def _ledger(federation: Federation, plan: RunPlan, run: str, name: str, wanted: runner.Result) -> Iterator[str]:
+def _ledger(federation: Federation, plan: RunPlan, run: str, name: str, wanted: Result) -> Iterator[str]:
     """Each round is charged once, as it was planned; what is charged beside it, an interruption explains."""
     home = federation.folder / name
     ledger = Ledger(home / "ledger.db")
@@ -83,7 +82,7 @@ def _ledger(federation: Federation, plan: RunPlan, run: str, name: str, wanted: 
                 yield f"{name} made an update in round {round} ({kind}) that its ledger has not: {digest}"
 
 
-def _planned(plan: RunPlan, wanted: runner.Result, name: str) -> dict[tuple[int, str], Counter[object]]:
+def _planned(plan: RunPlan, wanted: Result, name: str) -> dict[tuple[int, str], Counter[object]]:
     if not plan.private:
         return {}
     compiled = CompiledRun.of(wanted.manifest)

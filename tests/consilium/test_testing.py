@@ -15,9 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from consilium.extending import ArrayData, FedAvg, HeadOptions, LocalResult, Losses, Part
 from consilium.testing import check_data, check_method, check_model, check_partition
-from consilium.testing.cases import MethodCase, run_checks
-from consilium.testing.methods import CHECKS
-from fl_core.extensions import loading as extensions
+from consilium.testing.methods import CHECKS, MethodCase, run_checks
+from fl_core.extensions import loading
 
 
 def broken_by(check: Callable[[], None]) -> str:
@@ -94,7 +93,7 @@ class Sharing(FedAvg):
 )
 def test_a_method_that_breaks_a_promise_is_told_which(method: type[FedAvg], promise: str) -> None:
     (check,) = [check for check in CHECKS if check.__name__ == promise.replace(" ", "_")]
-    with extensions.given("method", method) as name:
+    with loading.given("method", method) as name:
         said = broken_by(lambda: run_checks([check], MethodCase(name, {}), method.__name__))
     assert said.startswith(f"{method.__name__} breaks 1 of 1 promises:\n  {promise}: ")
 

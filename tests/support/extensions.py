@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading, registry
 
 METHOD = """
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ class Installed:
     def reference(self) -> str:
         return f"{self.package}.method:Mine"
 
-    def identity(self) -> extensions.Extension:
-        return extensions.identify("method", self.reference)
+    def identity(self) -> registry.Extension:
+        return loading.identify("method", self.reference)
 
 
 def install(
@@ -74,7 +74,8 @@ def install(
     (info / "entry_points.txt").write_text(f"[consilium.methods]\n{lines}")
     if str(folder) not in sys.path:
         monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(extensions, "_LOADED", extensions._Loaded())
+    monkeypatch.setattr(registry, "_LOADED", {})
+    monkeypatch.setattr(loading, "_IMPORTED", {})
     for module in [m for m in sys.modules if m == package or m.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, module)
     return made

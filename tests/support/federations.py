@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consilium.testing.cases import CONTEXT as CONTEXT
-from consilium.testing.cases import TRAIN as TRAIN
 from consilium.testing.federation import NAMES as NAMES
 from consilium.testing.federation import SCHEMA as SCHEMA
 from consilium.testing.federation import MadeUp as Given  # noqa: F401
@@ -27,6 +25,8 @@ from consilium.testing.federation import same_state as same_state
 from consilium.testing.federation import shares
 from consilium.testing.federation import stacked as stacked
 from consilium.testing.federation import total_of as total_of
+from consilium.testing.methods import CONTEXT as CONTEXT
+from consilium.testing.methods import TRAIN as TRAIN
 from fl_core.aggregation.aggregator import BLOCK
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fl_core.errors import ConfigError
 
@@ -98,12 +99,15 @@ class Grid:
     def shares_of(self, variant: str) -> tuple[float, ...]:
         return self.shares if VARIANTS[variant].uses_share else (1.0,)
 
+    def epsilons_of(self, variant: str) -> list[float]:
+        return sorted(e for e in self.epsilons if not (VARIANTS[variant].finite and math.isinf(e)))
+
     def cells(self) -> list[Run]:
         return [
             Run(v, e, p, s)
             for v in self.variants
             for e in self.epsilons
-            if not (VARIANTS[v].finite and math.isinf(e))
+            if e in self.epsilons_of(v)
             for p in self.shares_of(v)
             for s in self.seeds
         ]
@@ -119,32 +123,23 @@ def canonical(cell: Run) -> Run:
     return cell if variant.uses_share else Run(cell.variant, cell.epsilon, 1.0, cell.seed)
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
-    """Two sets of words whose final models must be equal bit for bit; epsilon: which schedule both have."""
+class Control(NamedTuple):
+    """Two runs whose final models must be equal bit for bit; right: None for the left one without privacy."""
 
     name: str
-    left: Words
-    right: Words
-    epsilon: float = math.inf
+    left: Run
+    right: Run | None
 
 
 def controls(grid: Grid) -> list[Control]:
     """List what is checked once: epsilon = inf is the plain run, share 0 is the variant without prototypes."""
     seed, found = grid.seeds[0], list[Control]()
-    for name in grid.variants:
-        variant = VARIANTS[name]
-        if variant.personal:
-            continue
-        if variant.finite and variant.zero and (finite := [e for e in grid.epsilons if not math.isinf(e)]):
-            zero = Run(name, finite[0], 0.0, seed)
-            found.append(Control(f"share 0 of {name} is {variant.zero}", zero.words, canonical(zero).words, finite[0]))
-        if variant.finite:
-            continue
-        top = Run(name, math.inf, 1.0, seed)
-        plain = tuple(w for w in top.words if not w.startswith("privacy"))
-        found.append(Control(f"epsilon=inf of {name} is the run without privacy", top.words, plain))
-        if variant.zero:
-            zero = Run(name, math.inf, 0.0, seed)
-            found.append(Control(f"share 0 of {name} is {variant.zero}", zero.words, canonical(zero).words))
+    for name, variant in ((name, VARIANTS[name]) for name in grid.variants if not VARIANTS[name].personal):
+        epsilons = [e for e in grid.epsilons if not math.isinf(e)][:1] if variant.finite else [math.inf]
+        if not variant.finite:
+            top = Run(name, math.inf, 1.0, seed)
+            found.append(Control(f"epsilon=inf of {name} is the run without privacy", top, None))
+        for epsilon in epsilons if variant.zero else ():
+            zero = Run(name, epsilon, 0.0, seed)
+            found.append(Control(f"share 0 of {name} is {variant.zero}", zero, canonical(zero)))
     return found

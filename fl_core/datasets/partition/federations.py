@@ -29,8 +29,7 @@ from fl_core import rng
 from fl_core.datasets.partition import by_class, by_client
 from fl_core.datasets.partition.by_class import Indices, Labels
 from fl_core.errors import ConfigError
-from fl_core.extensions import loading as extensions
-from fl_core.extensions import user_partition as own
+from fl_core.extensions import registry, user_partition
 from fl_core.extensions.user_partition import OwnPartition
 from fl_core.suggest import suggest
 
@@ -103,7 +102,7 @@ class Partitioner:
         """
         if self.own is not None:
             shares = self.own.partition(train, test, n_classes, self.seed)
-            parts = own.checked(self.text, shares, self.silos, (train, test), n_classes, self.seed)
+            parts = user_partition.checked(self.text, shares, self.silos, (train, test), n_classes, self.seed)
             return [SiloIndices(*pair) for pair in parts]
         if self.kind in HELD_OUT:
             kept = [by_client.hold_out(p, self.seed, k) for k, p in enumerate(self._per_silo(train, n_classes))]
@@ -172,7 +171,7 @@ def parse_federation(text: str) -> Partitioner:
         raise ConfigError("E-CFG-01", f"expected a partition seed like @7 after the federation, found {text!r}")
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
-    if found := own.parsed(body):
+    if found := user_partition.parsed(body):
         return Partitioner(PartitionKind.OWN, found[0].silos, f"{found[1]}{tail}", seed, own=found[0])
     if body == "hospitals6":
         return Partitioner(PartitionKind.HOSPITALS, 6, f"{body}{tail}", seed)
@@ -228,7 +227,7 @@ def federation_text(config: Mapping[str, object]) -> str:
     name = str(config.get("name", ""))
     if re.fullmatch(r"centers(-\d+)+", name) and set(config) == {"name"}:
         return name
-    if extensions.is_reference(name):
+    if registry.is_reference(name):
         return _own_text(name, config)
     fields = _FIELDS.get(name, ())
     seeded = () if name == "centers" else ("partition_seed",)
@@ -244,7 +243,7 @@ def _own_text(name: str, config: Mapping[str, object]) -> str:
     """Write the configuration of a loaded partition; raises ConfigError (E-CFG-01, E-CFG-02)."""
     options = {key: value for key, value in config.items() if key not in ("name", "partition_seed")}
     seed = _seed(config)
-    return parse_federation(f"{own.made(name, options)[1]}{f'@{seed}' if seed else ''}").text
+    return parse_federation(f"{user_partition.made(name, options)[1]}{f'@{seed}' if seed else ''}").text
 
 
 def _seed(config: Mapping[str, object]) -> int:

@@ -16,6 +16,7 @@ from coordinator.simulate import engine, runner
 from coordinator.simulate.checkpoints import Checkpoints
 from coordinator.simulate.engine import SimulationEngine, threads_of
 from fl_core.errors import ConfigError, RefusedError
+from fl_core.rounds.engine import Observer
 from fl_core.simulation import workers
 from fl_core.simulation.in_process import thread_count
 from fl_core.types.records import RoundRecord
@@ -95,7 +96,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path: Path, monke
     """On another machine, or under another share of it: they decide the last bit."""
     kept, seen = Checkpoints(tmp_path), list[int]()
 
-    class Watch(runner.Observer):
+    class Watch(Observer):
         def closed(self, record: RoundRecord, server: State) -> None:
             seen.append(torch.get_num_threads())
 

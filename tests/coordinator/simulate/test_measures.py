@@ -12,7 +12,7 @@ from consilium import simulate as python_simulate
 from coordinator.api.messages import stored_aggregator
 from coordinator.cli.research import simulate
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate import runner
+from coordinator.simulate import results, runner
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import RoundRecord
@@ -79,7 +79,7 @@ def test_the_mean_of_the_last_rounds_stands_beside_the_best() -> None:
     assert said["mean_last_pa"] == pytest.approx(sum(pa[-5:]) / 5)
     assert said["best_pa"] == max(pa)
     assert pa != [s["pa"] for s in said["cohort_personal_by_round"]]  # type: ignore[attr-defined]
-    assert runner.mean_of_last([0.5, None]) is runner.mean_of_last([]) is None
+    assert results.mean_of_last([0.5, None]) is results.mean_of_last([]) is None
 
 
 @pytest.mark.slow

@@ -9,18 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import consilium
 from consilium import ConfigError, DataError, Progress, simulate
 from consilium.extending import ArrayData, FedAvg, HeadOptions, Schema, SplitModel
 from coordinator.cli.research import simulate as command
 from coordinator.config.hydra_config import choices, compose_simulation
-from coordinator.simulate import python_api, runner
+from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import registry
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models.small.digits import DigitsLinear
 from fl_core.types import tensor_maps
@@ -132,7 +129,7 @@ def test_classes_and_instances_of_ones_own_of_all_four_kinds_go_together() -> No
     assert a.manifest.schema.classes == ("a", "b", "c", "d")
     assert simulate(Mine, Four(), Alternate, Flat(width=5), **FEW).digest == a.digest
     for kind, name in (("method", "Mine"), ("model", "Flat"), ("data", "Four"), ("partition", "Alternate")):
-        assert extensions.loaded(kind, f"{__name__}:{name}") is None  # nothing stays behind
+        assert registry.loaded(kind, f"{__name__}:{name}") is None  # nothing stays behind
 
 
 def test_tensors_are_data_and_shares_are_a_federation() -> None:
@@ -187,7 +184,9 @@ def test_progress_is_told_each_round_and_may_end_the_simulation() -> None:
         ({"rounds": float("nan")}, "E-CFG-02", "rounds"),
         ({"seed": print}, "E-CFG-02", "seed"),
         ({"seed": object()}, "E-CFG-02", "seed"),
-        ({"name": "${oc.env:HOME}"}, "E-CFG-02", "interpolation"),
+        ({"train_": 3}, "E-CFG-01", "train"),
+        ({"weights_file": "x"}, "E-CFG-01", "model.weights"),
+        ({"data__image_sise": 3}, "E-CFG-01", "image_size"),
         ({"privacy": 3}, "E-CFG-02", "privacy"),
         ({"method": dict}, "E-CFG-02", "a method"),
         ({"method": 3}, "E-CFG-02", "a method"),
@@ -220,29 +219,9 @@ def test_a_wrong_argument_is_refused_as_the_command_line_refuses_it(
     assert len(str(caught.value)) < 1500
 
 
-VALUES = st.one_of(
-    st.text(st.characters(codec="utf-8", exclude_characters="$"), max_size=6),
-    st.text("'\\\\,[]{}=: #\n%", max_size=6),
-    st.floats(allow_nan=False),
-    st.integers(-(2**62), 2**62),
-    st.booleans(),
-    st.none(),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(VALUES | st.lists(VALUES, max_size=3))
-def test_values_come_through_hydra_s_grammar_as_they_are(value: object) -> None:
-    word = f"name={python_api._hydra('name', value)}"
-    (found,) = OverridesParser.create().parse_overrides([word])
-    got = found.value()
-    plain = [getattr(v, "text", v) for v in got] if isinstance(got, list) else getattr(got, "text", got)
-    assert plain == value
-
-
-def test_text_with_quotes_and_backslashes_reaches_the_configuration() -> None:
-    for text in ("it's\\", "\\'", "a: [b], {c}=d # e", ""):
-        assert compose_simulation([f"name={python_api._hydra('name', text)}"]).name == text
+def test_text_reaches_the_configuration_as_it_is() -> None:
+    for text in ("it's\\", "\\'", "a: [b], {c}=d # e", "", "7", "${oc.env:HOME}"):
+        assert simulate("fedavg", PAIRS, "iid-2", **FEW, name=text or None).config.name == (text or None)
 
 
 def test_a_method_that_no_other_process_can_import_is_refused_workers_and_gets_none_by_itself() -> None:
@@ -256,7 +235,14 @@ def test_a_method_that_no_other_process_can_import_is_refused_workers_and_gets_n
 
 def test_choices_do_not_show_what_was_given_in_hand() -> None:
     simulate(Mine, PAIRS, "iid-2", **FEW)
-    assert not [name for group in ("method", "data", "model", "federation") for name in choices(group) if "own" in name]
+    assert not [name for group in ("method", "data", "model", "federation") for name in choices(group) if ":" in name]
+    assert "there is no method=fedmrr: did you mean method=fedmr?" in refused("fedmrr")
+
+
+def refused(method: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        simulate(method)
+    return str(caught.value)
 
 
 def test_the_public_names_are_there_and_documented() -> None:

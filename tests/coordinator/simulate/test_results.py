@@ -19,8 +19,8 @@ from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead.curves import MEASURES
 from coordinator.simulate import results, runner
-from coordinator.simulate.job import SimulationJob
-from coordinator.simulate.results import ResultFolder
+from coordinator.simulate.results import Result, ResultFolder
+from coordinator.simulate.runner import SimulationJob
 from coordinator.simulate.sweep import SweepTable, folder_name, swept
 from fl_core.errors import ConfigError, StateError
 from fl_core.models import build_model
@@ -33,13 +33,13 @@ SHORT = ["data=digits", "federation=p5c2", "rounds=2", "train.max_steps=2", "thr
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, runner.Result]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     folder = tmp_path_factory.mktemp("runs") / "one"
     return folder, runner.run(compose_simulation(SHORT), out=folder, words=SHORT)
 
 
 def test_the_folder_holds_configuration_manifest_tables_summary_model_and_picture(
-    made: tuple[Path, runner.Result],
+    made: tuple[Path, Result],
 ) -> None:
     folder, result = made
     assert RunSpec.from_mapping(yaml.safe_load((folder / "config.yaml").read_text())) == compose_simulation(SHORT)
@@ -55,7 +55,7 @@ def test_the_folder_holds_configuration_manifest_tables_summary_model_and_pictur
 
 
 def test_one_row_per_round_and_measure_equal_to_the_summary_and_to_pandas_own_mean(
-    made: tuple[Path, runner.Result],
+    made: tuple[Path, Result],
 ) -> None:
     folder, result = made
     frame = pd.read_parquet(folder / "history.parquet")
@@ -76,7 +76,7 @@ def test_one_row_per_round_and_measure_equal_to_the_summary_and_to_pandas_own_me
     assert frame[frame.measure == "cohort_accuracy"].value.tolist() == summary["cohort_accuracy_by_round"]
 
 
-def test_the_table_of_silos_counts_every_example_once(made: tuple[Path, runner.Result]) -> None:
+def test_the_table_of_silos_counts_every_example_once(made: tuple[Path, Result]) -> None:
     folder, _ = made
     frame = pd.read_csv(folder / "silos.csv")
     assert frame.groupby("split").examples.sum().to_dict() == {"test": 359, "train": 1438}
@@ -84,9 +84,7 @@ def test_the_table_of_silos_counts_every_example_once(made: tuple[Path, runner.R
 
 
 @pytest.mark.parametrize(("std", "shown"), [(2.0, True), (1e6, False)])
-def test_what_noise_hides_has_its_interval_or_no_number(
-    std: float, shown: bool, made: tuple[Path, runner.Result]
-) -> None:
+def test_what_noise_hides_has_its_interval_or_no_number(std: float, shown: bool, made: tuple[Path, Result]) -> None:
     noise = uncertainty.RunNoise(uncertainty.EvaluationNoise(std), frozenset({"pa"}))
     result = replace(made[1], noise=noise, measured=())
     rows = results.history(result)
@@ -98,7 +96,7 @@ def test_what_noise_hides_has_its_interval_or_no_number(
 
 
 def test_results_of_another_configuration_are_refused_before_training_and_left_alone(
-    made: tuple[Path, runner.Result],
+    made: tuple[Path, Result],
 ) -> None:
     folder, _ = made
     before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
@@ -113,9 +111,7 @@ def test_results_of_another_configuration_are_refused_before_training_and_left_a
 @pytest.mark.parametrize(
     "text", ["", "a: [1", "- 1", "a: &x [1]\nb: [*x, *x]", "\x00", "é".encode("latin-1").decode("latin-1") * 3]
 )
-def test_a_damaged_configuration_is_refused_with_words(
-    text: str, tmp_path: Path, made: tuple[Path, runner.Result]
-) -> None:
+def test_a_damaged_configuration_is_refused_with_words(text: str, tmp_path: Path, made: tuple[Path, Result]) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(StateError, match=r"config\.yaml: move it away") as caught:
         ResultFolder(tmp_path).claim(compose_simulation(SHORT), made[1].manifest)
@@ -123,7 +119,7 @@ def test_a_damaged_configuration_is_refused_with_words(
 
 
 def test_a_file_in_place_of_the_folder_and_a_planted_link_are_not_written_through(
-    tmp_path: Path, made: tuple[Path, runner.Result]
+    tmp_path: Path, made: tuple[Path, Result]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
@@ -135,7 +131,7 @@ def test_a_file_in_place_of_the_folder_and_a_planted_link_are_not_written_throug
     assert file.read_text() == "mine"
 
 
-def test_words_cannot_begin_a_line_of_the_configuration(tmp_path: Path, made: tuple[Path, runner.Result]) -> None:
+def test_words_cannot_begin_a_line_of_the_configuration(tmp_path: Path, made: tuple[Path, Result]) -> None:
     ResultFolder(tmp_path).claim(compose_simulation(SHORT), made[1].manifest, ["name=a\nrounds: 9\u2028x"])
     assert ResultFolder(tmp_path).differences(compose_simulation(SHORT)) == []
 
@@ -158,12 +154,12 @@ def test_a_sweep_gives_one_table_and_goes_on_where_it_was(tmp_path: Path, monkey
     assert rounds[rounds.measure == "accuracy"].groupby("seed").value.last().tolist() == frame.global_accuracy.tolist()
     assert rounds["round"].dtype.kind == "i"
 
-    def never(*_: object, **__: object) -> runner.Result:
+    def never(*_: object, **__: object) -> Result:
         raise AssertionError("it was finished")
 
     monkeypatch.setattr(runner, "run", never)
     assert ran(0)["model_digest"] == frame.model_digest[0]
-    monkeypatch.setattr("coordinator.simulate.job.version", lambda: "another version")
+    monkeypatch.setattr("coordinator.simulate.runner.version", lambda: "another version")
     with pytest.raises(AssertionError):
         ran(0)
 
@@ -230,7 +226,7 @@ def test_the_macro_auc_has_one_name_everywhere() -> None:
 
 
 def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_is_there(
-    made: tuple[Path, runner.Result],
+    made: tuple[Path, Result],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -244,7 +240,7 @@ def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_
     assert "without *.parquet, which needs consilium-fl[tables]; without plot.png" in capsys.readouterr().err
 
 
-def test_a_plot_shows_itself_in_a_notebook_and_leaves_the_backend_alone(made: tuple[Path, runner.Result]) -> None:
+def test_a_plot_shows_itself_in_a_notebook_and_leaves_the_backend_alone(made: tuple[Path, Result]) -> None:
     before = matplotlib.get_backend()
     assert results.draw(made[1])._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     assert matplotlib.get_backend() == before

@@ -14,8 +14,8 @@ from coordinator.cli.research import simulate
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.job import SimulationJob
-from coordinator.simulate.sweep import SweepTable, combinations, is_sweep
+from coordinator.simulate.runner import SimulationJob
+from coordinator.simulate.sweep import SweepTable, combinations, swept
 from fl_core.errors import ConfigError
 
 COMMAND = str(Path(sys.executable).parent / "coordinator")
@@ -27,8 +27,8 @@ def test_combinations_are_the_grid_and_brackets_separate_nothing() -> None:
     assert combinations(words) == [
         [f"seed={s}", f"method={m}", "federation=p5c2", "silos=[a,b]"] for s in (0, 1) for m in ("fedavg", "fedmr")
     ]
-    assert is_sweep(words)
-    assert not is_sweep(words[2:])
+    assert swept(words) == ["seed", "method"]
+    assert swept(words[2:]) == swept(["=1"]) == []
 
 
 def test_methods_of_ones_own_are_swept_over_by_their_places_and_quoted_names_are_names(

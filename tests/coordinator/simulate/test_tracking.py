@@ -14,8 +14,7 @@ from consilium import ConfigError, Progress, simulate
 from coordinator.cli import research
 from coordinator.cli.runs import watch
 from coordinator.lead import trackers
-from coordinator.simulate.job import SimulationJob
-from coordinator.simulate.tracking import run_id, tracked
+from coordinator.simulate.runner import SimulationJob, run_id, tracked
 from fl_core.errors import UnavailableError
 from privacy.accounting import uncertainty
 

@@ -9,8 +9,8 @@ import yaml
 
 from coordinator.config.hydra_config import PARTITIONS, compose_spec
 from fl_core.datasets import DATA_ROOT, SOURCES, DataRequest, federation, federation_text, load, parse, schema_of
-from fl_core.datasets.references import resolved
 from fl_core.errors import ConfigError, DataError
+from fl_core.extensions.loading import load_of_reference
 from fl_core.models import describe
 from fl_core.types.columns import Column
 
@@ -83,7 +83,7 @@ def test_misspelt_references_are_refused(reference: str, match: str) -> None:
 @pytest.mark.parametrize("reference", ["foldr:/x", "manifst:/x.csv", "tabel:/x.csv"])
 def test_a_misspelt_kind_of_file_is_taken_for_one_and_not_for_a_package(reference: str) -> None:
     with pytest.raises(ConfigError, match=r"did you mean .(folder|manifest|table)."):
-        resolved(reference)
+        load_of_reference(reference)
 
 
 def test_federation_names_all_silos() -> None:

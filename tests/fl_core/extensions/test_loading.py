@@ -13,8 +13,8 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from fl_core import datasets
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.extensions import loading as extensions
-from fl_core.extensions.loading import Extension
+from fl_core.extensions import loading, registry
+from fl_core.extensions.registry import Extension
 from fl_core.methods import METHODS, build_method
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import NamedOptions, RunManifest
@@ -73,12 +73,12 @@ def test_what_a_digest_could_not_cover_is_refused(mine: Installed, tmp_path: Pat
 def test_a_package_of_too_many_or_too_large_files_is_refused(
     mine: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extensions, "_MOST_FILES", 1)
+    monkeypatch.setattr(loading, "_MAX_FILES", 1)
     with pytest.raises(ConfigError, match="at most 1 files"):
         mine.identity()
-    monkeypatch.setattr(extensions, "_MOST_FILES", 10)
+    monkeypatch.setattr(loading, "_MAX_FILES", 10)
     with (tmp_path / "mine_package/large").open("wb") as file:
-        file.truncate(extensions._MOST_BYTES + 1)  # sparse: it must not be read
+        file.truncate(loading._MAX_BYTES + 1)  # sparse: it must not be read
     with pytest.raises(ConfigError, match="512 MiB"):
         mine.identity()
 
@@ -112,7 +112,7 @@ def test_a_manifest_cannot_hold_an_extension_with_a_hostile_field(fields: dict[s
 
 def refused(extension: Extension, *allowed: str) -> str:
     with pytest.raises(RefusedError) as caught:
-        extensions.load_allowed(extension, allowed)
+        loading.load_allowed(extension, allowed)
     assert caught.value.code == "E-POLICY-15"
     return str(caught.value)
 
@@ -155,18 +155,18 @@ def test_another_distribution_s_name_does_not_open_the_door(
 @pytest.mark.parametrize("allowed", ["mine-package", "Mine.Package == 1.2", "MINE_PACKAGE==1.2"])
 def test_allowed_code_is_loaded_and_makes_the_method(mine: Installed, allowed: str) -> None:
     wanted = mine.identity()
-    extensions.load_allowed(wanted, [allowed])
-    extensions.load_allowed(wanted, [allowed])
+    loading.load_allowed(wanted, [allowed])
+    loading.load_allowed(wanted, [allowed])
     assert build_method(mine.reference, {"mu": 0.25}) == sys.modules["mine_package.method"].Mine(mu=0.25)
 
 
 def test_permission_is_asked_for_each_time_and_code_that_changed_meanwhile_is_another(mine: Installed) -> None:
     first = mine.identity()
-    extensions.load_allowed(first, ["mine-package"])
+    loading.load_allowed(first, ["mine-package"])
     refused(first)
     mine.module.write_text(mine.module.read_text() + "\n")
     assert "at work in this process" in refused(mine.identity(), "mine-package")
-    extensions.load_allowed(first, ["mine-package"])  # what runs here is still the first
+    loading.load_allowed(first, ["mine-package"])  # what runs here is still the first
 
 
 def test_files_that_changed_since_their_package_was_imported_are_not_taken_for_what_runs(mine: Installed) -> None:
@@ -178,7 +178,7 @@ def test_files_that_changed_since_their_package_was_imported_are_not_taken_for_w
     assert caught.value.code == "E-CFG-08"
     point = mine.folder / "mine_package-1.2.dist-info/entry_points.txt"
     point.write_text(point.read_text() + f"other = {other}\n")
-    assert "start it again" in refused(extensions.identify("method", other), "mine-package")
+    assert "start it again" in refused(loading.identify("method", other), "mine-package")
 
 
 def test_code_that_does_not_import_is_refused_for_this_hospital_and_no_mistake_of_the_run(
@@ -203,7 +203,7 @@ def test_a_manifest_names_the_code_it_uses_and_a_process_without_it_says_so(
     assert run.method == NamedOptions(mine.reference, {"mu": 0.25, "weights": "samples"})
     assert run.extensions == (mine.identity(),)
     assert RunManifest.from_json(run.to_json()) == run
-    monkeypatch.setattr(extensions, "_LOADED", extensions._Loaded())
+    monkeypatch.setattr(registry, "_LOADED", {})
     with pytest.raises(ConfigError, match=r"loaded here.*--extension") as caught:
         RunSetup.of(run)
     assert caught.value.code == "E-CFG-01"
@@ -309,7 +309,7 @@ def test_a_given_class_is_there_for_the_context_alone() -> None:
     class Local(FedAvg):
         pass
 
-    with extensions.given("method", Local) as name:
+    with loading.given("method", Local) as name:
         assert isinstance(build_method(name, {}), Local)
     with pytest.raises(ConfigError):
         build_method(name, {})
@@ -317,7 +317,7 @@ def test_a_given_class_is_there_for_the_context_alone() -> None:
 
 
 def test_what_is_installed_is_said_without_an_import(mine: Installed) -> None:
-    found = extensions.installed(["mine-package", "mine-package==9", "nothing"])
+    found = registry.installed(["mine-package", "mine-package==9", "nothing"])
     assert found == {
         "mine-package": "1.2: method mine_package.method:Mine",
         "mine-package==9": "not installed, found 1.2",

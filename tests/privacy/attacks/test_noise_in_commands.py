@@ -14,7 +14,7 @@ from coordinator.api.messages import run_info, stored_result_noise
 from coordinator.cli import runs as lead
 from coordinator.cli.export import model_card
 from coordinator.lead import console
-from coordinator.simulate.runner import Result
+from coordinator.simulate.results import Result
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from privacy.profiles import result_noise
 from tests.support.fake_coordinator import MEMBERS

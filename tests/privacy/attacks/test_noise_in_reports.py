@@ -15,9 +15,10 @@ from rich.console import Console
 from coordinator.cli import research
 from coordinator.demo import budgets
 from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
-from coordinator.simulate.ablation.__main__ import table as ablation_table
-from coordinator.simulate.ablation.checks import Estimate
-from coordinator.simulate.runner import Result
+from coordinator.simulate import runner
+from coordinator.simulate.ablation import report as ablation_report
+from coordinator.simulate.ablation.report import Estimate
+from coordinator.simulate.results import Result
 from privacy.accounting.uncertainty import EvaluationNoise
 from privacy.profiles import result_noise
 from protos.consilium.v1 import federation_pb2 as pb
@@ -76,7 +77,7 @@ def test_a_simulation_withholds_what_noise_hides(case: str, capsys: pytest.Captu
             tell(manifest).closed(record, {})
         return result
 
-    monkeypatch.setattr(research.runner, "run", simulated)
+    monkeypatch.setattr(runner, "run", simulated)
     words = {
         "multirun": False,
         "jobs": 0,
@@ -132,4 +133,4 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
 
 
 def test_an_ablation_writes_withheld_and_no_check_holds_on_it() -> None:
-    assert ablation_table._cell(Estimate.of([0.5, math.nan])) == "withheld"
+    assert ablation_report._cell(Estimate.of([0.5, math.nan])) == "withheld"

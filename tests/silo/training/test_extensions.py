@@ -12,7 +12,7 @@ from coordinator.config.manifest_builder import build_manifest, manifest_from
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
 from fl_core.errors import ConfigError, FederationError, RefusedError
-from fl_core.extensions import loading as extensions
+from fl_core.extensions import loading, registry
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home
@@ -33,7 +33,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
 def run(mine: Installed, monkeypatch: pytest.MonkeyPatch) -> RunManifest:
     """The manifest of a coordinator elsewhere; nothing is loaded here afterwards."""
     made = manifest_from(compose_spec(["method=mine", "model=digits_linear"]), ["north", "south"])
-    monkeypatch.setattr(extensions, "_LOADED", extensions._Loaded())
+    monkeypatch.setattr(registry, "_LOADED", {})
+    monkeypatch.setattr(loading, "_IMPORTED", {})
     monkeypatch.delitem(__import__("sys").modules, "mine_package.method")
     return made
 
@@ -112,13 +113,13 @@ def test_a_coordinator_s_service_imports_nothing_that_a_lead_names(mine: Install
         build_manifest(RunSpec.from_json(spec.to_json()).to_json(), silos)
     assert caught.value.code == "E-CFG-01"
     assert not mine.imported
-    extensions.load_distribution("mine-package")  # what `coordinator serve --extension` does
+    loading.load_distributions(["mine-package"])  # what `coordinator serve --extension` does
     assert build_manifest(spec.to_json(), silos).extensions == (mine.identity(),)
 
 
 def test_a_service_does_not_start_with_an_extension_that_is_not_installed(mine: Installed) -> None:
     with pytest.raises(ConfigError, match="did you mean 'Mine_Package'"):
-        extensions.load_distribution("mine-packages")
+        loading.load_distributions(["mine-packages"])
 
 
 DATA = """
@@ -144,8 +145,8 @@ def test_a_hospital_serves_a_data_set_that_its_own_command_names(
     assert str(source.reference) == found.reference
     assert len(source.load().train) == 12
     assert source.load().schema.classes == ("a", "b")
-    part = datasets.load(datasets.resolved(f"{found.reference}/iid-3@1/2"))
+    part = datasets.load(loading.load_of_reference(f"{found.reference}/iid-3@1/2"))
     assert (len(part.train), part.origin) == (4, f"{found.reference}/iid-3@1/2")
-    assert datasets.resolved("digits/p5c2@3/1") == "digits/p5c2@3/1"
-    assert datasets.resolved("folder:/a/b#p5c2/1") == "folder:/a/b#p5c2/1"
-    assert datasets.resolved("folder:/a/b") == "folder:/a/b"
+    assert loading.load_of_reference("digits/p5c2@3/1") == "digits/p5c2@3/1"
+    assert loading.load_of_reference("folder:/a/b#p5c2/1") == "folder:/a/b#p5c2/1"
+    assert loading.load_of_reference("folder:/a/b") == "folder:/a/b"

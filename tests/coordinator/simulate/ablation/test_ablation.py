@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from coordinator.simulate.ablation import __main__ as privacy_ablation
-from coordinator.simulate.ablation import checks, table
-from coordinator.simulate.ablation.checks import Estimate
+from coordinator.simulate.ablation import program as privacy_ablation
+from coordinator.simulate.ablation import report
 from coordinator.simulate.ablation.grid import VARIANTS, Grid, Run, Words, canonical, controls
+from coordinator.simulate.ablation.report import Estimate
 from fl_core.errors import ConfigError
 
 INF = math.inf
@@ -47,7 +49,7 @@ def test_cells_share_runs() -> None:
     assert "share 0 of fedproc is fedavg" in names
     assert "epsilon=inf of fedmr is the run without privacy" in names
     left = next(c for c in controls(PAPER) if c.name.startswith("share 0 of fedmr is")).left
-    assert "prototype_share=0" in left
+    assert "prototype_share=0" in left.words
     assert Run("fedmr", INF, 0.5, 3).words[1] == "privacy.epsilon=inf"
 
 
@@ -82,48 +84,48 @@ def test_estimates_of_three_seeds() -> None:
 
 def test_checks_hold_and_fail_as_they_should() -> None:
     growing = accuracies(lambda r: (0.9 if math.isinf(r.epsilon) else 0.5) + 0.01 * r.seed)
-    assert checks.monotone(growing, SMALL).holds
+    assert report.monotone(growing, SMALL).holds
     falling = accuracies(lambda r: (0.5 if math.isinf(r.epsilon) else 0.9) + 0.01 * r.seed)
-    assert not checks.monotone(falling, SMALL).holds
+    assert not report.monotone(falling, SMALL).holds
     noisy = accuracies(lambda r: 0.5 + (0.2 if math.isinf(r.epsilon) == bool(r.seed) else 0.0))
-    assert checks.monotone(noisy, SMALL).holds  # the paired difference changes its sign with the seed
+    assert report.monotone(noisy, SMALL).holds  # the paired difference changes its sign with the seed
     worse = accuracies(lambda r: 0.9 - 0.3 * (r.variant == "fedmr") + 0.01 * r.seed)
-    helps, hurts = checks.full_share_helps(growing, SMALL), checks.full_share_helps(worse, SMALL)
+    helps, hurts = report.full_share_helps(growing, SMALL), report.full_share_helps(worse, SMALL)
     assert helps is not None
     assert helps.holds
     assert hurts is not None
     assert not hurts.holds
-    assert checks.full_share_helps(growing, Grid(("fedavg",), (INF,), (0.0, 1.0), (0,))) is None
-    assert checks.above_chance(growing, SMALL, 10).holds
-    assert not checks.above_chance(accuracies(lambda _: 0.09), SMALL, 10).holds
+    assert report.full_share_helps(growing, Grid(("fedavg",), (INF,), (0.0, 1.0), (0,))) is None
+    assert report.above_chance(growing, SMALL, 10).holds
+    assert not report.above_chance(accuracies(lambda _: 0.09), SMALL, 10).holds
 
     hidden = accuracies(lambda r: math.nan if r.epsilon == min(SMALL.epsilons) else 0.9)  # noise withholds them
-    assert not checks.monotone(hidden, SMALL).holds
-    assert not checks.above_chance(hidden, SMALL, 10).holds
-    assert "withheld" in table.table5(hidden, SMALL, "digits", "p5c2")
+    assert not report.monotone(hidden, SMALL).holds
+    assert not report.above_chance(hidden, SMALL, 10).holds
+    assert "withheld" in report.table5(hidden, SMALL, "digits", "p5c2")
 
     def row(eps: float, found: float, used: float) -> dict[str, str]:
         return {"eps_target": str(eps), "eps_rdp": str(found), "budget_used": str(used)}
 
-    assert checks.spent([row(8, 7.2, 0.99), row(INF, INF, 0)]).holds
-    assert not checks.spent([row(8, 8.1, 0.99)]).holds
-    assert not checks.spent([row(8, 7.2, 1.01)]).holds
-    assert not checks.spent([row(8, 7.2, 0.9)]).holds
+    assert report.spent([row(8, 7.2, 0.99), row(INF, INF, 0)]).holds
+    assert not report.spent([row(8, 8.1, 0.99)]).holds
+    assert not report.spent([row(8, 7.2, 1.01)]).holds
+    assert not report.spent([row(8, 7.2, 0.9)]).holds
 
 
 def test_the_table_has_fedmrs_layout_and_the_picture_is_drawn(tmp_path: Path) -> None:
     found = accuracies(lambda r: 0.5 + 0.1 * (r.variant == "fedmr") + 0.02 * r.seed)
-    text = table.table5(found, SMALL, "digits", "p5c2")
+    text = report.table5(found, SMALL, "digits", "p5c2")
     assert "| dataset | split | method | FedAvg | 0 % | 100 % |" in text
     assert "| digits | p5c2 | fedmr | 51.00 ± 1.00 | 51.00 ± 1.00 | 61.00 ± 1.00 |" in text
     assert text.index("epsilon = inf") < text.index("epsilon = 2")
-    table.draw(found, SMALL, tmp_path / "p.png", "title")
+    report.draw(found, SMALL, tmp_path / "p.png", "title")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    below = table.by_epsilon(found, SMALL)
+    below = report.by_epsilon(found, SMALL)
     assert "| method | epsilon inf | epsilon 2 |" in below
     assert "| fedmr | 61.00 ± 1.00 | 61.00 ± 1.00 |" in below
     missing = {r: a for r, a in found.items() if r.variant != "fedmr"}
-    assert "51.00 ± 1.00 | - |" in table.table5(missing, SMALL, "digits", "p5c2")
+    assert "51.00 ± 1.00 | - |" in report.table5(missing, SMALL, "digits", "p5c2")
 
 
 def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,8 +181,7 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     assert all(math.isinf(float(r["eps_rdp"])) == math.isinf(float(r["eps_target"])) for r in rows)
     finite = [r for r in rows if r["eps_target"] == "2"]
     assert all(0 < float(r["eps_rdp"]) <= 2 and float(r["z_min"]) > 0 and r["private"] == "False" for r in finite)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["runs"] == 6
+    assert json.loads((tmp_path / "report.json").read_text())["runs"] == 6
     equal = [c for c in found if "is the run without" in c.name or c.name.startswith("share 0")]
     assert len(equal) == 3
     assert all(c.holds for c in equal)
@@ -193,6 +194,9 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_smoke_scale_runs_in_processes(tmp_path: Path) -> None:
-    privacy_ablation.main(["scale=smoke", f"out={tmp_path}"])
+def test_the_smoke_scale_runs_in_processes_of_its_own(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "coordinator.simulate.ablation", "scale=smoke", f"out={tmp_path}"], check=False
+    )
     assert len(list(csv.DictReader((tmp_path / "runs.csv").open()))) == 12
+    assert json.loads((tmp_path / "report.json").read_text())["runs"] == 12

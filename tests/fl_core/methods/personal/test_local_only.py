@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coordinator.lead.console import percent
-from coordinator.simulate.runner import Result
+from coordinator.simulate.results import Result
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.local_only import LocalOnly
