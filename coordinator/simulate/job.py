@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.lead import console
 from coordinator.simulate import runner
 from coordinator.simulate.checkpoints import EVERY, Checkpoints
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import ResultFolder
 from coordinator.simulate.sweep import folder_name
 from coordinator.simulate.tracking import MakeObserver, tracked
+from service_core.console import ERR
 from service_core.version import version
 
 
@@ -36,7 +36,7 @@ class SimulationJob:
         spec, engine = compose_simulation(words, self.config_dir), self.engine
         if self.out is not None:
             engine = replace(engine, checkpoints=Checkpoints.within(self.out, self.every))
-        with tracked(self.trackers, observer, lambda text: console.ERR.print(text, soft_wrap=True)) as observed:
+        with tracked(self.trackers, observer, lambda text: ERR.print(text, soft_wrap=True)) as observed:
             return runner.run(spec, self.data_root, observed, engine, self.fine_tune, out=self.out, words=words)
 
     def run_of_sweep(self, keys: Sequence[str], words: Sequence[str]) -> Mapping[str, object]:

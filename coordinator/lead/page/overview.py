@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.lead import accuracy, console
+from coordinator.lead import accuracy, tables
 from coordinator.lead.page.service_watch import Snapshot
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import span
@@ -100,7 +100,7 @@ def hospital(info: pb.SiloInfo) -> Hospital:
     return Hospital(
         name=info.name,
         state=state,
-        doing=console.doing(info) if info.state == "online" else "",
+        doing=tables.doing(info) if info.state == "online" else "",
         data=info.data.name,
         classes=tuple(info.data.holds or info.data.classes),
         size=f"{info.data.nominal_size:.0f}" if 0 < info.data.nominal_size < 2**53 else "",

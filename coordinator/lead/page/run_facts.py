@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from coordinator.lead import accuracy, console
+from coordinator.lead import accuracy, tables
 from coordinator.lead.curves import Curve, text
 from coordinator.lead.page.overview import RunRow, State, away, run_row
 from coordinator.lead.page.run_record import MOST_ROUNDS, TITLES, RunRecord
@@ -85,7 +85,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
             (TITLES[n], text(n, c.scores.final), text(n, c.scores.best), text(n, c.scores.last))
             for n, c in curves.items()
         ),
-        aggregator=_sentence(console.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
+        aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
         rounds_left_out=max(0, len(record.detail.rounds) - MOST_ROUNDS),
         hospitals=tuple(hospitals[:_MOST_HOSPITALS]),
         hospitals_left_out=max(0, len(hospitals) - _MOST_HOSPITALS),
@@ -157,7 +157,7 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
 
 def _trouble(events: Sequence[pb.Event], rounds: int) -> tuple[Trouble, ...]:
     found = [
-        Trouble(e.at_unix, e.kind, console.place(e, rounds), e.silo, e.text)
+        Trouble(e.at_unix, e.kind, tables.place(e, rounds), e.silo, e.text)
         for e in events
         if e.kind in _TROUBLE and not (e.kind == "ended" and e.text == "finished")
     ]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.messages import round_info
-from coordinator.lead.console import personal_text, round_json
+from coordinator.lead.as_json import round_json
+from coordinator.lead.tables import personal_text
 from coordinator.storage.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
