@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
 
 from coordinator.lead import accuracy
-from fl_core.types.records import fairness, judgements, refused
+from fl_core.types.records import RoundRecord, fairness, judgements, refused
 from protos.consilium.v1 import federation_pb2 as pb
 
 _RUN_FIELDS = (
@@ -51,18 +53,16 @@ def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
     }
 
 
+_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical"}
+"""Of a round's record; every other field is written as it is."""
+
+
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
     """Convert a round. correct, examples: sums as they were released, with noise of standard deviation noise_std."""
     return {
-        "round": info.round,
+        **{f.name: _plain(getattr(info, f.name)) for f in fields(RoundRecord) if f.name not in _OWN_FORM},
         "kind": pb.TaskKind.Name(info.kind).lower(),
-        "included": list(info.included),
-        "missing": dict(info.missing),
-        "clipped": info.clipped,
         "refused": refused(info.missing),
-        "cut": dict(info.cut),
-        "cut_rows": info.cut_rows,
-        "unbounded": info.unbounded,
         "norm_medians": dict(info.medians),
         **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),
         **accuracy.of_round(info).facts(),
@@ -72,6 +72,12 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         "closed": info.closed_unix or None,
         **personal_json(info.personal, info.withheld),
     }
+
+
+def _plain(value: Any) -> object:  # noqa: ANN401 - of a message
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, str | int | float) else list(value)
 
 
 def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:

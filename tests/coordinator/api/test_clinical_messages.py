@@ -20,6 +20,7 @@ from fl_core.errors import ProtocolError
 from fl_core.training.clinical import clinical_counts, clinical_metrics
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
 from fl_core.types.values import Part
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -35,7 +36,8 @@ def measured() -> ClinicalMetrics:
 
 
 def sent(found: ClinicalMetrics | None = None) -> pb.RoundInfo:
-    row = RoundRow("r", 0, TaskKind.EVALUATE, False, (), correct=(1, 1, 0), examples=(2, 2, 0), clinical=found)
+    record = RoundRecord(0, TaskKind.EVALUATE, (1, 1, 0), (2, 2, 0), (), clinical=found)
+    row = RoundRow("r", record, is_open=False, cohort=())
     return pb.RoundInfo.FromString(round_info(row).SerializeToString())
 
 
