@@ -15,19 +15,17 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "consortium": ("init", "invite", "revoke", "serve"),
-    "operations": ("backup", "restore", "doctor", "health", "log"),
-    "authority": ("ca",),
-    "leads": ("leads",),
+    "operations": ("backup", "restore", "doctor", "health", "log", "page"),
+    "authority": ("ca", "leads"),
     "runs": ("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),
     "research": ("simulate", "demo", "methods", "models", "explain", "data"),
     "reports": ("compare", "plot", "logs"),
-    "page": ("page",),
     "privacy": ("privacy",),
 }
 """Which module of `coordinator.cli` holds which command, in the order of the help: a command loads one module and the
 help none, since all of them take seconds and 800 MB."""
-READING = {command for module in ("runs", "reports", "page", "research", "privacy") for command in COMMANDS[module]}
-READING = READING - {"export"} | {"serve", "leads list", "doctor", "health", "log"}
+READING = {command for module in ("runs", "reports", "research", "privacy") for command in COMMANDS[module]}
+READING = READING - {"export"} | {"serve", "leads list", "doctor", "health", "log", "page"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
 
 
