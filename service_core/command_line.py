@@ -1,4 +1,4 @@
-"""What both command lines have in common: what makes a command of a function, `--version`, and how a program runs."""
+"""What both command lines have in common: what makes a command of a function, how a program runs, `--version`."""
 
 from __future__ import annotations
 

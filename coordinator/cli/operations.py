@@ -28,13 +28,13 @@ from service_core.command_line import Json, command
 from service_core.console import Reply, local_time
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
+from service_core.page_command import Bind as PageAddress
+from service_core.page_command import Browser, serve_until_told
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of
 from service_core.storage import backup as backups
 from service_core.storage.private_files import Credentials, FolderLock
 from service_core.version import software
-from service_core.web.browser import Bind as PageAddress
-from service_core.web.browser import Browser, serve_until_told
 
 _PARTIAL = "blobs/partial"
 AUTHORITY_KEY = "pki/ca.key"

@@ -1,65 +1,14 @@
-"""A page in this machine's browser: opening its file, and what the command `page` of both sides does."""
+"""Opens a file in this machine's browser."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import webbrowser
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
-
-from service_core.console import Facts, Reply, show_reply
-from service_core.operations.exit_status import ShutdownSignals
-
-if TYPE_CHECKING:
-    from service_core.web.site import Site
 
 
 def open_file(file: Path) -> None:
     """Show a file where there is a screen. A file, never a link: other users see the arguments of processes."""
     if sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(file.absolute().as_uri())
-
-
-# ---- the command `page` of both sides --------------------------------------------------------------------------------
-
-OPENED_PAGE = "opened-page.html"
-"""The file in a home that opens the page of this command, as long as it runs."""
-Bind = Annotated[
-    str | None,
-    typer.Option(
-        "--bind",
-        metavar="HOST:PORT",
-        help="Where, on this machine's loopback. Default: an address of its own, and any free port.",
-    ),
-]
-Browser = Annotated[
-    bool, typer.Option("--browser/--no-browser", help="Open it in this machine's browser, where there is a screen.")
-]
-
-
-def serve_until_told(
-    site: Site,
-    home: Path,
-    bind: str | None,
-    browser: bool,
-    as_json: bool,
-    words: Callable[[Sequence[tuple[str, str]]], Iterable[str | Facts]],
-) -> None:
-    """Serve a site until SIGTERM or Ctrl-C, say where, and open it. words: of these facts, for people."""
-    from service_core.web.serve import PageServer
-
-    with ShutdownSignals() as signals, PageServer(site, home, OPENED_PAGE, bind) as server:
-        facts = [("page", server.link), ("or open", str(server.file)), ("end", "Ctrl-C")]
-        value = {"link": server.link, "file": str(server.file), "address": server.host}
-        show_reply(Reply(value, words(facts)), as_json)
-        sys.stdout.flush()
-        if browser:
-            open_file(server.file)
-        wait = threading.Event()
-        while not signals.received:
-            wait.wait(0.2)

@@ -17,9 +17,9 @@ from service_core.audit_log.restoring import copy_log, mark_restored
 from service_core.command_line import Json, command
 from service_core.console import Facts, Reply, local_time
 from service_core.operations import checks
+from service_core.page_command import OPENED_PAGE, Bind, Browser, serve_until_told
 from service_core.storage import backup as backups
 from service_core.version import software
-from service_core.web.browser import OPENED_PAGE, Bind, Browser, serve_until_told
 from silo.cli.options import DataRootOption, SiloHome, label_space, open_store, text_of
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import OBJECTS, Home
