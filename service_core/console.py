@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -66,6 +67,8 @@ def print_json(value: object) -> None:
     sys.stdout.flush()
 
 
+OUT = plain_console(width=None if sys.stdout.isatty() else 160)
+ERR = plain_console(stderr=True)
 _KEPT_WHOLE = 40
 
 
@@ -80,6 +83,66 @@ def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -
     for row in shown:
         table.add_row(*row)
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names with their values, a line each; with a tab between both where no terminal is."""
+
+    facts: Iterable[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table on a terminal, else lines with tabs. headings, titled: with the head, with the title above these."""
+
+    title: str
+    head: Sequence[str]
+    rows: Iterable[Sequence[str]]
+    headings: bool = False
+    titled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a command found.
+
+    value: for machines, as JSON   shown: the same for people, made when it is printed   notes: for people, on standard
+    error, after it   status: with which the command ends.
+    """
+
+    value: object
+    shown: Iterable[str | Table | Facts | Rows] = ()
+    notes: Iterable[str] = ()
+    status: int = 0
+
+
+def show_reply(reply: Reply, as_json: bool) -> None:
+    """Print what a command found, as JSON or for people."""
+    if as_json:
+        print_json(reply.value)
+        return
+    for item in reply.shown:
+        show(item)
+    for note in reply.notes:
+        ERR.print(note, soft_wrap=True)
+
+
+def show(item: str | Table | Facts | Rows) -> None:
+    """Print one thing for people. Texts are never broken into lines: a terminal does that itself."""
+    if isinstance(item, Table):
+        OUT.print(item)
+    elif isinstance(item, str):
+        OUT.print(item, soft_wrap=True)
+    elif isinstance(item, Facts):
+        for name, value in ((printable(name), printable(value)) for name, value in item.facts):
+            OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}", soft_wrap=True)
+    elif OUT.is_terminal:
+        OUT.print(make_table(item.title, item.head, item.rows), soft_wrap=True)
+    else:
+        lines = ([[item.title]] * item.titled) + [item.head] * item.headings
+        for row in (*lines, *item.rows):
+            OUT.print("\t".join(map(printable, row)), soft_wrap=True)
 
 
 def counted(number: int, word: str) -> str:

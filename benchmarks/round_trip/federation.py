@@ -101,12 +101,12 @@ class Federation:
 
             self._started.until(over, "the run to end", START_S + ROUND_S * (warm_up + rounds), LOOK_S)
             info = self._lead.show(run).info
-            rows = [row for row in store.runs.rounds(run) if row.kind is TaskKind.TRAIN]
+            rows = [row for row in store.runs.rounds(run) if row.record.kind is TaskKind.TRAIN]
             arrived = [e for e in store.runs.events(run, 0) if e.kind == "arrived" and e.round < len(rows)]
         if info.state != "finished":
             raise UnavailableError("E-RUN-99", f"the run ended as {info.state}: {info.reason}")
         ups, downs = {int(e.text.split()[0]) for e in arrived}, {row.base_size for row in rows}
-        if len(ups) != 1 or len(downs) != 1 or any(row.missing for row in rows):
+        if len(ups) != 1 or len(downs) != 1 or any(row.record.missing for row in rows):
             raise UnavailableError("E-RUN-99", f"expected equal rounds, found {ups} bytes up and {downs} down")
         closed, early = ([row.closed for row in some] for some in (rows[max(0, warm_up - 1) :], rows[:warm_up]))
         cpu = (_per_round(closed, used, lambda u: u.coordinator), _per_round(closed, used, lambda u: u.silos))

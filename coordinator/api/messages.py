@@ -62,9 +62,8 @@ def run_info(run: Run, store: Store, waiting: Waiting | None = None) -> pb.RunIn
         message.waiting.CopyFrom(waiting_info(waiting))
     noise = stored_result_noise(run.manifest)
     if noise.evaluation is not None:
-        accuracy.set_estimates(
-            message, [(r.correct, r.examples, noise.of(r.included)) for r in store.runs.rounds(run.id)]
-        )
+        records = [row.record for row in store.runs.rounds(run.id)]
+        accuracy.set_estimates(message, [(r.correct, r.examples, noise.of(r.included)) for r in records])
     return message
 
 
@@ -97,18 +96,19 @@ def declarations(run_id: str, store: Store) -> list[pb.Declaration]:
 
 def round_info(row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contribution] = ()) -> pb.RoundInfo:
     """Convert a closed round. came: the updates that are there."""
+    record = row.record
     own: dict[str, Any] = {
-        "clinical": row.clinical and accuracy.clinical_message(row.clinical),
-        "kind": TO_WIRE[row.kind],
+        "clinical": record.clinical and accuracy.clinical_message(record.clinical),
+        "kind": TO_WIRE[record.kind],
         "opened_unix": row.opened,
         "closed_unix": row.closed,
-        "personal": uncertainty.shown_scores(row.personal, noise.scores),
-        "withheld": sorted(noise.scores & set(row.personal)),
+        "personal": uncertainty.shown_scores(record.personal, noise.scores),
+        "withheld": sorted(noise.scores & set(record.personal)),
         "arrivals": arrivals(came),
         "base_bytes": row.base_size,
     }
-    message = pb.RoundInfo(**_shared_fields(row, pb.RoundInfo) | own)
-    if (evaluation := noise.of(row.included)) is not None:
+    message = pb.RoundInfo(**_shared_fields(record, pb.RoundInfo) | own)
+    if (evaluation := noise.of(record.included)) is not None:
         message.noise.CopyFrom(pb.Noise(**_shared_fields(evaluation, pb.Noise)))
     return message
 

@@ -1,7 +1,11 @@
-"""`coordinator ca`: an authority whose key stays on a machine that no hospital reaches; docs/offline-authority.md."""
+"""`coordinator ca` and `coordinator leads`: what the authority signs, and who may start and end runs.
+
+An authority whose key stays on a machine that no hospital reaches: docs/offline-authority.md.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -9,15 +13,17 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import CaPassphraseEnv, CaPassphraseFile, Home, Json, home_of, use_passphrase
-from coordinator.lead import console
+from coordinator.cli.options import Home, Place, SigningPlace
 from coordinator.pki import offline_authority
 from coordinator.pki.authority import Authority
+from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership
 from coordinator.pki.passphrase import PassphraseSource
+from coordinator.storage.records import Lead
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
-from service_core.console import print_json
+from service_core.command_line import Json, command
+from service_core.console import Reply, local_time, make_table
 from service_core.pki.identity import certificate_fingerprint, colons
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import Roster
@@ -32,11 +38,10 @@ ca = typer.Typer(
 
 
 @contextmanager
-def _authority(home: Path | None) -> Iterator[tuple[Authority, Membership, Store]]:
-    place = home_of(home)
-    authority = Authority.open(place)
-    with closing(Store(place)) as store:
-        yield authority, Membership(place, store), store
+def _authority(home: Path) -> Iterator[tuple[Authority, Membership, Store]]:
+    authority = Authority.open(home)
+    with closing(Store(home)) as store:
+        yield authority, Membership(home, store), store
 
 
 def _read(file: Path) -> str:
@@ -47,102 +52,171 @@ def _read(file: Path) -> str:
 
 
 @ca.command()
+@command
 def service(
-    out: Annotated[Path, typer.Option(help="Folder to write; it becomes HOME/pki of the service.")],
-    passphrase_file: CaPassphraseFile = None,
-    passphrase_env: CaPassphraseEnv = None,
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    out: Annotated[Path, typer.Option(help="Folder to write; it becomes HOME/pki of the service.")], home: SigningPlace
+) -> Reply:
     """Write what the service's machine needs, without the authority's key; its certificate is a new one each time."""
-    use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, _, _):
         authority.write_service(out)
         fingerprint = authority.fingerprint()
-    if as_json:
-        print_json({"folder": str(out), "authority_fingerprint": fingerprint})
-        return
-    console.OUT.print(f"wrote {out}: copy it to the service's machine as HOME/pki, and delete it here", soft_wrap=True)
+    shown = f"wrote {out}: copy it to the service's machine as HOME/pki, and delete it here"
+    return Reply({"folder": str(out), "authority_fingerprint": fingerprint}, [shown])
 
 
 @ca.command()
+@command
 def sign(
     request: Annotated[Path, typer.Argument(help="The file that `silo request` wrote.")],
     name: Annotated[str, typer.Argument(help="The hospital's name in the consortium: the request claims none.")],
     out: Out = None,
-    passphrase_file: CaPassphraseFile = None,
-    passphrase_env: CaPassphraseEnv = None,
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    home: SigningPlace,
+) -> Reply:
     """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
-    use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, members, _):
         answer = offline_authority.sign(authority, members, name, SigningRequest.from_json(_read(request)))
-    _write(answer, out or Path(f"{name}.admission"), as_json)
+    return _written(answer, out or Path(f"{name}.admission"))
 
 
 @ca.command()
-def roster(
-    out: Out = None,
-    passphrase_file: CaPassphraseFile = None,
-    passphrase_env: CaPassphraseEnv = None,
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+@command
+def roster(out: Out = None, *, home: SigningPlace) -> Reply:
     """Write the newest list of members, for instance after `coordinator revoke` on this machine."""
-    use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, members, _):
         answer = offline_authority.export_roster(authority, members)
-    _write(answer, out or Path("roster.admission"), as_json)
+    return _written(answer, out or Path("roster.admission"))
 
 
 @ca.command("passphrase")
+@command
 def change_passphrase(
     new_file: Annotated[Path | None, typer.Option("--new-file", help="The file with the new passphrase.")] = None,
     new_env: Annotated[str | None, typer.Option("--new-env", help="The environment variable that holds it.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Keep the key without a passphrase from now on.")] = False,
-    passphrase_file: CaPassphraseFile = None,
-    passphrase_env: CaPassphraseEnv = None,
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    home: SigningPlace,
+) -> Reply:
     """Give the authority's key another passphrase, or a first one; without a file or variable it is asked for.
 
     A service that runs must be started again to know it.
     """
-    use_passphrase(passphrase_file, passphrase_env)
-    authority = Authority.open(home_of(home))
+    authority = Authority.open(home)
     authority.unlock()
     new = None if remove else PassphraseSource(new_file, new_env).read("new passphrase", repeat=True)
     authority.change_passphrase(new)
-    if as_json:
-        print_json({"passphrase": new is not None})
-    else:
-        console.OUT.print("the authority's key has " + ("no passphrase now" if remove else "its new passphrase"))
+    shown = "the authority's key has " + ("no passphrase now" if remove else "its new passphrase")
+    return Reply({"passphrase": new is not None}, [shown])
 
 
-def _write(answer: Admission, out: Path, as_json: bool) -> None:
+def _written(answer: Admission, out: Path) -> Reply:
     private_files.write_public(out, answer.to_json().encode())
     fingerprint = certificate_fingerprint(answer.ca_pem)
-    if as_json:
-        print_json({"file": str(out), "authority_fingerprint": fingerprint})
-        return
-    console.OUT.print(f"wrote {out}; on the service's machine: coordinator ca admit {out.name}", soft_wrap=True)
-    console.ERR.print(f"read the authority's fingerprint to a new hospital: {colons(fingerprint)}", soft_wrap=True)
+    return Reply(
+        {"file": str(out), "authority_fingerprint": fingerprint},
+        [f"wrote {out}; on the service's machine: coordinator ca admit {out.name}"],
+        [f"read the authority's fingerprint to a new hospital: {colons(fingerprint)}"],
+    )
 
 
 @ca.command()
+@command
 def admit(
     file: Annotated[Path, typer.Argument(help="The file that `coordinator ca sign` or `ca roster` wrote.")],
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    home: Place,
+) -> Reply:
     """Let the service on this machine take over what its authority has signed; also while it runs."""
     with _authority(home) as (_, _, store):
-        found: Roster = offline_authority.import_roster(home_of(home), store, Admission.from_json(_read(file)))
+        found: Roster = offline_authority.import_roster(home, store, Admission.from_json(_read(file)))
     names = [member.name for member in found.members]
-    if as_json:
-        print_json({"version": found.version, "members": names})
-        return
-    console.OUT.print(f"members by roster {found.version}: {', '.join(names) or 'none'}", soft_wrap=True)
+    shown = f"members by roster {found.version}: {', '.join(names) or 'none'}"
+    return Reply({"version": found.version, "members": names}, [shown])
+
+
+# ---- leads -----------------------------------------------------------------------------------------------------------
+
+leads = typer.Typer(help="The leads of the consortium: list, add, renew, revoke. Without a command: list.")
+Name = Annotated[str, typer.Argument(help="The lead's name in the consortium.")]
+
+
+@leads.callback(invoke_without_command=True)
+def _default(context: typer.Context, home: Home = None, as_json: Json = False) -> None:
+    if context.invoked_subcommand is None:
+        show(home=home, as_json=as_json)
+
+
+def _opened(home: Path) -> closing[Store]:
+    Authority.open(home)
+    return closing(Store(home))
+
+
+@leads.command("list")
+@command
+def show(home: Place) -> Reply:
+    """List the leads, revoked ones included."""
+    with _opened(home) as store:
+        rows = Leads(home, store).all()
+        alarms = {lead.name: store.members.alarm(lead.name) for lead in rows}
+    table = [(lead.name, _state(lead), local_time(lead.until), lead.fingerprint[:23]) for lead in rows]
+    return Reply(
+        [_json(lead) | {"alarm": alarms[lead.name] or None} for lead in rows],
+        [
+            make_table("Leads", ("lead", "state", "certificate until", "fingerprint"), table),
+            *(f"{name}: {alarm}" for name, alarm in alarms.items() if alarm),
+        ],
+    )
+
+
+@leads.command()
+@command
+def add(name: Name, home: SigningPlace) -> Reply:
+    """Certify a new lead; its key stays in the authority's folder. CONSILIUM_LEAD=NAME gives commands as this lead."""
+    with _opened(home) as store:
+        made = Leads(home, store).add(name)
+    return _made(made, f"added the lead {name}; for its commands: CONSILIUM_LEAD={name}")
+
+
+@leads.command()
+@command
+def renew(name: Name, home: SigningPlace) -> Reply:
+    """Give a lead a new key and certificate, also after the old one has expired."""
+    with _opened(home) as store:
+        made = Leads(home, store).renew(name)
+    return _made(made, f"renewed the lead {name}; its old certificate ends when the new one is used")
+
+
+@leads.command()
+@command
+def revoke(
+    name: Name,
+    reason: Annotated[str, typer.Option(help="Why; who uses the certificate is told.")] = "revoked by the consortium",
+    *,
+    home: Place,
+) -> Reply:
+    """Exclude a lead: what it is watching ends within seconds, and its runs go on."""
+    with _opened(home) as store:
+        found = Leads(home, store)
+        found.revoke(name, reason)
+        left = [lead for lead in found.all() if lead.revoked is None]
+    notes = [] if left else ["no lead is left: coordinator leads add NAME"]
+    return Reply({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"], notes)
+
+
+def _made(lead: Lead, text: str) -> Reply:
+    return Reply(_json(lead), [text, f"certificate until {local_time(lead.until)}"])
+
+
+def _json(lead: Lead) -> dict[str, object]:
+    return {
+        "name": lead.name,
+        "state": _state(lead),
+        "fingerprint": lead.fingerprint,
+        "certificate_until": lead.until,
+        "reason": lead.revoked,
+    }
+
+
+def _state(lead: Lead) -> str:
+    if lead.revoked is not None:
+        return "revoked"
+    return "in force" if lead.until > time.time() else "expired"

@@ -12,18 +12,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import (
-    CaPassphraseEnv,
-    CaPassphraseFile,
-    Extensions,
-    Home,
-    Json,
-    LogFormatOption,
-    MetricsOption,
-    home_of,
-    use_passphrase,
-)
-from coordinator.lead import console
+from coordinator.cli.options import Extensions, LogFormatOption, MetricsOption, Place, SigningPlace
 from coordinator.lead.client import MAIN_LEAD
 from coordinator.pki import passphrase
 from coordinator.pki.authority import Authority
@@ -31,7 +20,8 @@ from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
 from service_core import startup
-from service_core.console import local_time, print_json
+from service_core.command_line import command
+from service_core.console import Reply, local_time
 from service_core.operations import checks, logs
 from service_core.operations.exit_status import ShutdownSignals
 from service_core.operations.notify import READY, STOPPING, notify
@@ -42,6 +32,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.2
 
 
+@command
 def init(
     consortium: Annotated[str, typer.Argument(help="The consortium's name: lower-case letters, digits, hyphens.")],
     address: Annotated[
@@ -50,27 +41,26 @@ def init(
     with_passphrase: Annotated[
         bool, typer.Option("--ca-passphrase", help="Ask for a passphrase that the authority's key is kept under.")
     ] = False,
-    passphrase_file: CaPassphraseFile = None,
-    passphrase_env: CaPassphraseEnv = None,
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    home: SigningPlace,
+) -> Reply:
     """Create the consortium: its certificate authority, the service's certificate and the lead's. Once."""
-    place = home_of(home)
-    use_passphrase(passphrase_file, passphrase_env)
     secret = None
-    if with_passphrase or passphrase_file is not None or passphrase_env is not None:
+    if with_passphrase or passphrase.SOURCE.named:
         secret = passphrase.SOURCE.read("passphrase of the new authority", repeat=True)
-    authority = Authority.create(place, consortium, address, secret=secret)
+    authority = Authority.create(home, consortium, address, secret=secret)
     authority.issue_lead(MAIN_LEAD)
-    if as_json:
-        print_json({"consortium": consortium, "home": str(place), "fingerprint": authority.fingerprint()})
-        return
-    console.OUT.print(f"created the consortium {consortium} in {place}", soft_wrap=True)
-    console.OUT.print(f"authority  {colons(authority.fingerprint())}", soft_wrap=True)
-    console.OUT.print("next: coordinator serve, and coordinator invite NAME for each hospital")
+    return Reply(
+        {"consortium": consortium, "home": str(home), "fingerprint": authority.fingerprint()},
+        [
+            f"created the consortium {consortium} in {home}",
+            f"authority  {colons(authority.fingerprint())}",
+            "next: coordinator serve, and coordinator invite NAME for each hospital",
+        ],
+    )
 
 
+@command
 def invite(
     name: Annotated[str, typer.Argument(help="The hospital's name in the consortium.")],
     hours: Annotated[float, typer.Option(help="How long the invitation may be used.", min=0.01)] = 72,
@@ -81,17 +71,13 @@ def invite(
     out: Annotated[
         Path | None, typer.Option(help="Write the token to this file, for its owner alone, and do not print it.")
     ] = None,
-    passphrase_file: CaPassphraseFile = None,
-    passphrase_env: CaPassphraseEnv = None,
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    home: SigningPlace,
+) -> Reply:
     """Make a one-time token with which a hospital joins. Send it over a channel you trust."""
-    place = home_of(home)
-    use_passphrase(passphrase_file, passphrase_env)
-    authority = Authority.open(place)
+    authority = Authority.open(home)
     check_name(name)
-    with closing(Store(place)) as store:
+    with closing(Store(home)) as store:
         if not again and store.members.is_member(name):
             raise ConfigError(
                 "E-ID-30",
@@ -99,43 +85,37 @@ def invite(
                 f"itself; if that one has expired: coordinator invite {name} --again; if its machine is lost or its "
                 f"key in other hands: coordinator revoke {name}",
             )
-        made = Membership(place, store).invite(name, timedelta(hours=hours))
+        made = Membership(home, store).invite(name, timedelta(hours=hours))
     if out is not None:
         private_files.replace_file(out, f"{made.token}\n".encode(), 0o600)
-    if as_json:
-        print_json(
-            {
-                "name": name,
-                **({"token": made.token} if out is None else {"file": str(out)}),
-                "expires": made.expires.timestamp(),
-                "authority_fingerprint": authority.fingerprint(),
-            }
-        )
-        return
-    if out is None:
-        typer.echo(made.token)
+    expires, fingerprint = made.expires.timestamp(), authority.fingerprint()
+    where = {"token": made.token} if out is None else {"file": str(out)}
     how = "silo join --token-file FILE" if out is None else f"silo join --token-file {out.name}"
-    console.ERR.print(f"for {name}, once, until {local_time(made.expires.timestamp())}: {how}", soft_wrap=True)
-    console.ERR.print(f"tell them the authority's fingerprint by another way: {colons(authority.fingerprint())}")
+    return Reply(
+        {"name": name, **where, "expires": expires, "authority_fingerprint": fingerprint},
+        [made.token] if out is None else [],
+        [
+            f"for {name}, once, until {local_time(expires)}: {how}",
+            f"tell them the authority's fingerprint by another way: {colons(fingerprint)}",
+        ],
+    )
 
 
+@command
 def revoke(
     name: Annotated[str, typer.Argument(help="The hospital to exclude.")],
     reason: Annotated[str, typer.Option(help="Why; the hospital and the roster will say it.")] = "revoked by the lead",
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    home: Place,
+) -> Reply:
     """Exclude a hospital: from its next call, and within 5 s from what it has open. It touches nobody else."""
-    place = home_of(home)
-    Authority.open(place)
-    with closing(Store(place)) as store:
-        Membership(place, store).revoke(name, reason)
-    if as_json:
-        print_json({"name": name, "revoked": True, "reason": reason})
-    else:
-        console.OUT.print(f"{name} is revoked: {reason}")
+    Authority.open(home)
+    with closing(Store(home)) as store:
+        Membership(home, store).revoke(name, reason)
+    return Reply({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"])
 
 
+@command
 def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
     metrics: MetricsOption = None,
@@ -145,9 +125,8 @@ def serve(
     webhook_key: Annotated[Path | None, typer.Option(help="File with the key that signs these messages.")] = None,
     extension: Extensions = None,
     log_format: LogFormatOption = None,
-    passphrase_file: CaPassphraseFile = None,
-    passphrase_env: CaPassphraseEnv = None,
-    home: Home = None,
+    *,
+    home: SigningPlace,
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     startup.end_on_interrupt()
@@ -161,17 +140,15 @@ def serve(
     from coordinator.config.manifest_builder import build_manifest
     from fl_core.extensions import loading
 
-    place = home_of(home)
     checks.host_and_port(bind)
-    use_passphrase(passphrase_file, passphrase_env)
-    Authority.open(place).unlock()
-    logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, place)
+    Authority.open(home).unlock()
+    logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, home)
     for found in loading.load_distributions(extension):
         log.info("runs may use the %s %s", found.kind, found)
     with ShutdownSignals() as signals:
-        server = CoordinatorServer(place, bind, build_manifest, Settings(metrics=metrics_at))
+        server = CoordinatorServer(home, bind, build_manifest, Settings(metrics=metrics_at))
         port = server.start()
-        sender = told and WebhookSender(told, server.store.runs, place, Authority.open(place).consortium)
+        sender = told and WebhookSender(told, server.store.runs, home, Authority.open(home).consortium)
         if sender:
             sender.start()
         gc.freeze()  # else each full collection looks at all that torch has made, and nobody is answered for 0.3 s

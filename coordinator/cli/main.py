@@ -15,22 +15,17 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "consortium": ("init", "invite", "revoke", "serve"),
-    "operations.backup": ("backup", "restore"),
-    "authority": ("ca",),
-    "leads": ("leads",),
-    "operations.log": ("log",),
+    "operations": ("backup", "restore", "doctor", "health", "log", "page"),
+    "authority": ("ca", "leads"),
     "runs": ("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),
-    "research": ("simulate", "demo", "methods", "models", "explain"),
-    "data": ("data",),
-    "operations.doctor": ("doctor", "health"),
+    "research": ("simulate", "demo", "methods", "models", "explain", "data"),
     "reports": ("compare", "plot", "logs"),
-    "page": ("page",),
     "privacy": ("privacy",),
 }
 """Which module of `coordinator.cli` holds which command, in the order of the help: a command loads one module and the
 help none, since all of them take seconds and 800 MB."""
-_ASKING = ("runs", "reports", "page", "research", "data", "operations.doctor", "privacy", "operations.log")
-READING = {command for module in _ASKING for command in COMMANDS[module]} - {"export"} | {"serve", "leads list"}
+READING = {command for module in ("runs", "reports", "research", "privacy") for command in COMMANDS[module]}
+READING = READING - {"export"} | {"serve", "leads list", "doctor", "health", "log", "page"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
 
 
@@ -75,7 +70,7 @@ def _summaries(module: str) -> dict[str, str]:
     The first paragraph of a function's docstring, and `help` of a group of commands.
     """
     found = dict[str, str]()
-    for node in ast.parse((Path(__file__).parent / f"{module.replace('.', '/')}.py").read_text()).body:
+    for node in ast.parse((Path(__file__).parent / f"{module}.py").read_text()).body:
         if isinstance(node, ast.FunctionDef):
             found[node.name] = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         elif (
@@ -89,26 +84,9 @@ def _summaries(module: str) -> dict[str, str]:
 
 def main() -> None:
     startup.begin()
-    import gc
-    import logging
+    from service_core.command_line import command_words, made_command, run_program
 
-    from service_core.command_line import command_words, made_command
-    from service_core.console import PrintableFormatter
-    from service_core.operations.exit_status import status_of
-    from service_core.tls.connect import require_tls13, silence_grpc_logs
-
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(PrintableFormatter())
-
-    require_tls13()  # before anything imports gRPC
-    if "serve" not in sys.argv[1:2]:
-        silence_grpc_logs()  # the service's log keeps the core's lines: they say why a handshake was refused
-    application = build(command_words("coordinator"))
-    startup.raise_on_interrupt()
-    try:
-        sys.exit(status_of(made_command(application)))
-    finally:
-        gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
+    run_program(lambda: made_command(build(command_words("coordinator"))), grpc_logs="serve" in sys.argv[1:2])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from service_core.command_line import Depends
 from service_core.operations.logs import VARIABLE, LogFormat
 
 HOME_ENV = "CONSILIUM_COORDINATOR_HOME"
@@ -34,9 +35,6 @@ Trackers = Annotated[
     list[str] | None,
     typer.Option("--tracker", help="Also write its curves: tensorboard:DIR or mlflow:URI; may be repeated."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-
-
 CaPassphraseFile = Annotated[
     Path | None,
     typer.Option(
@@ -51,6 +49,10 @@ CaPassphraseEnv = Annotated[
 ]
 
 
+def home_of(given: Path | None) -> Path:
+    return given or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")
+
+
 def use_passphrase(file: Path | None, variable: str | None) -> None:
     """Say where this process finds the passphrase of the authority's key."""
     from coordinator.pki import passphrase
@@ -58,5 +60,18 @@ def use_passphrase(file: Path | None, variable: str | None) -> None:
     passphrase.SOURCE.file, passphrase.SOURCE.variable = file, variable
 
 
-def home_of(given: Path | None) -> Path:
-    return given or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")
+def _place(home: Home = None) -> Path:
+    return home_of(home)
+
+
+def _signing_place(
+    passphrase_file: CaPassphraseFile = None, passphrase_env: CaPassphraseEnv = None, home: Home = None
+) -> Path:
+    use_passphrase(passphrase_file, passphrase_env)
+    return home_of(home)
+
+
+Place = Annotated[Path, Depends(_place)]
+"""The coordinator's home."""
+SigningPlace = Annotated[Path, Depends(_signing_place)]
+"""The same, for commands that use the authority's key, whose passphrase can be found from then on."""

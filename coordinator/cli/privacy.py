@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from coordinator.cli.options import Home, Json, home_of
+from coordinator.cli.options import Place
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
-from coordinator.lead import console
+from coordinator.lead.tables import private_form
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
-from service_core.console import make_table, print_json
+from service_core.command_line import command
+from service_core.console import Reply, make_table
 
 _FACTS = ("hospital", "size", "q", "steps", "rounds")
 _NUMBERS = {
@@ -40,14 +42,15 @@ privacy.callback()(lambda: None)
 
 
 @privacy.command()
+@command
 def preview(
     overrides: Annotated[list[str] | None, typer.Argument(help="privacy=dp_record privacy.epsilon=4 ...")] = None,
     sizes: Annotated[str | None, typer.Option(help="Declared sizes, one per hospital: 300,250,120.")] = None,
     online: Annotated[bool, typer.Option("--online", help="Of the silos of the running coordinator.")] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
-    home: Home = None,
-    as_json: Json = False,
-) -> None:
+    *,
+    home: Place,
+) -> Reply:
     """Show what a run would cost each hospital, before anyone starts: its epsilon, and the noise that this takes.
 
     The noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated after a crash: "epsilon" is
@@ -64,19 +67,20 @@ def preview(
     if sizes is not None and online:
         raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
-    found, form = preview(CompiledRun.of(manifest)), console.private_form(manifest.to_json())
-    if as_json:
-        print_json({**found, "private_form": dict(manifest.private_form)})
-        return
+    found, form = preview(CompiledRun.of(manifest)), private_form(manifest.to_json())
+    return Reply({**found, "private_form": dict(manifest.private_form)}, _shown(found, form))
+
+
+def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:
     if form:
-        console.OUT.print(form)
+        yield form
     if not found["silos"]:
-        console.OUT.print(f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows")
+        yield f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows"
         return
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
-    console.OUT.print(make_table(title, (*_FACTS, *_NUMBERS), [_row(silo) for silo in found["silos"]]))
-    console.OUT.print(_LEGEND, soft_wrap=True)
-    console.OUT.print(f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta")
+    yield make_table(title, (*_FACTS, *_NUMBERS), [_row(silo) for silo in found["silos"]])
+    yield _LEGEND
+    yield f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta"
 
 
 def _row(silo: Mapping[str, Any]) -> tuple[str, ...]:
@@ -105,9 +109,9 @@ def _simulated(spec: RunSpec, data_root: Path | None) -> RunManifest:
     return build_simulation(replace(spec, silos=None), data_root)[0]
 
 
-def _online(spec: RunSpec, home: Path | None) -> RunManifest:
+def _online(spec: RunSpec, home: Path) -> RunManifest:
     from coordinator.config.manifest_builder import build_manifest
     from coordinator.lead.client import LeadClient
 
-    with closing(LeadClient.open(home_of(home))) as client:
+    with closing(LeadClient.open(home)) as client:
         return build_manifest(spec.to_json(), list(client.silos().silos))

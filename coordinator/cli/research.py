@@ -1,22 +1,24 @@
-"""Commands without a service: simulate, demo, methods, models, explain."""
+"""Commands without a service: simulate, demo, methods, models, explain, data."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from coordinator.cli.options import Json, Trackers
+from coordinator.cli.options import Trackers
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.lead import console
+from coordinator.lead import tables
+from coordinator.simulate import partition_plot
 from coordinator.simulate.checkpoints import EVERY
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result, left_out
@@ -37,7 +39,8 @@ from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting import uncertainty
 from service_core import clinical_report
-from service_core.console import make_table, print_json, span
+from service_core.command_line import Json, command
+from service_core.console import ERR, Reply, make_table, print_json, show, span
 
 
 class _RoundPrinter(Observer):
@@ -50,16 +53,17 @@ class _RoundPrinter(Observer):
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""
         hidden = self._noise.scores
-        scores = console.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
+        scores = tables.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
         trained = record.kind is TaskKind.TRAIN
         if self._first and trained and record.round:
-            console.ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
+            ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
-        console.ERR.print(f"{when}  accuracy {found.text()}{scores}{console.changed_text([record])}")
+        ERR.print(f"{when}  accuracy {found.text()}{scores}{tables.changed_text([record])}")
 
 
+@command
 def simulate(
     overrides: Annotated[list[str] | None, typer.Argument(help="method=fedmr data=digits federation=p5c2 ...")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
@@ -88,7 +92,7 @@ def simulate(
     ray_actors: Annotated[int, typer.Option(help="Silos at work at a time.", min=1)] = 2,
     ray_gpus: Annotated[float, typer.Option(help="GPUs per actor; fractions share one.", min=0)] = 0.0,
     as_json: Json = False,
-) -> None:
+) -> Reply | None:
     """Run a federation in this process, with the code that the hospitals run.
 
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
@@ -101,59 +105,52 @@ def simulate(
     cluster = Cluster(ray_address, ray_actors, gpus=ray_gpus)
     simulator = SimulationEngine(engine, device, spill, deterministic, cluster, workers=workers)
     job = SimulationJob(simulator, data_root, config_dir, fine_tune, out, checkpoint_every or EVERY, tracker or ())
-    _simulate(job, overrides or [], jobs if multirun else None, as_json)
+    return _simulate(job, overrides or [], jobs if multirun else None, as_json)
 
 
-def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_json: bool) -> None:
+def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_json: bool) -> Reply | None:
     if sweep_jobs is not None:
         _sweep(words, job, sweep_jobs, as_json)
-        return
+        return None
     if swept(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
     try:
         result = job.run(words, None if as_json else _RoundPrinter)
     except KeyboardInterrupt:
         if job.out is not None:
-            console.ERR.print("interrupted: the same command goes on at its newest checkpoint")
+            ERR.print("interrupted: the same command goes on at its newest checkpoint")
         raise
     if job.out is not None:
         _say_where(job.out)
-    if as_json:
-        print_json(result.summary())
-    else:
-        _print(result)
+    return Reply(result.summary(), _shown(result))
 
 
-def _print(result: Result) -> None:
-    manifest = result.manifest.to_json()
-    if text := console.private_form(manifest):
-        console.OUT.print(text)
-    console.OUT.print(console.aggregator_text(result.aggregator, judgements(result.records)), soft_wrap=True)
-    if result.clinical is not None:  # its sensitivity is the accuracy of the class
-        rows_by_class = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
-        console.OUT.print(make_table("By class", clinical_report.CLASS_HEAD, rows_by_class))
-        console.OUT.print(clinical_report.sentence(result.clinical), soft_wrap=True)
+def _shown(result: Result) -> Iterator[str | Table]:
+    if text := tables.private_form(result.manifest.to_json()):
+        yield text
+    yield tables.aggregator_text(result.aggregator, judgements(result.records))
+    if result.clinical is not None:
+        rows = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
+        yield make_table("By class", clinical_report.CLASS_HEAD, rows)
+        yield clinical_report.sentence(result.clinical)
     else:
         rows = [(name, found.text()) for name, found in result.by_class().items()]
-        console.OUT.print(make_table("By class", ("class", "accuracy"), rows))
+        yield make_table("By class", ("class", "accuracy"), rows)
     if result.clinical is None and result.noise.evaluation is not None:
-        console.OUT.print(clinical_report.NOT_MEASURED)
-    console.OUT.print(
-        f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
-    )
+        yield clinical_report.NOT_MEASURED
+    yield f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     if scores := next((r.personal for r in reversed(result.measured or result.records) if r.personal), None):
         hidden = result.noise.scores
-        shown = console.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
+        shown = tables.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
         whose = "of the last round's silos" if result.privacy else "of all silos"
-        console.OUT.print(f"newest personal models {whose}:{shown}")
+        yield f"newest personal models {whose}:{shown}"
         if result.method.ga_is_personal and "ga" in scores:
-            ga = console.percent(scores["ga"])
-            console.OUT.print(f"their mean accuracy on the whole test set, which papers call GA: {ga}")
+            yield f"their mean accuracy on the whole test set, which papers call GA: {tables.percent(scores['ga'])}"
 
 
 def _say_where(out: Path) -> None:
     less = "".join(f"; without {file}, which needs {extra}" for file, extra in left_out().items())
-    console.ERR.print(f"results in {out}{less}", soft_wrap=True)
+    ERR.print(f"results in {out}{less}", soft_wrap=True)
 
 
 def _sweep(words: Sequence[str], job: SimulationJob, jobs: int, as_json: bool) -> None:
@@ -171,10 +168,10 @@ def _sweep(words: Sequence[str], job: SimulationJob, jobs: int, as_json: bool) -
             table.add(result)
         spent = time.monotonic() - started
         what = "" if as_json else f"  {' '.join(map('='.join, zip(keys, values, strict=True)))}  accuracy {numbers[0]}"
-        console.ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}{what}", soft_wrap=True)
+        ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}{what}", soft_wrap=True)
     if not as_json:
         shown = [(*values, *numbers) for values, numbers in sorted(rows.items())]
-        console.OUT.print(make_table("Runs", (*keys, "accuracy", "best", "balanced", "epsilon spent"), shown))
+        show(make_table("Runs", (*keys, "accuracy", "best", "balanced", "epsilon spent"), shown))
     if table and job.out:
         table.close()
         _say_where(job.out)
@@ -195,16 +192,15 @@ def _share(result: Mapping[str, Any], name: str, hidden: str) -> str:
     return "withheld" if result.get(hidden) else "-" if point is None else f"{100 * point:.2f} %"
 
 
+@command
 def methods(
     papers: Annotated[
         bool, typer.Option("--papers", help="Which paper and equations, what it needs, its tables.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> Reply:
     """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
     if papers:
-        _papers(as_json)
-        return
+        return _papers()
     rows: list[dict[str, Any]] = [
         {
             "name": name,
@@ -216,30 +212,24 @@ def methods(
         }
         for name, method in ((name, kind()) for name, kind in METHODS.items())
     ]
-    if as_json:
-        print_json(rows)
-        return
     head = ("method", "server sees", "loss per", "silo sends", "personal model", "")
     shown = [
         r | {"sends": ", ".join(r["sends"]), "personal_model": "yes" if r["personal_model"] else "no"} for r in rows
     ]
-    console.OUT.print(make_table("Methods", head, [tuple(r.values()) for r in shown]))
-    found = [(point.kind, point.name, point.reference) for point in registry.entry_points()]
-    if found:
-        console.OUT.print(make_table("Installed extensions", ("kind", "name", "place"), found))
+    found = [make_table("Methods", head, [tuple(r.values()) for r in shown])]
+    others = [(point.kind, point.name, point.reference) for point in registry.entry_points()]
+    if others:
+        found.append(make_table("Installed extensions", ("kind", "name", "place"), others))
+    return Reply(rows, found)
 
 
-def _papers(as_json: bool) -> None:
+def _papers() -> Reply:
     """Say where each method is from, what a run must offer it, what of its paper reproduces, which tables have it."""
     rows: list[dict[str, Any]] = []
     for name, kind in METHODS.items():
         paper = asdict(paper_of(kind) or Paper("", "", "", ""))
         found = {"tables": list(TABLES.get(name, ())), "claims": [asdict(claim) for claim in claims_of(name)]}
         rows.append({"name": name, **paper, "needs": needs(kind()), **found})
-    if as_json:
-        print_json(rows)
-        return
-    head = ("method", "paper", "where", "needs", "reproduces", "tables")
     lines = [
         (
             str(row["name"]),
@@ -251,12 +241,14 @@ def _papers(as_json: bool) -> None:
         )
         for row in rows
     ]
-    console.OUT.print(make_table("Papers", head, lines))
-    shown = [(c.method, c.claim, c.printed, c.ours, _verdict(c), c.scale or "-") for c in CLAIMS]
-    head = ("paper of", "claim", "printed", "ours, points", "verdict", "scale")
-    console.OUT.print(make_table("Claims", head, shown))
-    console.OUT.print(
-        "tables: python -m benchmarks.paper table=NAME; how claims are judged: benchmarks/paper/README.md"
+    claims = [(c.method, c.claim, c.printed, c.ours, _verdict(c), c.scale or "-") for c in CLAIMS]
+    return Reply(
+        rows,
+        [
+            make_table("Papers", ("method", "paper", "where", "needs", "reproduces", "tables"), lines),
+            make_table("Claims", ("paper of", "claim", "printed", "ours, points", "verdict", "scale"), claims),
+            "tables: python -m benchmarks.paper table=NAME; how claims are judged: benchmarks/paper/README.md",
+        ],
     )
 
 
@@ -270,15 +262,12 @@ def _verdict(claim: Claim) -> str:
     return f"{claim.verdict}: {claim.why}" if claim.why else claim.verdict
 
 
+@command
 def models(
     overrides: Annotated[list[str] | None, typer.Argument(help="data=isic2019 ...: count for these examples")] = None,
-    as_json: Json = False,
-) -> None:
+) -> Reply:
     """List the models with their parameter counts: as the papers use them, or those that take the chosen data."""
     rows = _chosen_rows(compose_spec(overrides)) if overrides else _published_rows()
-    if as_json:
-        print_json(rows)
-        return
     head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
     lines = [
         (
@@ -293,7 +282,7 @@ def models(
         )
         for r in rows
     ]
-    console.OUT.print(make_table("Models", head, lines))
+    return Reply(rows, [make_table("Models", head, lines)])
 
 
 def _published_rows() -> list[dict[str, Any]]:
@@ -331,6 +320,7 @@ def _row(
     }
 
 
+@command
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the summary and the picture.")] = Path("runs/demo"),
     rounds: Annotated[int, typer.Option(help="Rounds per method.", min=1)] = 20,
@@ -342,13 +332,49 @@ def demo(
     raise typer.Exit(run_demo(out, rounds, as_json))
 
 
+@command
 def explain(
     code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-01; none lists all.")] = None,
 ) -> None:
     """Explain an error code: what it means, why it happens, what to do. Works offline."""
     if code is None:
         rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
-        console.OUT.print(make_table("Error codes", ("code", "meaning"), rows))
+        show(make_table("Error codes", ("code", "meaning"), rows))
         return
     for line in explain_text(code).splitlines():
-        console.OUT.print(line, soft_wrap=True)
+        show(line)
+
+
+data = typer.Typer(no_args_is_help=True, help="Look at data before a run.")
+data.callback()(lambda: None)
+
+
+@data.command()
+@command
+def split(
+    overrides: Annotated[list[str] | None, typer.Argument(help="data=cifar10 federation=p10c3 ...")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Deal the published class counts; needs no data on disk.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw silos by classes into this PNG file.")] = None,
+) -> Reply:
+    """Show which silo gets how many training examples of which class, as a table and as a picture."""
+    spec = compose_spec(overrides or [])
+    found = partition_plot.published(spec) if published else partition_plot.on_disk(spec, data_root)
+    if plot is not None:
+        partition_plot.draw(found, plot)
+    wide = len(found.classes) > partition_plot.SHOWN
+    head = ("silo", "train", "test", "classes", *(() if wide else found.classes))
+    rows = [
+        (
+            name,
+            f"{sum(train)}",
+            f"{sum(test)}",
+            str(sum(n > 0 for n in train)),
+            *([] if wide else (str(n or ".") for n in train)),
+        )
+        for name, train, test in zip(found.silos, found.train, found.test, strict=True)
+    ]
+    drawn = [] if plot is None else [f"drawn: {plot}"]
+    return Reply(found.as_json() | ({"plot": str(plot)} if plot else {}), [make_table(found.title, head, rows), *drawn])

@@ -12,13 +12,13 @@ from tempfile import mkdtemp
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, free_port
-from coordinator.demo.report import report
-from coordinator.demo.tables import PLAIN, PRIVATE, REPAIRED
-from coordinator.lead import console
+from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
 from coordinator.lead.client import LeadClient
+from coordinator.lead.watcher import Watcher
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import ERR
 
 HOSPITALS = 6
 RUNS: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
 def _train(client: LeadClient, processes: Processes, name: str, rounds: int, quiet: bool) -> pb.RunDetail:
     spec = compose_spec([*RUNS[name], f"rounds={rounds}"])
     run = client.submit(spec.to_json(), f"demo-{name}").run_id
-    with nullcontext() if quiet else console.Watcher() as watcher:
+    with nullcontext() if quiet else Watcher() as watcher:
         for event in client.watch(run):
             if watcher is not None:
                 watcher.show(event)
@@ -93,7 +93,7 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
                 scores = _local_scores(folder, processes, {name: d.info.run_id for name, d in details.items()})
                 spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
         except KeyboardInterrupt:
-            console.ERR.print("interrupted: the processes of the demo are being ended")
+            ERR.print("interrupted: the processes of the demo are being ended")
         finally:
             processes.stop()
             shutil.rmtree(folder)

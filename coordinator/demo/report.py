@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from markupsafe import Markup
 
-from coordinator.demo import tables
-from coordinator.demo.budgets import Spending
-from coordinator.demo.tables import LABELS, MILESTONE, PLAIN, PRIVATE, REPAIRED, SHORT, ResultTable
-from coordinator.lead import accuracy, console
-from fl_core.errors.extras import require
+from coordinator.demo.budgets import COLLECTION, EPSILON, Spending
+from coordinator.lead import accuracy, plots, tables
+from coordinator.lead.curves import curves
 from fl_core.types.records import judgements
+from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import make_table, print_json
+from service_core.console import Reply, make_table, show_reply, span
 from service_core.web.browser import open_file
 from service_core.web.chart import Chart, Series
 from service_core.web.rendering import make_environment
 
-COLOURS = {PLAIN: "#8a8a8a", REPAIRED: "#0b6e4f", PRIVATE: "#b5562b"}
+PLAIN, REPAIRED, PRIVATE = "fedavg", "fedgela", "fedgela-private"
+"""The runs: FedAvg, a method made for hospitals that lack classes, and that under differential privacy."""
+LABELS = {
+    PLAIN: "FedAvg",
+    REPAIRED: "FedGELA",
+    PRIVATE: f"FedGELA, every image protected (epsilon {EPSILON:g})",
+}
+SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", PRIVATE: f"with epsilon {EPSILON:g}"}
+MILESTONE = 0.8
+"""The accuracy whose first round is shown."""
 
 
 def _accuracies(prefix: str, info: pb.RunInfo) -> dict[str, object]:
@@ -52,7 +60,7 @@ def report(
         "epsilon": {name: s.epsilon for name, s in spent.items()},
         "epsilon_projected": {name: s.projected for name, s in spent.items()},
         "delta": {name: s.delta for name, s in spent.items()},
-        "rounds_to_milestone": {name: tables.first_round(d) for name, d in details.items()},
+        "rounds_to_milestone": {name: _first_round(d) for name, d in details.items()},
         "milestone": MILESTONE,
         "rounds": ours.info.rounds,
         "silos": [
@@ -70,30 +78,23 @@ def report(
         "bytes_up": ours.info.bytes_up,
         "bytes_down": ours.info.bytes_down,
         "seconds": round(seconds, 1),
-        "model": {method: tables.model_name(d) for method, d in details.items()},
+        "model": {method: _model_name(d) for method, d in details.items()},
         "model_digest": {method: d.info.model_digest for method, d in details.items()},
-        "accuracy_by_round": {method: [e.point for e in tables.series(d)] for method, d in details.items()},
+        "accuracy_by_round": {method: [e.point for e in _series(d)] for method, d in details.items()},
         "hospital_accuracy": {method: dict(s) for method, s in scores.items()},
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    _picture(out / "accuracy.png", details)
-    found = [
-        tables.by_run(details),
-        tables.by_class(details),
-        tables.by_hospital(details, scores, silos),
-        tables.spending(spent),
-    ]
-    page = out / "index.html"
-    curves = {SHORT[m]: [e.point for e in tables.series(d)] for m, d in details.items()}
-    write_page(page, *_headline(ours, plain), curves, found)
-    if quiet:
-        print_json(summary)
-        return
-    for table in found:
-        console.OUT.print(make_table(*table))
+    drawn = [curves(d.rounds) for d in details.values()]
+    (out / "accuracy.png").write_bytes(plots.picture(["accuracy"], [LABELS[m] for m in details], drawn, "png"))
+    found = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
+    lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
+    write_page(out / "index.html", *_headline(ours, plain), lines, found)
     written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
-    console.OUT.print(f"{seconds:.0f} s; wrote {written}", soft_wrap=True)
-    open_file(page)
+    show_reply(
+        Reply(summary, [*(make_table(*table) for table in found), f"{seconds:.0f} s; wrote {written}"]), as_json=quiet
+    )
+    if not quiet:
+        open_file(out / "index.html")
 
 
 def _headline(ours: pb.RunDetail, plain: pb.RunDetail) -> tuple[str, str]:
@@ -107,31 +108,96 @@ def _headline(ours: pb.RunDetail, plain: pb.RunDetail) -> tuple[str, str]:
     )
 
 
-def _picture(path: Path, details: Mapping[str, pb.RunDetail]) -> None:
-    mpl = require("matplotlib", "plots", "the picture of the demo")
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import MaxNLocator
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for method, detail in details.items():
-        series = tables.series(detail)
-        low, middle, high = (
-            [math.nan if (v := getattr(e, end)) is None else 100 * v for e in series]
-            for end in ("low", "point", "high")
+
+class ResultTable(NamedTuple):
+    """A table of texts."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def _model_name(detail: pb.RunDetail) -> str:
+    return str(json.loads(detail.manifest_json)["model"]["name"])
+
+
+def _series(detail: pb.RunDetail) -> list[Estimate]:
+    return [accuracy.of_round(r) for r in detail.rounds]
+
+
+def _first_round(detail: pb.RunDetail) -> int | None:
+    """Return how many rounds were done when the accuracy first reached the milestone; None: never, or not known."""
+    reached = (t for t, e in enumerate(_series(detail)) if e.point is not None and e.exact and e.point >= MILESTONE)
+    return next(reached, None)
+
+
+def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
+    rows = [
+        (
+            LABELS[m],
+            accuracy.newest(d.info).text(),
+            accuracy.best(d.info).text(),
+            "never" if (first := _first_round(d)) is None else f"round {first}",
+            str(d.info.rounds),
+            tables.size(d.info.bytes_up),
+            tables.size(d.info.bytes_down),
+            span(d.info.ended_unix - d.info.created_unix),
+            f"{d.aggregator}: {tables.judged_text(judgements(d.rounds))}",
         )
-        label = f"{LABELS[method]}: {series[-1].text()} at the end"
-        axes.plot(range(len(series)), middle, color=COLOURS[method], linewidth=2, label=label)
-        if any(not e.exact for e in series):  # what is withheld is a gap
-            axes.fill_between(range(len(series)), low, high, color=COLOURS[method], alpha=0.15, linewidth=0)
-    axes.set(xlabel="rounds of training", ylabel="test images classified correctly (%)", ylim=(0, 100))
-    axes.set_title("Six hospitals train one model; none has seen more than two of the ten digits")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0)
-    figure.legend(loc="outside lower center", frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        for m, d in details.items()
+    ]
+    reached = f"{MILESTONE:.0%} first after"
+    head = (
+        "trained by",
+        "classified correctly",
+        "at best",
+        reached,
+        "rounds",
+        "bytes up",
+        "bytes down",
+        "time",
+        "updates",
+    )
+    model = " and ".join(sorted({_model_name(d) for d in details.values()}))
+    title = f"One model ({model}) for six hospitals; no image moved, no digit is at two hospitals"
+    return ResultTable(title, head, rows)
+
+
+def _by_class(details: Mapping[str, pb.RunDetail]) -> ResultTable:
+    last = {m: accuracy.by_class(d.rounds[-1]) for m, d in details.items()}
+    names = json.loads(details[REPAIRED].manifest_json)["schema"]["classes"]
+    rows = [(name, *(estimates[c].text() for estimates in last.values())) for c, name in enumerate(names)]
+    return ResultTable("Images classified correctly, by digit", ("digit", *(LABELS[m] for m in last)), rows)
+
+
+def _by_hospital(
+    details: Mapping[str, pb.RunDetail],
+    scores: Mapping[str, Mapping[str, float | None]],
+    silos: Sequence[pb.SiloInfo],
+) -> ResultTable:
+    rows = [
+        (
+            s.name,
+            f"silo://demo/{s.name}",
+            s.fingerprint[:23],
+            *(tables.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details),
+        )
+        for s in silos
+    ]
+    head = ("hospital", "certificate identity", "key fingerprint", *(LABELS[m] for m in details))
+    return ResultTable("Accuracy by hospital, on its own test images", head, rows)
+
+
+def _spending(spent: Mapping[str, Spending]) -> ResultTable:
+    rows = [
+        (name, f"{s.noise:.3f}", f"{s.epsilon:.4f}", f"{s.projected:.4f}", f"{s.tight:.2f}", f"{s.delta:g}")
+        for name, s in spent.items()
+    ]
+    head = ("hospital", "noise z", "epsilon by its ledger", "projected", "tighter bound", "delta")
+    title = f"What the private run cost the training images ({COLLECTION}/train), budget epsilon {EPSILON:g}"
+    return ResultTable(title, head, rows)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from coordinator.lead import accuracy
-from coordinator.lead.curves import OF_SUMS, Curve, by_class, curves, text
+from coordinator.lead.as_json import run_json
+from coordinator.lead.curves import OF_SUMS, Curve, Scores, by_class, curves, text
 from fl_core.converter import ConversionError, parse_json, shown
 from fl_core.errors import ConfigError, ProtocolError
 from privacy.accounting import uncertainty
@@ -346,3 +347,48 @@ def _mapping(text: str, what: str) -> Mapping[str, object]:
 
 def _texts(found: object) -> tuple[str, ...]:
     return tuple(str(each) for each in found) if isinstance(found, list) else ()
+
+
+# ---- for machines ----------------------------------------------------------------------------------------------------
+
+
+def comparison_json(found: Comparison) -> dict[str, object]:
+    """Write a comparison for machines. Numbers that noise hides are null, others have their interval."""
+    return {
+        "runs": [
+            {
+                **run_json(run.info),
+                "members": list(run.members),
+                "scores": {measure: _scores_json(curve.scores) for measure, curve in run.curves.items()},
+                "class_accuracy": {name: value.facts() for name, value in run.by_class.items()},
+            }
+            for run in found.runs
+        ],
+        "differences": {
+            key: dict(zip((run.id for run in found.runs), values, strict=True))
+            for key, values in found.differences.items()
+        },
+        "standing": {
+            "measure": COMPARED,
+            "evaluations": found.standing.rounds,
+            "best": found.standing.best,
+            "values": {
+                run: {measure: _estimate_json(value) for measure, value in values.items()}
+                for run, values in found.standing.values.items()
+            },
+            "ahead": {
+                run: {**ahead._asdict(), "told_apart": ahead.told_apart} for run, ahead in found.standing.ahead.items()
+            },
+            "not_compared": dict(found.standing.excluded),
+        },
+        "notes": list(found.notes),
+    }
+
+
+def _scores_json(scores: Scores) -> dict[str, object]:
+    found = {"final": scores.final, "best": scores.best, "mean_last": scores.last}
+    return {name: _estimate_json(value) for name, value in found.items()}
+
+
+def _estimate_json(value: Estimate) -> dict[str, object]:
+    return {"value": value.point, "low": value.low, "high": value.high, "withheld": bool(value.withheld)}

@@ -56,7 +56,7 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
             + (f"there are {', '.join(there)}" if there else "no round is closed yet"),
         )
     names = [_name(detail.info) for detail in details]
-    out.write_bytes(_picture(drawn, names, found, kind))
+    out.write_bytes(picture(drawn, names, found, kind))
     return drawn
 
 
@@ -65,7 +65,8 @@ def _name(info: pb.RunInfo) -> str:
     return text if len(text) <= _NAME_CHARS else f"{text[:_NAME_CHARS]}..."
 
 
-def _picture(measures: Sequence[str], names: Sequence[str], found: Sequence[dict[str, Curve]], kind: str) -> bytes:
+def picture(measures: Sequence[str], names: Sequence[str], found: Sequence[dict[str, Curve]], kind: str) -> bytes:
+    """Draw a panel for each measure. names, found: of each run, its name and its curves; kind: png or svg."""
     require("matplotlib", "plots", "pictures of runs")
     from matplotlib.figure import Figure
 

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.lead.as_json import event_json
 from coordinator.lead.client import LeadClient, is_live
+from coordinator.lead.tables import place
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.audit_log.lines import ALLOWED, MAX_LINE, Line
 from service_core.audit_log.log import FOLDER, LogFolder
+from service_core.console import local_time, printable
 
 _LOOK_S = 0.5
 _LOOKS = ("Lead/Show", "Lead/Watch")
@@ -110,3 +113,25 @@ def _followed(client: LeadClient, run_id: str, last: int, tail: AuditTail) -> It
             if found is not None and not is_live(found):
                 yield RunLine(found.at_unix, event=found)
         yield from (RunLine(line.at, audit=line) for line in tail.fresh())
+
+
+def line_json(line: RunLine) -> dict[str, object]:
+    """Write an event or a line of the audit log for machines; `source` says which."""
+    if line.event is not None:
+        return {"source": "event", **event_json(line.event)}
+    assert line.audit is not None
+    entry = line.audit.entry
+    named = {name: getattr(entry, name) for name in ("who", "what", "about", "outcome", "code", "address", "bytes")}
+    return {"source": "audit", "number": line.audit.number, "at": line.at, **{k: v for k, v in named.items() if v}}
+
+
+def line_text(line: RunLine, rounds: int) -> str:
+    """Write one for people. rounds: of the run."""
+    if line.event is not None:
+        event = line.event
+        words = [event.kind, place(event, rounds), event.silo, event.text]
+    else:
+        assert line.audit is not None
+        entry = line.audit.entry
+        words = ["audit", entry.who, entry.what, entry.about, entry.outcome, entry.code]
+    return "  ".join([local_time(line.at), *(printable(word) for word in words if word)])

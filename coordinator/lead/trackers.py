@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from coordinator.lead import accuracy
-from coordinator.lead.console import personal_json
+from coordinator.lead.as_json import personal_json
 from coordinator.lead.curves import MACRO_AUC, OF_SUMS
 from fl_core.errors import ConfigError, UnavailableError
 from fl_core.types.clinical import ClinicalMetrics

@@ -116,7 +116,7 @@ class CoordinatorMetrics:
 
     def round_closed(self, row: RoundRow) -> None:
         """Take note of a round, whose opening may have been before a restart."""
-        self._rounds.labels(row.kind.value).observe(max(0.0, row.closed - row.opened))
+        self._rounds.labels(row.record.kind.value).observe(max(0.0, row.closed - row.opened))
 
     def watch(
         self,

@@ -29,6 +29,11 @@ class PassphraseSource:
     variable: str | None = None
     _typed: bytes = field(default=b"", repr=False)
 
+    @property
+    def named(self) -> bool:
+        """Whether a file or a variable holds it."""
+        return self.file is not None or self.variable is not None
+
     def read(self, question: str, repeat: bool = False) -> bytes:
         """Return the passphrase; raises StateError: E-STATE-47 where there is none to be had, E-STATE-42, E-STATE-43.
 

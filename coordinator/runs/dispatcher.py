@@ -108,7 +108,7 @@ class Dispatcher:
         row = self.store.runs.round(ref.run_id, ref.round)
         if row is None or row.is_open or ref.kind not in FROM_WIRE:
             return None
-        if row.kind is FROM_WIRE[ref.kind]:
+        if row.record.kind is FROM_WIRE[ref.kind]:
             return round_closed(row, name)
         return pb.CoordinatorMessage(round_closed=pb.RoundClosed(run_id=row.run_id, round=row.round, kind=ref.kind))
 
@@ -382,9 +382,10 @@ def negotiate(hello: pb.Hello, ours: int) -> None:
 
 def round_closed(row: RoundRow, name: str) -> pb.CoordinatorMessage:
     """Tell a silo what became of its update, and why not all of it was taken."""
-    reason = row.missing.get(name) or row.cut.get(name, "")
+    record = row.record
+    reason = record.missing.get(name) or record.cut.get(name, "")
     closed = pb.RoundClosed(
-        run_id=row.run_id, round=row.round, kind=TO_WIRE[row.kind], included=name in row.included, reason=reason
+        run_id=row.run_id, round=row.round, kind=TO_WIRE[record.kind], included=name in record.included, reason=reason
     )
     return pb.CoordinatorMessage(round_closed=closed)
 

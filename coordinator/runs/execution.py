@@ -80,7 +80,7 @@ class RunExecution:
             services = broadcasts, self.store, self.objects, self.dispatcher
             task = run.id, run.manifest_digest, compiled.dtypes, steering.attempt
             ports = [GrpcPort(m.name, *task, closer, self.checks, *services) for m in manifest.members]
-            closed = [row.medians for row in self.store.runs.rounds(run.id)]
+            closed = [row.record.medians for row in self.store.runs.rounds(run.id)]
             loop = compiled.round_loop(ports, parallel=len(ports), sizes=declared_sizes(self.store, run.id))
             loop = replace(loop, schedule=replace(loop.schedule, quorum=steering.quorum or loop.schedule.quorum))
             checkpointer = RunCheckpointer(run.id, closer, loop.needed, *services)

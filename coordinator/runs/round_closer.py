@@ -114,7 +114,9 @@ class RoundCloser:
         declared = {s.name: s.data.holds for s in self._store.members.silos() if s.name in row.cohort}
         with self._lock:
             self._brought = {}
-            self._round = _OpenRound(row.round, row.kind, row.cohort, self._clock(), rule, missed, declared, earlier)
+            self._round = _OpenRound(
+                row.round, row.record.kind, row.cohort, self._clock(), rule, missed, declared, earlier
+            )
 
     def brought(self, name: str, update: Mapping[str, Part]) -> None:
         """Note the classes of an update that has come, and is not yet accepted."""
@@ -272,7 +274,7 @@ def missed_in_a_row(rounds: Sequence[RoundRow], names: Sequence[str]) -> dict[st
     found = dict.fromkeys(names, 0)
     for name in names:
         for row in reversed([r for r in rounds if name in r.cohort]):
-            if name in row.included:
+            if name in row.record.included:
                 break
             found[name] += 1
     return found

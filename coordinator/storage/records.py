@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
 from service_core.pki.identity import PeerCertificate
 
 
@@ -201,28 +201,20 @@ class Steering:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A round of a run: open, or closed with its result."""
+    """A round of a run: open, or closed with its record. base: what each silo of the cohort was sent."""
 
     run_id: str
-    round: int
-    kind: TaskKind
+    record: RoundRecord
     is_open: bool
     cohort: tuple[str, ...]
     base_digest: str = ""
     base_size: int = 0
-    correct: tuple[float, ...] = ()
-    examples: tuple[float, ...] = ()
-    included: tuple[str, ...] = ()
-    missing: Mapping[str, str] = field(default_factory=dict)
-    clipped: int = 0
     opened: float = 0.0
     closed: float = 0.0
-    personal: Mapping[str, float] = field(default_factory=dict)
-    cut: Mapping[str, str] = field(default_factory=dict)
-    medians: Mapping[str, float] = field(default_factory=dict)
-    clinical: ClinicalMetrics | None = None
-    cut_rows: int = 0
-    unbounded: bool = False
+
+    @property
+    def round(self) -> int:
+        return self.record.round
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from sqlalchemy import ColumnElement, Connection, Integer, Row, Select, func, insert, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, Integer, Row, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import EndedEvent, EventRow, ObjectKind, RoundRow, Run, RunState
-from coordinator.storage.schema import (
-    clinical,
-    declared_sizes,
-    events,
-    judgements,
-    objects,
-    rounds,
-    row_values,
-    runs,
-    scores,
-)
+from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
-from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import NO_BOUND, RoundRecord
 from service_core.console import counted
@@ -177,9 +166,9 @@ class RunStore:
         """Open a round; one that is open already stays open, with what it has received."""
         with self._db.write() as db:
             _live(db, run_id)
-            row = RoundRow(run_id, round, kind, is_open=True, cohort=tuple(cohort), opened=self._clock())
-            values = row_values(rounds, row) | {"kind": kind.value}
-            if db.execute(upsert(rounds).values(values).on_conflict_do_nothing()).rowcount:
+            about = {"is_open": 1, "cohort": list(cohort), "base_digest": "", "base_size": 0}
+            values = {"run_id": run_id, "round": round, "kind": kind.value, "opened": self._clock(), "closed": 0.0}
+            if db.execute(upsert(rounds).values(values | about).on_conflict_do_nothing()).rowcount:
                 self._event(db, run_id, "opened", round, text=f"{kind.value}: {counted(len(cohort), 'silo')}")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
@@ -189,12 +178,12 @@ class RunStore:
 
     def round(self, run_id: str, round: int) -> RoundRow | None:
         with self._db.read() as db:
-            row = db.execute(_rounds(run_id).where(rounds.c.round == round)).first()
+            row = db.execute(select(rounds).where(rounds.c.run_id == run_id, rounds.c.round == round)).first()
             return None if row is None else _to_round(row)
 
     def included_before(self, run_id: str, silo: str, round: int) -> int:
         """Return 1 + the last training round before this one that has an update of a silo; 0 when none has."""
-        earlier = select(rounds.c.round, rounds.c.included).where(
+        earlier = select(rounds.c.round, rounds.c.record).where(
             rounds.c.run_id == run_id,
             rounds.c.round < round,
             rounds.c.is_open == 0,
@@ -202,12 +191,17 @@ class RunStore:
         )
         with self._db.read() as db:
             newest = db.execute(earlier.order_by(rounds.c.round.desc()))
-            return next((row.round + 1 for row in newest if silo in row.included), 0)
+            return next((row.round + 1 for row in newest if silo in row.record["included"]), 0)
 
     def rounds(self, run_id: str, newest: int | None = None) -> list[RoundRow]:
         """Return the closed rounds of a run in order; newest: only the last so many."""
         with self._db.read() as db:
-            closed = _rounds(run_id).where(rounds.c.is_open == 0).order_by(rounds.c.round.desc()).limit(newest)
+            closed = (
+                select(rounds)
+                .where(rounds.c.run_id == run_id, rounds.c.is_open == 0)
+                .order_by(rounds.c.round.desc())
+                .limit(newest)
+            )
             return [_to_round(row) for row in reversed(db.execute(closed).all())]
 
     def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
@@ -219,19 +213,9 @@ class RunStore:
         train, now = record.kind is TaskKind.TRAIN, self._clock()
         with self._db.write() as db:
             run = _live(db, run_id)
-            result = {name: getattr(record, name) for name in ("correct", "examples", "included", "clipped")}
-            _change_round(db, run_id, record.round, is_open=0, missing=dict(record.missing), closed=now, **result)
-            if record.personal:
-                db.execute(insert(scores).values(run_id=run_id, round=record.round, personal=dict(record.personal)))
-            if record.cut or record.medians or record.unbounded:
-                judged = {"cut": dict(record.cut), "medians": dict(record.medians)}
-                judged |= {"cut_rows": record.cut_rows, "unbounded": int(record.unbounded)}
-                db.execute(insert(judgements).values(run_id=run_id, round=record.round, **judged))
+            _change_round(db, run_id, record.round, is_open=0, closed=now, record=record.to_dict())
             if record.unbounded:
                 self._event(db, run_id, "warning", record.round, text=f"round {record.round + 1}: {NO_BOUND}")
-            if record.clinical is not None:
-                measured = asdict(record.clinical)
-                db.execute(insert(clinical).values(run_id=run_id, round=record.round, metrics=measured))
             for name, why in record.cut.items():
                 self._event(db, run_id, "cut", record.round, name, f"round {record.round + 1}: {name}'s {why}")
             for name, why in record.missing.items():
@@ -332,16 +316,6 @@ def _change_round(db: Connection, run_id: str, round: int, **values: object) -> 
     db.execute(update(rounds).where(rounds.c.run_id == run_id, rounds.c.round == round).values(**values))
 
 
-def _rounds(run_id: str) -> Select[tuple[object, ...]]:
-    measured = (scores.c.run_id == rounds.c.run_id) & (scores.c.round == rounds.c.round)
-    judged = (judgements.c.run_id == rounds.c.run_id) & (judgements.c.round == rounds.c.round)
-    tested = (clinical.c.run_id == rounds.c.run_id) & (clinical.c.round == rounds.c.round)
-    of_judged = (judgements.c[name] for name in ("cut", "medians", "cut_rows", "unbounded"))
-    wide = select(rounds, scores.c.personal, *of_judged, clinical.c.metrics.label("clinical"))
-    joined = wide.outerjoin(scores, measured).outerjoin(judgements, judged).outerjoin(clinical, tested)
-    return joined.where(rounds.c.run_id == run_id)
-
-
 def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
     valid = [s.value for s in states]
     if run.state.value not in valid:
@@ -374,8 +348,6 @@ def _to_run(row: Row[tuple[object, ...]]) -> Run:
 
 def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
     raw = dict(row._mapping)
-    raw |= {name: tuple(raw[name]) for name in ("cohort", "correct", "examples", "included")}
-    raw |= {name: raw[name] or {} for name in ("personal", "cut", "medians")}
-    raw |= {"cut_rows": raw["cut_rows"] or 0, "unbounded": bool(raw["unbounded"])}
-    raw["clinical"] = raw["clinical"] and ClinicalMetrics.of(raw["clinical"])
-    return RoundRow(**raw | {"kind": TaskKind(raw["kind"]), "is_open": bool(raw["is_open"])})
+    number, kind, found = raw.pop("round"), TaskKind(raw.pop("kind")), raw.pop("record")
+    record = RoundRecord(number, kind, (), (), ()) if found is None else RoundRecord.of(found)
+    return RoundRow(**raw | {"record": record, "is_open": bool(raw["is_open"]), "cohort": tuple(raw["cohort"])})

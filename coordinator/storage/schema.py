@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+
 import sqlalchemy as sa
 
 from service_core.storage.generation import incarnation_table
@@ -129,21 +132,9 @@ rounds = sa.Table(
     sa.Column("cohort", sa.JSON, nullable=False),
     sa.Column("base_digest", sa.String, nullable=False),
     sa.Column("base_size", sa.Integer, nullable=False),
-    sa.Column("correct", sa.JSON, nullable=False),
-    sa.Column("examples", sa.JSON, nullable=False),
-    sa.Column("included", sa.JSON, nullable=False),
-    sa.Column("missing", sa.JSON, nullable=False),
-    sa.Column("clipped", sa.Integer, nullable=False),
     sa.Column("opened", sa.Float, nullable=False),
     sa.Column("closed", sa.Float, nullable=False),
-)
-
-scores = sa.Table(  # of rounds in which personal models were measured
-    "scores",
-    metadata,
-    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
-    sa.Column("round", sa.Integer, primary_key=True),
-    sa.Column("personal", sa.JSON, nullable=False),
+    sa.Column("record", sa.JSON(none_as_null=True)),  # as `RoundRecord.to_dict`, from the round's close on
 )
 
 steering = sa.Table(  # of runs that a lead has intervened in, and what their rounds have shown
@@ -156,25 +147,6 @@ steering = sa.Table(  # of runs that a lead has intervened in, and what their ro
     sa.Column("extended_round", sa.Integer, nullable=False),
     sa.Column("extended_s", sa.Float, nullable=False),
     sa.Column("holds", sa.JSON, nullable=False),  # {silo: classes}, by what it sent last
-)
-
-judgements = sa.Table(  # of rounds whose aggregator looks at norms
-    "judgements",
-    metadata,
-    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
-    sa.Column("round", sa.Integer, primary_key=True),
-    sa.Column("cut", sa.JSON, nullable=False),
-    sa.Column("medians", sa.JSON, nullable=False),
-    sa.Column("cut_rows", sa.Integer, nullable=False, server_default=sa.text("0")),
-    sa.Column("unbounded", sa.Integer, nullable=False, server_default=sa.text("0")),
-)
-
-clinical = sa.Table(  # of rounds whose evaluation was more than accuracies
-    "clinical",
-    metadata,
-    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
-    sa.Column("round", sa.Integer, primary_key=True),
-    sa.Column("metrics", sa.JSON, nullable=False),
 )
 
 declared_sizes = sa.Table(  # what silos had declared of their data when the run was submitted
@@ -251,6 +223,35 @@ def row_values(table: sa.Table, record: object) -> dict[str, object]:
     return {column.name: getattr(record, column.name) for column in table.c}
 
 
+# ---- files of earlier versions ---------------------------------------------------------------------------------------
+
+_CLOSED = """
+SELECT run_id, round, kind, correct, examples, included, missing, clipped, coalesce(personal, '{}') AS personal,
+       coalesce(cut, '{}') AS cut, coalesce(medians, '{}') AS medians, coalesce(metrics, 'null') AS clinical,
+       coalesce(cut_rows, 0) AS cut_rows, coalesce(unbounded, 0) AS unbounded
+FROM rounds LEFT JOIN scores USING (run_id, round) LEFT JOIN judgements USING (run_id, round)
+     LEFT JOIN clinical USING (run_id, round)
+WHERE is_open = 0"""
+
+
+def _one_record_of_a_round(db: sqlite3.Connection) -> None:
+    """Bring into the row of a round what columns and the tables of scores, judgements and metrics said of it."""
+    db.execute("ALTER TABLE rounds ADD COLUMN record JSON")
+    found = db.execute(_CLOSED)
+    names = [column[0] for column in found.description]
+    for row in found.fetchall():
+        raw = dict(zip(names, row, strict=True))
+        run_id, kind = raw.pop("run_id"), raw.pop("kind")
+        record = {name: json.loads(value) if isinstance(value, str) else value for name, value in raw.items()}
+        record |= {"kind": kind, "unbounded": bool(record["unbounded"])}
+        where = (json.dumps(record), run_id, record["round"])
+        db.execute("UPDATE rounds SET record = ? WHERE run_id = ? AND round = ?", where)
+    for name in ("correct", "examples", "included", "missing", "clipped"):
+        db.execute(f"ALTER TABLE rounds DROP COLUMN {name}")
+    for table in ("scores", "judgements", "clinical"):
+        db.execute(f"DROP TABLE {table}")
+
+
 FIRST_VERSION = 8
 """That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = ()
+MIGRATIONS: tuple[Step, ...] = (_one_record_of_a_round,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from fl_core import validate
 from fl_core.errors import ConfigError
@@ -110,6 +110,18 @@ class RoundRecord:
     clinical: ClinicalMetrics | None = None
     cut_rows: int = 0
     unbounded: bool = False
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> RoundRecord:
+        """Read what `to_dict` wrote, by way of JSON: numbers come back as they were, infinite ones too."""
+        lists = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
+        clinical = raw.get("clinical")
+        measured = {"clinical": clinical and ClinicalMetrics.of(clinical)}
+        return cls(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Write the record as it is stored, and as `of` reads it."""
+        return asdict(self) | {"kind": self.kind.value}
 
     @property
     def accuracy(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,9 @@ from fl_core.errors import ConfigError
 from service_core.audit_log.lines import REFUSED, Line
 from service_core.audit_log.log import FOLDER, LogFolder
 from service_core.audit_log.verification import heads_in, read_lines, verify
-from service_core.console import local_time, plain_console, print_json, printable
+from service_core.command_line import command
+from service_core.console import OUT, Facts, Reply, local_time, printable
 
-OUT = plain_console(soft_wrap=True)
 Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines; of `show` the lines as they are.")]
 
@@ -62,6 +62,7 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help=help)
 
     @app.command("show")
+    @command
     def show(
         since: Since = None,
         who: Who = None,
@@ -82,13 +83,13 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         _show(side(home).folder, fits, as_json, last)
 
     @app.command("verify")
+    @command
     def verify_log(
         against: Against = None,
         archived: Archived = False,
         restored: Restored = None,
         home: Home = None,
-        as_json: Json = False,
-    ) -> None:
+    ) -> Reply:
         """Check that no line was edited, removed or moved; exit status 1, with the first such line, when one was.
 
         Somebody who can write here can also make the whole log anew. With --against, the ends of this log that
@@ -97,28 +98,22 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         own = side(home)
         heads = [] if against is None else heads_in(against, own.identity(), own.authority_pem())
         found = verify(own.folder, heads, archived, restored or ())
-        if as_json:
-            facts: dict[str, Any] = {"lines": found.lines, "first": found.first, "last": found.last}
-            print_json(facts | {"hash": found.hash, "agreed": found.agreed, "notes": list(found.notes)})
-            return
-        _fact("lines", f"{found.first} to {found.last}, unbroken")
-        _fact("hash", found.hash)
-        compared = f"{found.agreed} ends agree" if against is not None else "not compared: --against FILE"
-        _fact("other side", compared)
-        for note in found.notes:
-            _fact("note", printable(note))
+        value = {"lines": found.lines, "first": found.first, "last": found.last, "hash": found.hash}
+        facts = [
+            ("lines", f"{found.first} to {found.last}, unbroken"),
+            ("hash", found.hash),
+            ("other side", "not compared: --against FILE" if against is None else f"{found.agreed} ends agree"),
+            *(("note", note) for note in found.notes),
+        ]
+        return Reply(value | {"agreed": found.agreed, "notes": list(found.notes)}, [Facts(facts)])
 
     return app
-
-
-def _fact(name: str, value: str) -> None:
-    OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}")
 
 
 def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool, last: int | None) -> None:
     newest: deque[tuple[Line, bytes]] = deque(maxlen=last)
     if OUT.is_terminal and not as_json:
-        OUT.print(_in_columns(("line", "when", "who", "from", "what", "about", "outcome", "code")))
+        OUT.print(_in_columns(("line", "when", "who", "from", "what", "about", "outcome", "code")), soft_wrap=True)
     for name, place, raw in read_lines(folder):
         try:
             line = Line.decode(raw)
@@ -139,7 +134,7 @@ def _print(line: Line, raw: bytes, as_json: bool) -> None:
     if as_json:
         typer.echo(raw.rstrip(b"\n"))
     else:
-        OUT.print(_text(line))
+        OUT.print(_text(line), soft_wrap=True)
 
 
 def _time(text: str | None) -> float:

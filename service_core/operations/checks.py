@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 from fl_core.errors import ConfigError, FederationError
-from service_core.console import plain_console, print_json, printable
+from service_core.console import Reply, printable
 from service_core.operations.health import Answer
 from service_core.pki.certificates import utc_now
 from service_core.pki.identity import Address, identity_of
@@ -88,18 +88,13 @@ def run_checks(checks: Mapping[str, Check]) -> list[Finding]:
     return found
 
 
-def report(findings: Iterable[Finding], as_json: bool) -> int:
-    """Print findings; return the exit status: 1 with a problem, else 0."""
+def report(findings: Iterable[Finding]) -> Reply:
+    """Say what was found; with exit status 1 where a problem is among it."""
     shown = [_printable(finding) for finding in findings]
     sick = any(finding.level is Level.PROBLEM for finding in shown)
-    if as_json:
-        rows = [asdict(finding) | {"level": finding.level.value} for finding in shown]
-        print_json({"healthy": not sick, "findings": rows})
-    else:
-        out = plain_console(soft_wrap=True)
-        for f in shown:
-            out.print(f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else ""))
-    return int(sick)
+    rows = [asdict(finding) | {"level": finding.level.value} for finding in shown]
+    lines = [f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else "") for f in shown]
+    return Reply({"healthy": not sick, "findings": rows}, lines, status=int(sick))
 
 
 def _printable(finding: Finding) -> Finding:

@@ -19,9 +19,9 @@ import typer
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.errors.extras import require
 from fl_core.suggest import suggest
-from service_core.console import print_json
-from silo.cli import console
-from silo.cli.options import DataRootOption, JsonOption, label_space
+from service_core.command_line import Json, command
+from service_core.console import Facts, print_json, show
+from silo.cli.options import DataRootOption, label_space
 
 if TYPE_CHECKING:
     from privacy.audit.runner import Setting, Verdict
@@ -32,6 +32,7 @@ PIXELS = 32
 SUMMARY = "audit.json"
 
 
+@command
 def audit(
     data: Annotated[str, typer.Option("--data", help="What to attack, as `silo serve` takes it.", metavar="REF")],
     out: Annotated[Path, typer.Option("--out", help="A new or empty folder for the pictures and audit.json.")],
@@ -48,7 +49,7 @@ def audit(
     classes: Annotated[
         str | None, typer.Option("--classes", help="The label space, where the data needs it.", metavar="A,B,...")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Attack training on this hospital's images, with and without privacy; exit status 1 when a claim is refuted.
 
@@ -79,7 +80,7 @@ def audit(
     if as_json:
         print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
     elif all(v.holds is not False for v in verdicts):
-        console.show_facts([("written to", str(out)), ("keep it here", "it is about single records of this hospital")])
+        show(Facts([("written to", str(out)), ("keep it here", "it is about single records of this hospital")]))
     if refuted := [v.audit for v in verdicts if v.holds is False]:
         raise RefusedError(
             "E-PRIV-28",

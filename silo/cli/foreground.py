@@ -16,12 +16,11 @@ from rich.status import Status
 
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import json_line, local_time, printable
+from service_core.console import OUT, json_line, local_time, printable
 from service_core.operations import logs
 from service_core.operations.exit_status import ShutdownSignals
 from service_core.operations.logs import FIELDS, LogFormat
 from service_core.operations.notify import READY, STOPPING, notify
-from silo.cli.console import OUT
 from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.heartbeat import Heartbeat
@@ -71,7 +70,7 @@ class Printer:
         if self._json:
             self._write(json_line({"event": name, "at": time.time(), "text": text} | dict(facts)))
         elif self._console.is_terminal:
-            self._console.print(f"{local_time(time.time())}  {text}")
+            self._console.print(f"{local_time(time.time())}  {text}", soft_wrap=True)
         else:
             self._write(printable(f"{local_time(time.time())}  {text}", keep="\t"))
 

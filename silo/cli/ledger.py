@@ -6,10 +6,10 @@ None of these commands has a counterpart on the wire.
 from __future__ import annotations
 
 import getpass
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,42 +17,34 @@ from fl_core.errors import ConfigError, StateError
 from privacy.accounting.accountant import replace_one
 from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger
-from service_core.console import print_json
-from silo.cli import console
-from silo.cli.console import OUT, show_rows
-from silo.cli.options import DataRootOption, HomeOption, JsonOption
+from service_core.command_line import command
+from service_core.console import OUT, Facts, Reply, Rows
+from silo.cli.options import DataRootOption, SiloHome, open_store
 from silo.reports.leaving import Unprotected
 from silo.storage.home import Home
-from silo.storage.store import Store
 from silo.storage.tasks import UnprotectedUpdate
-
-if TYPE_CHECKING:
-    from privacy.ledger.ledger import Ledger
-
 
 app = typer.Typer(no_args_is_help=True, help="The privacy ledger: what records were used for, and their budgets.")
 budget = typer.Typer(no_args_is_help=True, help="Budgets of collections of records.")
 app.add_typer(budget, name="budget")
 
 
-def _ledger(home: Path | None, make: bool = False) -> Ledger:
+def _ledger(home: Home, make: bool = False) -> Ledger:
     """Open a home's ledger; raises StateError (E-BUDGET-04) where there is none and none is to be made."""
-    from privacy.ledger.ledger import Ledger
-
-    silo_home = Home.at(home)
     if make:
-        silo_home.make()
-    elif not silo_home.ledger.exists():
-        raise StateError("E-BUDGET-04", f"expected a ledger in {silo_home.ledger}, found none: silo ledger register")
-    return Ledger(silo_home.ledger, silo_home.ledger_key)
+        home.make()
+    elif not home.ledger.exists():
+        raise StateError("E-BUDGET-04", f"expected a ledger in {home.ledger}, found none: silo ledger register")
+    return Ledger(home.ledger, home.ledger_key)
 
 
 @app.command("show")
+@command
 def show_ledger(
-    home: HomeOption = None,
     entries: Annotated[bool, typer.Option("--entries", help="List every entry.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Show what is spent of each collection's budget, by two accountants.
 
     epsilon is for adding or removing one unit; for replacing one it is twice that. It holds for private runs: beside it
@@ -61,54 +53,47 @@ def show_ledger(
     """
     from silo.reports.spending import unprotected
 
-    ledger, silo_home = _ledger(home), Home.at(home)
-    updates = _unprotected_updates(silo_home)
+    ledger = _ledger(home)
+    updates = _unprotected_updates(home)
     counts = {name: unprotected(ledger, name, updates) for name in ledger.collections()}
     found = [collection_json(ledger, name) | {"unprotected": count._asdict()} for name, count in counts.items()]
-    if as_json:
-        head = ledger.head()
-        print_json({"collections": found, "events": head.seq, "head": head.hash})
-        return
-    show_collections(found)
-    show_unprotected(counts, silo_home.shares_ledger)
-    if entries:
-        show_entries(found)
+    head = ledger.head()
+    return Reply(
+        {"collections": found, "events": head.seq, "head": head.hash},
+        _shown(found, counts, home.shares_ledger, entries),
+    )
 
 
-def _unprotected_updates(silo_home: Home) -> list[UnprotectedUpdate]:
-    if not silo_home.database.exists():  # nothing has left a home that never joined
+def _unprotected_updates(home: Home) -> list[UnprotectedUpdate]:
+    if not home.database.exists():  # nothing has left a home that never joined
         return []
-    store = Store(silo_home.database)
-    try:
+    with open_store(home.database) as store:
         return store.unprotected()
-    finally:
-        store.close_database()
 
 
 @app.command()
-def verify(home: HomeOption = None, as_json: JsonOption = False) -> None:
+@command
+def verify(home: SiloHome) -> Reply:
     """Compute the ledger anew from its events, and name every table, view, trigger or unit that differs from them.
 
     Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
     """
-    silo_home = Home.at(home)
-    ledger, seen = _ledger(home), _seen(silo_home)
+    ledger, seen = _ledger(home), _seen(home)
     count, head = ledger.verify(seen), ledger.head()
-    if as_json:
-        print_json({"events": count, "head": head.hash, "seen": seen.seq})
-        return
     events = f"{count}, unbroken" if count else "none: nothing was ever registered here, or the file was emptied"
-    console.show_facts([("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")])
+    facts = [("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")]
+    return Reply({"events": count, "head": head.hash, "seen": seen.seq}, [Facts(facts)])
 
 
 @app.command()
+@command
 def register(
     data: Annotated[str, typer.Option("--data", help="The data, as `silo serve` takes it.", metavar="REF")],
     name: Annotated[str | None, typer.Option("--name", help="The collection's name. Default: the reference.")] = None,
     data_root: DataRootOption = None,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Enter data in the ledger: once before its first private run, and again whenever records came or went.
 
     Its training and its test records become two collections, NAME/train and NAME/test; all that the hospital has, under
@@ -129,24 +114,21 @@ def register(
     ledger = _ledger(home, make=True)
     loaded = datasets.load(loading.load_of_reference(data), data_root=data_root)
     found = registration.register(ledger, loaded, name or loaded.origin)
-    if as_json:
-        print_json({"collections": found})
-        return
-    console.show_facts(
-        [(c, "a new version is registered" if new else "was registered before") for c, new in found.items()]
-    )
+    words = {True: "a new version is registered", False: "was registered before"}
+    return Reply({"collections": found}, [Facts([(name, words[new]) for name, new in found.items()])])
 
 
 @budget.command("set")
+@command
 def set_budget(
     collection: Annotated[str, typer.Argument(help="NAME/train, NAME/test or hospital; NAME: both of its own.")],
     epsilon: Annotated[float, typer.Option("--epsilon", help="For all runs together, for ever.")],
     delta: Annotated[float, typer.Option("--delta", help="Less than 1 / (10 units).")],
     reason: Annotated[str, typer.Option("--reason", help="Why, for the record.")],
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Give a collection of records its budget; the newest one is in force, what was spent stays spent."""
     if not (epsilon > 0 and 0 < delta < 1e-3):
         raise ConfigError("E-PRIV-20", f"expected epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}")
@@ -155,35 +137,34 @@ def set_budget(
     chosen = both or [collection]
     for name in chosen:
         ledger.set_budget(name, epsilon, delta, operator or getpass.getuser(), reason)
-    console.answer(
-        as_json,
-        {"collections": chosen, "epsilon": epsilon, "delta": delta},
-        [(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen],
-    )
+    facts = [(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen]
+    return Reply({"collections": chosen, "epsilon": epsilon, "delta": delta}, [Facts(facts)])
 
 
 @app.command()
+@command
 def release(
     entry: Annotated[str, typer.Argument(help="The entry, as `silo ledger show --entries` names it.")],
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Give back what was reserved and never started; with the service stopped, and before it starts again."""
     ledger = _ledger(home)
-    with Home.at(home).locked():
+    with home.locked():
         ledger.release_unused(entry)
-    console.answer(as_json, {"released": entry}, [("released", entry)])
+    return Reply({"released": entry}, [Facts([("released", entry)])])
 
 
 @app.command()
+@command
 def restore(
     acknowledge: Annotated[
         bool, typer.Option("--acknowledge-spend", help="Yes: what may have been spent since then is to be charged.")
     ] = False,
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Go on with an older copy of the ledger when the newest one is lost, at the price of the most it may have spent.
 
     What others have signed for is charged exactly, by the sealed figures in the receipts; for what came after them
@@ -194,45 +175,37 @@ def restore(
     from privacy.ledger.recovery import LastSeen, charge_unknown_spending
     from silo.training.hospital_controls import HospitalControls
 
-    silo_home = Home.at(home)
     if not acknowledge:
         raise ConfigError(
             "E-BUDGET-11", "expected --acknowledge-spend: every collection will be charged for what may be missing"
         )
-    with silo_home.make().locked():
-        store = Store(silo_home.database)
-        try:
+    with home.make().locked():
+        with open_store(home.database) as store:
             seen = [
                 LastSeen(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
-                for s in HospitalControls(silo_home, store).all_attestations()
+                for s in HospitalControls(home, store).all_attestations()
             ]
-        finally:
-            store.close_database()
-        found = charge_unknown_spending(
-            Ledger(silo_home.ledger, silo_home.ledger_key), seen, operator or getpass.getuser()
-        )
-    console.answer(as_json, {"charged": found}, [(name, f"charged {what}") for name, what in found.items()])
+        found = charge_unknown_spending(Ledger(home.ledger, home.ledger_key), seen, operator or getpass.getuser())
+    return Reply({"charged": found}, [Facts([(name, f"charged {what}") for name, what in found.items()])])
 
 
 @app.command("place")
+@command
 def place_ledger(
     path: Annotated[Path | None, typer.Argument(help="The ledger's file. Default: show where it is.")] = None,
     key: Annotated[Path | None, typer.Option("--key", help="The key's file. Default: beside the ledger.")] = None,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Show or set where the ledger and its key lie: one ledger for all homes of a hospital, or a key on another disk.
 
     A hospital in several consortia has a home for each; their runs spend one budget only when all homes name one
     ledger, on one machine. The files are not moved: move them first, with no service running. CONSILIUM_SILO_LEDGER
     and CONSILIUM_SILO_LEDGER_KEY win over what is set here.
     """
-    silo_home = Home.at(home)
     if path is not None or key is not None:
-        from privacy.ledger.ledger import Ledger
-
-        with silo_home.make().locked():
-            before, after = silo_home.ledger, (path or silo_home.ledger).expanduser().absolute()
+        with home.make().locked():
+            before, after = home.ledger, (path or home.ledger).expanduser().absolute()
             if before.exists() and before.absolute() != after:
                 raise StateError(
                     "E-BUDGET-11",
@@ -241,20 +214,17 @@ def place_ledger(
                 )
             if after.exists():
                 beside = after.with_name(f"{after.stem}.key")
-                Ledger(after, key or beside).verify(_seen(silo_home))
-            silo_home.place_ledger(after, key)
-    facts = {"ledger": str(silo_home.ledger), "key": str(silo_home.ledger_key)}
-    console.answer(as_json, facts, list(facts.items()))
+                Ledger(after, key or beside).verify(_seen(home))
+            home.place_ledger(after, key)
+    facts = {"ledger": str(home.ledger), "key": str(home.ledger_key)}
+    return Reply(facts, [Facts(facts.items())])
 
 
-def _seen(silo_home: Home) -> ChainHead:
+def _seen(home: Home) -> ChainHead:
     from silo.training.hospital_controls import HospitalControls
 
-    store = Store(silo_home.database)
-    try:
-        seen = HospitalControls(silo_home, store).latest_attestation()
-    finally:
-        store.close_database()
+    with open_store(home.database) as store:
+        seen = HospitalControls(home, store).latest_attestation()
     return ChainHead(seen.seq, seen.head)
 
 
@@ -297,12 +267,29 @@ _LEGEND = (
 )
 
 
-def show_collections(found: Sequence[Json]) -> None:
-    if not found:
-        OUT.print("Nothing is registered in this ledger: `silo ledger register --data REF` enters data.")
-        return
-    OUT.print(_sentence(found))
-    show_rows(
+def _shown(
+    found: Sequence[Json], counts: Mapping[str, Unprotected], shared: bool, entries: bool
+) -> Iterator[str | Rows]:
+    """Say what was spent, and of which collections updates left that no spending covers.
+
+    shared: other homes may use the ledger.
+    """
+    if found:
+        yield _sentence(found)
+        yield _collections(found)
+        if OUT.is_terminal:
+            yield _LEGEND
+    else:
+        yield "Nothing is registered in this ledger: `silo ledger register --data REF` enters data."
+    yield from (f"{name}: {count.sentence()}" for name, count in counts.items() if count.updates)
+    if shared:
+        yield "Updates without privacy of other homes that use this ledger are not among these: ask there."
+    if entries:
+        yield _entries(found)
+
+
+def _collections(found: Sequence[Json]) -> Rows:
+    return Rows(
         "Privacy budgets",
         ("collection", "unit", "budget", "spent (RDP)", "spent (PRV)", "used", "one replaced"),
         [
@@ -319,8 +306,6 @@ def show_collections(found: Sequence[Json]) -> None:
         ],
         headings=True,
     )
-    if OUT.is_terminal:
-        OUT.print(_LEGEND)
 
 
 def _sentence(found: Sequence[Json]) -> str:
@@ -343,17 +328,8 @@ def _sentence(found: Sequence[Json]) -> str:
     )
 
 
-def show_unprotected(found: Mapping[str, Unprotected], shared: bool) -> None:
-    """Say of which collections updates left that no spending covers. shared: other homes may use the ledger."""
-    for name, count in found.items():
-        if count.updates:
-            OUT.print(f"{name}: {count.sentence()}")
-    if shared:
-        OUT.print("Updates without privacy of other homes that use this ledger are not among these: ask there.")
-
-
-def show_entries(found: Iterable[Json]) -> None:
-    show_rows(
+def _entries(found: Iterable[Json]) -> Rows:
+    return Rows(
         "Entries",
         ("entry", "state", "for", "noise", "rate", "steps"),
         [

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from service_core import startup
 
 
+def _prepare() -> Callable[[], object]:
+    from service_core.command_line import made_command
+    from silo.cli.service import app
+
+    return partial(made_command(app), sys.argv[1:], prog_name="silo")
+
+
 def main() -> None:
     startup.begin()
-    import gc
-    import logging
+    from service_core.command_line import run_program
 
-    from service_core.console import PrintableFormatter
-    from service_core.tls.connect import require_tls13, silence_grpc_logs
-
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(PrintableFormatter())
-    require_tls13()  # before anything imports gRPC
-    silence_grpc_logs()
-    from silo.cli.service import run
-
-    startup.raise_on_interrupt()
-    try:
-        sys.exit(run(sys.argv[1:]))
-    finally:
-        gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
+    run_program(_prepare)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fl_core.errors import ConfigError
+from service_core.command_line import Depends
 from service_core.operations.logs import VARIABLE, LogFormat
+from silo.storage.home import Home
+from silo.storage.store import Store
 
 if TYPE_CHECKING:
     from service_core.operations.metrics_endpoint import LoopbackAddress
@@ -17,7 +23,22 @@ HomeOption = Annotated[
     Path | None,
     typer.Option("--home", help="The silo's folder. Default: $CONSILIUM_SILO_HOME, else ~/.consilium/silo."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def _home(home: HomeOption = None) -> Home:
+    return Home.at(home)
+
+
+@contextmanager
+def open_store(database: Path, accept_loss: bool = False) -> Iterator[Store]:
+    store = Store(database, accept_loss=accept_loss)
+    try:
+        yield store
+    finally:
+        store.close_database()
+
+
+SiloHome = Annotated[Home, Depends(_home)]
 LogFormatOption = Annotated[
     LogFormat | None,
     typer.Option("--log-format", help=f"Log to standard error, as text or JSON, instead. Default: ${VARIABLE}."),
@@ -51,6 +72,10 @@ DataRootOption = Annotated[
     typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
 ]
 
+Classes = Annotated[
+    str | None,
+    typer.Option("--classes", help="The run's label space, in order, for instance nevus,melanoma.", metavar="A,B,..."),
+]
 ImageCacheOption = Annotated[
     float,
     typer.Option(
@@ -70,6 +95,18 @@ def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
     if budgets and text is None:
         raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: say where to serve them")
     return None if text is None else LoopbackAddress.parse(text)
+
+
+def text_of(file: Path | None) -> str:
+    """Read a file, or standard input for none and for -; raises ConfigError (E-CFG-02)."""
+    if file is None or str(file) == "-":
+        return sys.stdin.read()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "E-CFG-02", f"expected text in the file {file}, found none that can be read: {error}"
+        ) from None
 
 
 def label_space(text: str | None) -> list[str] | None:

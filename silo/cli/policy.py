@@ -9,26 +9,21 @@ from typing import Annotated
 import typer
 
 from fl_core.extensions import registry
-from service_core.console import local_time, print_json
-from silo.cli import console
-from silo.cli.options import HomeOption, JsonOption
-from silo.storage.home import Home
-from silo.storage.store import Store
+from service_core.command_line import command
+from service_core.console import Facts, Reply, Rows, local_time
+from silo.cli.options import SiloHome, open_store
 
 app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml in the silo's home.")
 
 
 @app.command("show")
-def show_policy(home: HomeOption = None, as_json: JsonOption = False) -> None:
+@command
+def show_policy(home: SiloHome) -> Reply:
     """Show the policy in force, and the digest that goes with every update."""
     from silo.training.policy_in_force import in_force
 
-    silo_home = Home.at(home)
-    policy = in_force(silo_home)
-    if as_json:
-        print_json({"file": str(silo_home.policy), "there": silo_home.policy.exists(), **asdict(policy)})
-        return
-    facts = [("file", str(silo_home.policy) if policy.digest else f"{silo_home.policy}: none, the defaults hold")]
+    policy = in_force(home)
+    facts = [("file", str(home.policy) if policy.digest else f"{home.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
     for section in ("runs", "privacy", "prototypes", "evaluation"):
         facts += [
@@ -36,7 +31,7 @@ def show_policy(home: HomeOption = None, as_json: JsonOption = False) -> None:
             for key, value in asdict(getattr(policy, section)).items()
         ]
     facts += [(f"budget of {name}", f"epsilon {e:g} at delta {d:g}") for name, (e, d) in policy.budgets.items()]
-    console.show_facts(facts)
+    return Reply({"file": str(home.policy), "there": home.policy.exists(), **asdict(policy)}, [Facts(facts)])
 
 
 _EMPTY = {
@@ -54,43 +49,41 @@ def _text(value: object, empty: str) -> str:
 
 
 @app.command()
+@command
 def check(
     file: Annotated[Path | None, typer.Argument(help="A file to look at. Default: the one in force.")] = None,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
     from privacy.policy import Policy, closed
     from silo.training.policy_in_force import in_force
 
-    silo_home = Home.at(home)
-    place = file or silo_home.policy
-    policy = in_force(silo_home) if file is None else Policy.read(file)
+    place = file or home.policy
+    policy = in_force(home) if file is None else Policy.read(file)
     if file is not None and not policy.digest:
         raise closed(f"expected a policy in the file {file}, found no such file")
-    if policy.budgets and silo_home.ledger.exists():
+    if policy.budgets and home.ledger.exists():
         from privacy.ledger.ledger import Ledger
 
-        policy.require_collections(Ledger(silo_home.ledger).collections())
-    if as_json:
-        print_json({"file": str(place), "digest": policy.digest, "sound": True})
-        return
+        policy.require_collections(Ledger(home.ledger).collections())
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
     facts += [(f"extension {name}", found) for name, found in registry.installed(policy.runs.extensions).items()]
-    if policy.budgets and not silo_home.ledger.exists():
+    if policy.budgets and not home.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
-    console.show_facts(facts)
+    return Reply({"file": str(place), "digest": policy.digest, "sound": True}, [Facts(facts)])
 
 
+@command
 def approve(
     run: Annotated[
         str | None,
         typer.Argument(help="A run's id or name, or `latest`: the only one that waits. Without it: all."),
     ] = None,
     deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    home: SiloHome,
+) -> Reply:
     """Decide about a run that waits for this hospital, where its policy says approve = "by hand".
 
     A decision holds for one manifest: a run that changes asks again. What a run that waits would spend is said for all
@@ -98,33 +91,25 @@ def approve(
     """
     from silo.reports.questions import Known, Question
 
-    silo_home = Home.at(home)
-    store = Store(silo_home.database)
-    try:
+    with open_store(home.database) as store:
         found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
-    finally:
-        store.close_database()
     waiting = any(a.decided is None for a in found)
-    known = Known.of(silo_home) if waiting else None
+    known = Known.of(home) if waiting else None
     spends = {a: Question.of(a, known).all_spends for a in found if known and a.decided is None}
     word = {None: "waits", True: "approved", False: "denied"}
-    if as_json:
-        runs = [
-            {
-                "run": a.run_id,
-                "name": a.name,
-                "manifest_digest": a.manifest_digest,
-                "about": a.about,
-                "asked": a.asked,
-                "decided": word[a.decided],
-                "spends": spends.get(a, ""),
-            }
-            for a in found
-        ]
-        print_json({"runs": runs})
-        return
-    if not found:
-        console.OUT.print("No run has asked for a decision. One that has just been started asks within a minute.")
-        return
+    value = [
+        {
+            "run": a.run_id,
+            "name": a.name,
+            "manifest_digest": a.manifest_digest,
+            "about": a.about,
+            "asked": a.asked,
+            "decided": word[a.decided],
+            "spends": spends.get(a, ""),
+        }
+        for a in found
+    ]
+    none = "No run has asked for a decision. One that has just been started asks within a minute."
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in found]
-    console.show_rows("Runs", ("run", "name", "decision", "asked", "what it asks for", "what it would spend"), rows)
+    head = ("run", "name", "decision", "asked", "what it asks for", "what it would spend")
+    return Reply({"runs": value}, [Rows("Runs", head, rows) if found else none])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.operations import backup as coordinator_cli
+from coordinator.cli import operations as coordinator_cli
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.types.enums import TaskKind
-from silo.cli import backup as silo_cli
+from silo.cli import operations as silo_cli
 from silo.storage.home import Home
 from tests.support import until
 from tests.support.coordinator import Site, World, events, federation

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.cli.export import model_card
-from coordinator.lead import console as lead
+from coordinator.lead import tables
+from coordinator.lead.export import model_card
+from coordinator.lead.watcher import Watcher
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
-from service_core.console import PrintableFormatter, error_text, print_json, printable
-from silo.cli import console as hospital
+from service_core.console import ERR, Facts, PrintableFormatter, Rows, error_text, print_json, printable, show
 from silo.cli.foreground import Printer
 from silo.events import error_event, event
 from tests.support.federations import manifest
@@ -44,7 +44,7 @@ def silos(text: str) -> list[pb.SiloInfo]:
 
 
 def watch(text: str) -> None:
-    with lead.Watcher() as watcher:
+    with Watcher() as watcher:
         watcher.show(pb.Event(kind=text, silo=text, text=text, info=info(text), at_unix=1))
 
 
@@ -73,15 +73,15 @@ def log(text: str) -> None:
 
 
 SINKS: dict[str, Callable[[str], object]] = {
-    "a line": lambda t: lead.OUT.print(t, soft_wrap=True),
-    "a line of errors": lambda t: lead.ERR.print(f"{t}"),
-    "runs": lambda t: lead.OUT.print(lead.runs_table([info(t)])),
-    "silos": lambda t: lead.OUT.print(lead.silos_table(silos(t))),
-    "alarms": lambda t: lead.show_alarms(silos(t)),
+    "a line": show,
+    "a line of errors": lambda t: ERR.print(f"{t}"),
+    "runs": lambda t: show(tables.runs_table([info(t)])),
+    "silos": lambda t: show(tables.silos_table(silos(t))),
+    "alarms": lambda t: [show(line) for line in tables.alarms(silos(t))],
     "watch": watch,
-    "a table": lambda t: lead.OUT.print(console.make_table(t, (t,), [(t,)])),
-    "rows": lambda t: hospital.show_rows(t, (t,), [(t, t)]),
-    "facts": lambda t: hospital.show_facts([(t, t)]),
+    "a table": lambda t: show(console.make_table(t, (t,), [(t,)])),
+    "rows": lambda t: show(Rows(t, (t,), [(t, t)], headings=True, titled=True)),
+    "facts": lambda t: show(Facts([(t, t)])),
     "events of a silo": serve,
     "an error": lambda t: print(error_text(RefusedError("E-ID-12", t))),
     "the log": log,
@@ -99,8 +99,8 @@ SINKS: dict[str, Callable[[str], object]] = {
 def test_what_the_other_side_wrote_is_escaped_wherever_it_is_shown(
     sink: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show = SINKS[sink]
-    show(EVIL)
+    told = SINKS[sink]
+    told(EVIL)
     shown = "".join(capsys.readouterr())
     assert unsafe(shown) == set()
     assert not any(line.startswith("2026 INFO forged") for line in shown.splitlines())
@@ -110,7 +110,7 @@ def test_what_the_other_side_wrote_is_escaped_wherever_it_is_shown(
     @example(EVIL)
     @example("\n\n\x1b")
     def any_text(text: str) -> None:
-        show(text)
+        told(text)
         assert unsafe("".join(capsys.readouterr())) == set()
 
     any_text()

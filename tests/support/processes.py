@@ -18,8 +18,8 @@ from typing import Any
 
 from coordinator.cli.main import main
 from coordinator.config.hydra_config import compose_spec
+from coordinator.lead.as_json import round_json, run_json
 from coordinator.lead.client import LeadClient
-from coordinator.lead.console import round_json, run_json
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from silo.service import enrolment as enrol

@@ -163,6 +163,9 @@ class Client:
     def __init__(self, case: Case) -> None:
         self.case = case
 
+    def close(self) -> None:
+        pass
+
     def show(self, run: str) -> pb.RunDetail:
         return self.case.detail
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from coordinator.lead import console
+from coordinator.lead import tables
 from coordinator.lead.curves import curves_of_sums
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -101,7 +101,7 @@ def rounds_csv(detail: pb.RunDetail) -> bytes:
     head += [f"class {k} {word}" for k in range(classes) for word in ("right", "of")]
     rows = []
     for r in detail.rounds:
-        row: list[object] = [console.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower()]
+        row: list[object] = [tables.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower()]
         for curve in curves_of_sums([r]).values():
             row += [curve.values[0].point, curve.values[0].low, curve.values[0].high]
         row += [", ".join(r.included), *("; ".join(map(": ".join, sorted(m.items()))) for m in (r.missing, r.cut))]

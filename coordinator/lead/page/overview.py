@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.lead import accuracy, console
 from coordinator.lead.page.service_watch import Snapshot
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import span
@@ -35,42 +34,6 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Hospital:
-    """A row of the roster."""
-
-    name: str
-    state: State
-    doing: str
-    data: str
-    classes: tuple[str, ...]
-    size: str
-    last_seen: float
-    policy: str
-    software: str
-    fingerprint: str
-    alarm: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunRow:
-    """A row of the list of runs."""
-
-    id: str
-    name: str
-    state: State
-    method: str
-    data: str
-    closed: int
-    rounds: int
-    accuracy: str
-    best: str
-    started: float
-    ended: float
-    waits_for: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Certificate:
     """One that ends. renewal: what there is to do."""
 
@@ -94,40 +57,13 @@ def run_state(state: str) -> State:
     return State(*_STATES.get(state, ("off", state or "unknown")))
 
 
-def hospital(info: pb.SiloInfo) -> Hospital:
+def hospital_state(info: pb.SiloInfo) -> State:
     kind = {"online": "good", "offline": "off", "revoked": "off"}.get(info.state, "off")
-    state = State("bad", "key in doubt") if info.alarm else State(kind, info.state)
-    return Hospital(
-        name=info.name,
-        state=state,
-        doing=console.doing(info) if info.state == "online" else "",
-        data=info.data.name,
-        classes=tuple(info.data.holds or info.data.classes),
-        size=f"{info.data.nominal_size:.0f}" if 0 < info.data.nominal_size < 2**53 else "",
-        last_seen=info.last_seen_unix,
-        policy=info.policy_digest[:12],
-        software=info.software,
-        fingerprint=info.fingerprint[:16],
-        alarm=info.alarm,
-    )
+    return State("bad", "key in doubt") if info.alarm else State(kind, info.state)
 
 
-def run_row(info: pb.RunInfo) -> RunRow:
-    return RunRow(
-        id=info.run_id,
-        name=info.name,
-        state=run_state(info.state),
-        method=info.method,
-        data=info.data,
-        closed=info.closed,
-        rounds=info.rounds,
-        accuracy=accuracy.newest(info).short(),
-        best=accuracy.best(info).short(),
-        started=info.created_unix,
-        ended=info.ended_unix,
-        waits_for=waits_for(info),
-        reason=info.reason,
-    )
+def declared_size(info: pb.SiloInfo) -> str:
+    return f"{info.data.nominal_size:.0f}" if 0 < info.data.nominal_size < 2**53 else ""
 
 
 def waits_for(info: pb.RunInfo) -> str:

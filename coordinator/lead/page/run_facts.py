@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from coordinator.lead import accuracy, console
+from coordinator.lead import accuracy, tables
 from coordinator.lead.curves import Curve, text
-from coordinator.lead.page.overview import RunRow, State, away, run_row
+from coordinator.lead.page.overview import State, away, run_state
 from coordinator.lead.page.run_record import MOST_ROUNDS, TITLES, RunRecord
 from coordinator.lead.page.service_watch import FollowedRun
 from fl_core.converter import ConversionError, parse_json
@@ -38,22 +38,11 @@ class HospitalRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """An event that somebody may have to look into."""
-
-    at: float
-    kind: str
-    where: str
-    silo: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class RunFacts:
     """A run as its page shows it. info: the newest of it   scores: measure, final, best, mean of the last rounds."""
 
     info: pb.RunInfo
-    row: RunRow
+    state: State
     record: RunRecord
     headline: str
     below: str
@@ -64,7 +53,7 @@ class RunFacts:
     rounds_left_out: int
     hospitals: tuple[HospitalRow, ...]
     hospitals_left_out: int
-    trouble: tuple[Trouble, ...]
+    trouble: tuple[pb.Event, ...]
 
 
 def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
@@ -75,7 +64,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
     hospitals = _hospitals(members, record.detail, info)
     return RunFacts(
         info=info,
-        row=run_row(info),
+        state=run_state(info.state),
         record=record,
         headline=head,
         below=below,
@@ -85,11 +74,11 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
             (TITLES[n], text(n, c.scores.final), text(n, c.scores.best), text(n, c.scores.last))
             for n, c in curves.items()
         ),
-        aggregator=_sentence(console.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
+        aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
         rounds_left_out=max(0, len(record.detail.rounds) - MOST_ROUNDS),
         hospitals=tuple(hospitals[:_MOST_HOSPITALS]),
         hospitals_left_out=max(0, len(hospitals) - _MOST_HOSPITALS),
-        trouble=_trouble(followed.events, info.rounds),
+        trouble=_trouble(followed.events),
     )
 
 
@@ -155,12 +144,9 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
     return rows
 
 
-def _trouble(events: Sequence[pb.Event], rounds: int) -> tuple[Trouble, ...]:
-    found = [
-        Trouble(e.at_unix, e.kind, console.place(e, rounds), e.silo, e.text)
-        for e in events
-        if e.kind in _TROUBLE and not (e.kind == "ended" and e.text == "finished")
-    ]
+def _trouble(events: Sequence[pb.Event]) -> tuple[pb.Event, ...]:
+    """Choose the events that somebody may have to look into, the newest first."""
+    found = [e for e in events if e.kind in _TROUBLE and not (e.kind == "ended" and e.text == "finished")]
     return tuple(reversed(found[-_MOST_TROUBLE:]))
 
 

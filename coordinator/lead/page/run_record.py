@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.lead import accuracy, console
+from coordinator.lead import accuracy, tables
 from coordinator.lead.comparison import ComparedRun
 from coordinator.lead.curves import Curve, by_class, curves_of_sums
 from protos.consilium.v1 import federation_pb2 as pb
@@ -139,11 +139,11 @@ def _round(info: pb.RoundInfo) -> RoundRow:
     took = info.closed_unix - info.opened_unix
     measured = {name: curve.values[0] for name, curve in curves_of_sums([info]).items()}
     return RoundRow(
-        number=console.round_text(info.round, info.kind),
+        number=tables.round_text(info.round, info.kind),
         accuracy=measured["accuracy"].text(),
         balanced=measured["balanced_accuracy"].text(),
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
-        judged=tuple(console.judged_updates(info)[:_MOST_NAMES]),
+        judged=tuple(tables.judged_updates(info)[:_MOST_NAMES]),
         bytes_up=sum(a.bytes for a in info.arrivals),
         seconds=span(took) if info.closed_unix and took >= 0 else "",
     )

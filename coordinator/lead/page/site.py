@@ -11,10 +11,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.lead import accuracy, tables
 from coordinator.lead.client import LeadClient
 from coordinator.lead.comparison import ComparedRun, Comparison, compare, score_rows
 from coordinator.lead.page import exports, overview
-from coordinator.lead.page.overview import OwnCertificates, State, run_state
+from coordinator.lead.page.overview import OwnCertificates
 from coordinator.lead.page.run_facts import run_facts
 from coordinator.lead.page.run_record import TITLES, chart_of
 from coordinator.lead.page.service_watch import FollowedRun, ServiceWatch, Snapshot
@@ -70,7 +71,7 @@ class LeadPage:
     def _home(self, _: Parameters) -> Mapping[str, object]:
         found, now = self.watch.current(), self.clock()
         head, below = overview.headline(found, now)
-        hospitals = sorted(map(overview.hospital, found.silos), key=lambda h: (h.state.word == "revoked", h.name))
+        hospitals = sorted(found.silos, key=lambda s: (s.state == "revoked" and not s.alarm, s.name))
         return {
             **self._about(found),
             "headline": head,
@@ -78,7 +79,7 @@ class LeadPage:
             "hospitals": hospitals[: overview.MOST_ROWS],
             "hospitals_left_out": max(0, len(hospitals) - overview.MOST_ROWS),
             "invitations": [i for i in found.invitations if i.expires_unix > now][: overview.MOST_ROWS],
-            "runs": [overview.run_row(run) for run in found.runs[: overview.MOST_ROWS]],
+            "runs": found.runs[: overview.MOST_ROWS],
             "runs_left_out": max(0, len(found.runs) - overview.MOST_ROWS),
             "certificates": overview.certificates(found.silos, self.own, now)[: overview.MOST_ROWS],
         }
@@ -112,7 +113,8 @@ class LeadPage:
         return {**about, "headline": compared.headline, "comparison": compared}
 
     def _about(self, found: Snapshot) -> Mapping[str, object]:
-        return {"at": found.at, "away": found.away, "lead": self.own.lead}
+        words = {"accuracy": accuracy, "overview": overview, "tables": tables}
+        return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
 
     def _followed(self, run_id: str) -> tuple[Snapshot, pb.RunInfo, FollowedRun]:
         found, followed = self.watch.follow(run_id)
@@ -204,25 +206,15 @@ LETTERS = "ABCD"
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One of the runs. letter: its name in charts and tables."""
-
-    letter: str
-    id: str
-    state: State
-    method: str
-    data: str
-    rounds: str
-    hospitals: int
-    bytes_up: int
-
-
-@dataclass(frozen=True, slots=True)
 class ComparisonFacts:
-    """Runs side by side. scores: (measure, a text for each run)   over: what these are means of."""
+    """Runs side by side.
+
+    columns: each with the letter that names it in charts and tables   scores: (measure, a text for each run)   over:
+    what these are means of.
+    """
 
     headline: str
-    columns: tuple[Column, ...]
+    columns: tuple[tuple[str, ComparedRun], ...]
     differences: Mapping[str, tuple[str | None, ...]]
     scores: tuple[tuple[str, tuple[str, ...]], ...]
     over: str
@@ -234,7 +226,7 @@ class ComparisonFacts:
 def comparison_facts(found: Comparison) -> ComparisonFacts:
     return ComparisonFacts(
         headline=found.standing.headline(dict(zip((run.id for run in found.runs), LETTERS, strict=False))),
-        columns=tuple(map(_column, LETTERS, found.runs)),
+        columns=tuple(zip(LETTERS, found.runs, strict=False)),
         differences=found.differences,
         scores=tuple((TITLES.get(measure, measure), texts) for measure, texts in score_rows(found)),
         over=found.standing.over,
@@ -244,13 +236,6 @@ def comparison_facts(found: Comparison) -> ComparisonFacts:
         ),
         notes=tuple(f"{note[:1].upper()}{note[1:]}." for note in found.notes),
     )
-
-
-def _column(letter: str, run: ComparedRun) -> Column:
-    info = run.info
-    rounds = f"{info.closed} of {info.rounds}"
-    state, hospitals = run_state(info.state), len(run.members)
-    return Column(letter, run.id, state, info.method, info.data, rounds, hospitals, info.bytes_up)
 
 
 def _charts(found: Comparison) -> list[Chart]:

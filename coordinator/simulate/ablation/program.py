@@ -23,7 +23,6 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
 from coordinator.config.hydra_config import CONFIGS, compose_spec
-from coordinator.lead import console
 from coordinator.simulate import runner
 from coordinator.simulate.ablation import report
 from coordinator.simulate.ablation.grid import Control, Grid, Run, Words, canonical, controls
@@ -34,7 +33,7 @@ from fl_core.errors import ConfigError, FederationError
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
-from service_core.console import error_text, span
+from service_core.console import ERR, error_text, show, span
 from service_core.version import software, version
 
 Row = Mapping[str, object]
@@ -96,12 +95,12 @@ def composed(words: Sequence[str]) -> Plan:
 def main(words: Sequence[str]) -> int:
     """Run the ablation; the exit status is 1 when a check does not hold, 2 on a wrong word."""
     try:
-        found = ablate(composed(words), console.ERR.print)
+        found = ablate(composed(words), ERR.print)
     except FederationError as error:
         sys.stderr.write(f"{error_text(error)}\n")
         return 2 if isinstance(error, ConfigError) else 1
     for check in found:
-        console.OUT.print(f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}", soft_wrap=True)
+        show(f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}")
     return 0 if all(check.holds for check in found) else 1
 
 

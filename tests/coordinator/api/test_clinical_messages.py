@@ -11,12 +11,16 @@ import torch
 from rich.console import Console
 
 from coordinator.api.messages import round_info
-from coordinator.lead import accuracy, console
+from coordinator.lead import accuracy
+from coordinator.lead.as_json import round_json
+from coordinator.lead.tables import clinical_tables
+from coordinator.lead.watcher import Watcher
 from coordinator.storage.records import RoundRow
 from fl_core.errors import ProtocolError
 from fl_core.training.clinical import clinical_counts, clinical_metrics
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
 from fl_core.types.values import Part
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -32,7 +36,8 @@ def measured() -> ClinicalMetrics:
 
 
 def sent(found: ClinicalMetrics | None = None) -> pb.RoundInfo:
-    row = RoundRow("r", 0, TaskKind.EVALUATE, False, (), correct=(1, 1, 0), examples=(2, 2, 0), clinical=found)
+    record = RoundRecord(0, TaskKind.EVALUATE, (1, 1, 0), (2, 2, 0), (), clinical=found)
+    row = RoundRow("r", record, is_open=False, cohort=())
     return pb.RoundInfo.FromString(round_info(row).SerializeToString())
 
 
@@ -43,13 +48,13 @@ def test_a_lead_reads_what_was_measured() -> None:
 
 
 def test_json_has_no_nan_and_says_null() -> None:
-    shown = json.loads(json.dumps(console.round_json(sent(measured())), allow_nan=False))
+    shown = json.loads(json.dumps(round_json(sent(measured())), allow_nan=False))
     assert shown["balanced_accuracy"] == 0.5
     assert shown["clinical"]["sensitivity"] == [0.5, 0.5, None]
     assert shown["clinical"]["auc"][2] is shown["clinical"]["auc_range"][2] is None
     assert shown["clinical"]["classes_present"] == 2
     assert sum(b["examples"] for b in shown["clinical"]["reliability"]) == 4
-    assert console.round_json(sent())["clinical"] is None
+    assert round_json(sent())["clinical"] is None
 
 
 def test_a_person_reads_a_row_per_class_and_over_how_many_classes_means_are() -> None:
@@ -57,7 +62,7 @@ def test_a_person_reads_a_row_per_class_and_over_how_many_classes_means_are() ->
     info.examples[0] = 5  # of which one hospital sends accuracies alone
     out = Console(width=120, force_terminal=False)
     with out.capture() as captured:
-        for shown in console.clinical_tables(info, CLASSES):
+        for shown in clinical_tables(info, CLASSES):
             out.print(shown, soft_wrap=True)
     text = captured.get()
     assert "sensitivity" in text
@@ -68,14 +73,14 @@ def test_a_person_reads_a_row_per_class_and_over_how_many_classes_means_are() ->
 
 def test_a_run_whose_hospitals_send_correct_answers_alone_says_why_it_has_no_auc() -> None:
     for metrics, expected in (("clinical", ["policy.toml"]), ("basic", []), ("", [])):
-        found = console.clinical_tables(sent(), CLASSES, metrics)
+        found = clinical_tables(sent(), CLASSES, metrics)
         assert [word for text in found for word in expected if word in str(text)] == expected
         assert len(found) == len(expected)
 
 
 def test_watch_shows_the_newest_metrics() -> None:
     out = Console(width=200, force_terminal=False)
-    with out.capture() as captured, console.Watcher(out) as watcher:
+    with out.capture() as captured, Watcher(out) as watcher:
         watcher.show(pb.Event(kind="closed", closed=sent(measured()), info=pb.RunInfo(run_id="r", accuracy=0.5)))
         info = sent(measured())
         info.correct[1], info.examples[1] = 4, 5  # of which one hospital sends accuracies alone

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from coordinator.api.control import data_offer
-from coordinator.lead import console
+from coordinator.lead.as_json import silo_json
 from coordinator.lead.client import LeadClient
+from coordinator.lead.tables import doing, silos_table
 from coordinator.storage.records import DataOffer
 from fl_core.errors import ConfigError, ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -58,15 +59,15 @@ def test_a_heartbeat_of_nonsense_keeps_no_lead_out(world: World) -> None:
     info = shown()
     assert len(info.run_id) <= 128
     assert info.activity == pb.ACTIVITY_UNSPECIFIED
-    Console(file=io.StringIO()).print(console.silos_table([info]))
-    assert console.silo_json(info)["activity"] == "activity_unspecified"
+    Console(file=io.StringIO()).print(silos_table([info]))
+    assert silo_json(info)["activity"] == "activity_unspecified"
     line.close()
 
 
 def test_an_activity_of_a_later_version_is_shown_as_not_said() -> None:
     info = pb.SiloInfo(state="online", activity=99)
-    assert console.doing(info) == "present"
-    assert console.silo_json(info)["activity"] == "activity_unspecified"
+    assert doing(info) == "present"
+    assert silo_json(info)["activity"] == "activity_unspecified"
 
 
 @pytest.mark.parametrize("name", ["x", "\x1b", "\U0001f600", "%"])

@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from coordinator.cli.export import check_detail, export_model, model_card
 from coordinator.lead.accuracy import clinical_message
 from coordinator.lead.client import LeadClient
-from coordinator.lead.console import software_text
+from coordinator.lead.export import check_detail, export_model, model_card
+from coordinator.lead.tables import software_text
 from coordinator.pki.authority import Authority
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods import build_method

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo import RUNS, budgets
-from coordinator.demo.report import COLOURS, LABELS, PLAIN, PRIVATE, REPAIRED, report
+from coordinator.demo.report import LABELS, PLAIN, PRIVATE, REPAIRED, report
 from coordinator.simulate.runner import build_simulation
 from fl_core import datasets
 from fl_core.errors import RefusedError
@@ -52,7 +52,7 @@ def charge(ledger: Ledger, name: str, mechanism: Mechanism) -> None:
 
 
 def test_every_run_has_a_label_and_a_colour() -> None:
-    assert set(RUNS) == set(LABELS) == set(COLOURS)
+    assert set(RUNS) == set(LABELS)
 
 
 def test_all_rows_train_one_network_on_the_same_images() -> None:

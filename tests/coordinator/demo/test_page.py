@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coordinator.demo.report import write_page
-from coordinator.demo.tables import ResultTable
+from coordinator.demo.report import ResultTable, write_page
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 

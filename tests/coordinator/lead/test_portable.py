@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.cli.export import export_model
 from coordinator.cli.runs import export
 from coordinator.lead import portable
+from coordinator.lead.export import export_model
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest

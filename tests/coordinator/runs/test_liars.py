@@ -72,7 +72,7 @@ AGREED = replace(manifest("fedavg", rounds=3, quorum=2), patience_s=60.0, aggreg
 @pytest.mark.fault("a hospital", "weighs its update with more than it declared, over the wire", "refused, and told why")
 def test_a_false_weight_is_refused_before_its_receipt_and_the_run_goes_on(tmp_path: Path) -> None:
     with finished_beside(tmp_path, AGREED, scaled(1.0, 1000.0, since=1)) as (world, run, told):
-        rounds = world.server.store.runs.rounds(run.id)
+        rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
         assert [row.included for row in rounds[:3]] == [tuple(sorted(NAMES)), ("north", "south"), ("north", "south")]
         said = rounds[1].missing["east"]
         assert "E-RUN-43: east: weight of 'delta' 14000, declared 0 to 14: refused" in said
@@ -95,7 +95,7 @@ def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: 
 @pytest.mark.fault("a hospital", "sends an update of nine times its length", "cut; the lead and the hospital are told")
 def test_a_cut_is_in_the_record_in_the_events_and_told_to_the_silo(tmp_path: Path) -> None:
     with finished_beside(tmp_path, replace(AGREED, quorum=3), scaled(9.0, since=1)) as (world, run, told):
-        rounds = world.server.store.runs.rounds(run.id)
+        rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
         assert events(world, run.id, "cut")[0] == ("east", "round 2: east's update cut to 4 times the usual length")
         assert rounds[1].cut == {"east": "update cut to 4 times the usual length"}
         assert rounds[0].medians["delta"] > 0

@@ -57,7 +57,7 @@ class People:
 
     def included(self, run_id: str) -> list[tuple[str, ...]]:
         assert self.world.server is not None
-        return [row.included for row in self.world.server.store.runs.rounds(run_id)]
+        return [row.record.included for row in self.world.server.store.runs.rounds(run_id)]
 
 
 @contextmanager
@@ -216,8 +216,8 @@ def test_one_bad_update_does_not_fail_a_run(tmp_path: Path) -> None:
         run = world.finished(world.submit(short(rounds=2)).id, 60)
         assert world.server is not None
         rows = world.server.store.runs.rounds(run.id)
-        assert [row.included for row in rows] == [("north", "south")] * 3
-        assert all(row.missing["east"].startswith("E-WIRE-05") for row in rows)
+        assert [row.record.included for row in rows] == [("north", "south")] * 3
+        assert all(row.record.missing["east"].startswith("E-WIRE-05") for row in rows)
 
 
 @pytest.mark.fault(
@@ -286,7 +286,7 @@ def test_an_excluded_silo_is_asked_no_more_until_it_is_readmitted(tmp_path: Path
         assert people.included(run_id)[3] == tuple(sorted(NAMES))  # asked again from the next round on
         assert world.server is not None
         row = world.server.store.runs.rounds(run_id)[1]
-        assert row.missing["south"].startswith("E-RUN-42: excluded by the lead")
+        assert row.record.missing["south"].startswith("E-RUN-42: excluded by the lead")
 
 
 @pytest.mark.fault("a lead", "steers a run with numbers and names that are none", "refused, and nothing has changed")

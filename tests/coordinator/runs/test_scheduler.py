@@ -84,7 +84,7 @@ def test_a_bad_update_is_refused_and_the_round_goes_on_with_the_quorum(tmp_path:
     with running(tmp_path / "home", NAMES) as world:
         people = silos(world, alter=spoil(kind))
         run = world.finished(world.submit(manifest(rounds=2, quorum=2)).id)
-        first, second, last = world.server.store.runs.rounds(run.id)
+        first, second, last = (row.record for row in world.server.store.runs.rounds(run.id))
         assert first.missing["north"].startswith(code)
         assert (first.included, second.included) == (("east", "south"), tuple(sorted(NAMES)))
         key = TaskKey(run.id, 0, TaskKind.TRAIN)
@@ -140,7 +140,7 @@ def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, round_cl
             until(lambda t=number: attendance(world, run.id) == (t, 2), "two updates")
             round_clock.skip(agreed.deadline_s)
         world.finished(run.id)
-        assert {r.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}
+        assert {r.record.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}
         stop(people)
 
 

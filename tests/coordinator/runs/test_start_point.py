@@ -89,8 +89,8 @@ def test_a_hospital_that_enrols_late_takes_part_in_a_run_that_goes_on_from_the_l
         assert {group: same(values, ended[group]) for group, values in began.items()} == {"w": True, "prototypes": True}
         store.approvals.decide(second.id, True)
         done = world.finished(second.id)
-        rounds = world.server.store.runs.rounds(done.id)
-        assert [set(row.included) for row in rounds] == [set(FOUR)] * 2
+        rounds = [row.record for row in world.server.store.runs.rounds(done.id)]
+        assert [set(r.included) for r in rounds] == [set(FOUR)] * 2
         assert rounds[0].correct != rounds[1].correct
         lead.show(second.id, home=world.home, as_json=True)
         start = json.loads(capsys.readouterr().out)["start"]
@@ -137,7 +137,7 @@ def test_a_paused_or_failed_run_may_be_gone_on_from_and_one_under_way_or_unbegun
         done = world.finished(info.run_id)
         started = RunManifest.from_json(done.manifest).start
         assert (started.run, started.rounds, started.model) == (parent.id, 1, tensor_maps.digest(ended["w"]))
-        assert world.server.store.runs.rounds(done.id)[0].included == tuple(sorted(FOUR))
+        assert world.server.store.runs.rounds(done.id)[0].record.included == tuple(sorted(FOUR))
         assert world.finished(world.server.runs.resume(parent.id).id).closed == 2  # the parent is as it was
         for one in people:
             one.stop()

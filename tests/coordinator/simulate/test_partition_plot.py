@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.cli.data import split
+from coordinator.cli.research import split
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulate import partition_plot
 from fl_core.datasets.partition import federations

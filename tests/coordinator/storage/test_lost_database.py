@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.operations import backup
+from coordinator.cli import operations
 from coordinator.storage.store import FILE, OBJECTS, Store
 from fl_core.errors import StateError, UnavailableError
 from service_core.storage.object_store import ObjectStore, count_objects
@@ -93,7 +93,7 @@ def test_a_database_that_is_behind_is_noticed_before_anything_is_deleted(home: P
         Store(home)
     assert count_objects(home / OBJECTS) == 1
     assert before == ((home / FILE).read_bytes() if (home / FILE).exists() else None)
-    backup.restore(accept_loss=True, home=home, as_json=True)
+    operations.restore(accept_loss=True, home=home, as_json=True)
     work(home, begin=9)
 
 
@@ -106,7 +106,7 @@ def test_the_service_does_not_start_on_a_database_that_is_behind(tmp_path: Path)
     with pytest.raises(StateError, match="E-STATE-23"):
         world.start()
     assert ObjectStore(world.home / OBJECTS, sharded=True).holds(state)
-    backup.restore(accept_loss=True, home=world.home, as_json=True)
+    operations.restore(accept_loss=True, home=world.home, as_json=True)
     with closing(Store(world.home)) as store:
         assert store.database.incarnation != before
 

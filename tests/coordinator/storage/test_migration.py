@@ -7,6 +7,7 @@ were written in by hand, and the count of its changes begins at one, as beside n
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -57,17 +58,17 @@ def test_members_runs_and_rounds_are_there(tmp_path: Path) -> None:
         assert (run.model_digest[:16], run.best_accuracy) == ("16aa1745e92221ab", 0.5459610027855153)
         assert (run.bytes_up, run.members) == (691088, BOTH)
         first, second, last = store.runs.rounds(PLAIN)
-        assert [(r.round, r.kind.value, r.included) for r in (first, second, last)] == [
+        assert [(r.round, r.record.kind.value, r.record.included) for r in (first, second, last)] == [
             (0, "train", BOTH),
             (1, "train", BOTH),
             (2, "evaluate", BOTH),
         ]
-        assert (first.cut, first.cut_rows, first.unbounded) == ({}, 0, True)
-        assert (second.cut, second.cut_rows) == ({"hospital1": "update cut to 2x the median"}, 3)
-        assert first.clinical is None
-        assert last.clinical is not None
-        assert last.clinical.confusion[0][0] == 7
-        assert store.runs.rounds(PERSONAL)[0].personal["pa"] == 0.9165270030498505
+        assert (first.record.cut, first.record.cut_rows, first.record.unbounded) == ({}, 0, True)
+        assert (second.record.cut, second.record.cut_rows) == ({"hospital1": "update cut to 2x the median"}, 3)
+        assert first.record.clinical is None
+        assert last.record.clinical is not None
+        assert last.record.clinical.confusion[0][0] == 7
+        assert store.runs.rounds(PERSONAL)[0].record.personal["pa"] == 0.9165270030498505
         assert [e.number for e in store.runs.events(PLAIN, 0)] == list(range(1, 30))
         row = store.runs.round(WAITS, 0)
         assert row is not None
@@ -78,6 +79,28 @@ def test_members_runs_and_rounds_are_there(tmp_path: Path) -> None:
         assert found is not None
         assert (found.ledger_seq, len(found.ledger_sealed)) == (20, 32)
         assert store.attestations.policies()["hospital1"].startswith("ff09b028")
+
+
+def test_every_number_of_a_closed_round_is_kept_to_its_last_bit(tmp_path: Path) -> None:
+    """What version 8 had in columns and three tables beside them is read off the dump by itself."""
+    tables = "LEFT JOIN scores USING (run_id, round) LEFT JOIN judgements USING (run_id, round)"
+    query = f"SELECT * FROM rounds {tables} LEFT JOIN clinical USING (run_id, round) WHERE is_open = 0"
+    infinite = f"""UPDATE judgements SET medians = '{{"delta": Infinity}}' WHERE run_id = '{PLAIN}' AND round = 1"""
+    with closing(sqlite3.connect(written(tmp_path, infinite) / FILE)) as db:
+        db.row_factory = sqlite3.Row
+        before = {(row["run_id"], row["round"]): dict(row) for row in db.execute(query)}
+    assert len(before) > 5
+    with closing(Store(tmp_path, lambda: NOW)) as store:
+        for (run, number), old in before.items():
+            row = store.runs.round(run, number)
+            assert row is not None
+            assert (row.opened, row.closed, row.base_size) == (old["opened"], old["closed"], old["base_size"])
+            kept = json.loads(json.dumps(row.record.to_dict()))
+            for name in ("correct", "examples", "included", "missing", "personal", "cut", "medians"):
+                assert kept[name] == json.loads(old[name] or "{}"), name
+            assert (kept["clipped"], kept["cut_rows"]) == (old["clipped"], old["cut_rows"] or 0)
+            assert (kept["unbounded"], kept["kind"]) == (bool(old["unbounded"]), old["kind"])
+            assert kept["clinical"] == json.loads(old["metrics"] or "null")
 
 
 def test_a_run_under_way_goes_on(tmp_path: Path) -> None:

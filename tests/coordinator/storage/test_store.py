@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.api.messages import round_info
-from coordinator.lead.console import personal_text, round_json
+from coordinator.lead.as_json import round_json
+from coordinator.lead.tables import personal_text
 from coordinator.storage.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
+from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import NO_BOUND, RoundRecord, judgements
 from protos.consilium.v1 import federation_pb2 as pb
@@ -166,7 +169,7 @@ def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Sto
     run = store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
     assert (run.closed, run.state_object, run.model_digest, run.accuracy) == (1, "1" * 64, "model", 0.5)
     row = store.runs.rounds("run-0001")[0]
-    assert (row.correct, row.missing, row.clipped, row.is_open) == ((1.0, 2.0), {"south": "late"}, 3, False)
+    assert (row.record, row.is_open, row.cohort) == (record(), False, ("north", "south"))
     store.runs.end("run-0001", RunState.ABORTED, "by me", [RunState.RUNNING])
     with pytest.raises(StateError, match="E-RUN-11"):
         store.runs.close_round("run-0001", record(1), ("2" * 64, 5), "other")
@@ -175,37 +178,48 @@ def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Sto
     assert [e.kind for e in store.runs.events("run-0001", 2)] == ["closed", "ended"]
 
 
-def test_what_became_of_the_updates_of_a_round_is_kept_and_a_round_without_a_bound_is_an_event(store: Store) -> None:
+CLINICAL = ClinicalMetrics(
+    ((1, 0), (2, 3)), (Range(0.1, 0.2), None), (ReliabilityBin(1, 1, 0.1 + 0.2), ReliabilityBin(2, 0, 0.5))
+)
+JUDGED = {"cut": {"north": "2 rows cut"}, "cut_rows": 2, "unbounded": True, "missing": {"south": "E-RUN-44: long"}}
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {},
+        JUDGED,
+        {"personal": {"pa": 0.1 + 0.2, "pa_std": 0.1}, "medians": {"delta": float("inf")}},
+        {"clinical": CLINICAL},
+    ],
+)
+def test_the_record_of_a_round_comes_back_as_it_was_to_the_last_bit(store: Store, measured: dict[str, Any]) -> None:
     opened(store)
-    judged = replace(
-        record(), cut={"north": "2 rows cut"}, cut_rows=2, unbounded=True, missing={"south": "E-RUN-44: long"}
-    )
+    made = replace(record(), **measured)
+    store.runs.close_round("run-0001", made, ("1" * 64, 5), "model")
+    assert [row.record for row in store.runs.rounds("run-0001")] == [made]
+    assert {f.name for f in fields(RoundRecord)} == set(made.to_dict())
+
+
+def test_a_refusal_and_a_round_without_a_bound_are_events_and_counted(store: Store) -> None:
+    opened(store)
+    judged = replace(record(), **JUDGED)
     store.runs.close_round("run-0001", judged, ("1" * 64, 5), "model")
-    (row,) = store.runs.rounds("run-0001")
-    assert (row.cut, row.cut_rows, row.unbounded) == ({"north": "2 rows cut"}, 2, True)
-    counts = {"updates_refused": 1, "updates_cut": 1, "cut_rows": 2, "unbounded_rounds": 1}
-    assert judgements([row]) == judgements([judged]) == counts
+    assert judgements([judged]) == {"updates_refused": 1, "updates_cut": 1, "cut_rows": 2, "unbounded_rounds": 1}
+    assert set(judgements([record()]).values()) == {0}  # "late" is no refusal
     said = {e.kind: e.text for e in store.runs.events("run-0001", 0)}
     assert said["warning"] == f"round 1: {NO_BOUND}"
+    assert said["refused"] == "E-RUN-44: long"
 
 
-def test_a_round_in_which_nothing_was_judged_counts_nothing(store: Store) -> None:
-    opened(store)
-    store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
-    assert set(judgements(store.runs.rounds("run-0001")).values()) == {0}  # "late" is no refusal
-
-
-def test_scores_of_personal_models_are_kept_with_their_round(store: Store) -> None:
+def test_scores_of_personal_models_are_shown_with_their_round(store: Store) -> None:
     opened(store)
     store.runs.close_round("run-0001", replace(record(), personal={"pa": 0.5, "pa_std": 0.1}), ("1" * 64, 5), "model")
-    store.runs.open_round("run-0001", 1, TaskKind.TRAIN, ["north"])
-    store.runs.close_round("run-0001", record(1), ("2" * 64, 5), "model")
-    assert [r.personal for r in store.runs.rounds("run-0001")] == [{"pa": 0.5, "pa_std": 0.1}, {}]
     found = store.runs.round("run-0001", 0)
     assert found is not None
     assert round_info(found).personal == {"pa": 0.5, "pa_std": 0.1}
     assert round_json(round_info(found))["fairness"] == 0.1
-    assert personal_text(found.personal) == "  pa 50.00 %  fairness 10.00 %"
+    assert personal_text(found.record.personal) == "  pa 50.00 %  fairness 10.00 %"
 
 
 def test_the_closing_evaluation_finishes_the_run(store: Store) -> None:

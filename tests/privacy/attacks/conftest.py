@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from coordinator.cli import runs as lead
+from coordinator.lead.client import LeadClient
 from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import run_silo_round
@@ -51,11 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         case = Case(tmp_path / f"{len(made)}", manifest or private(), records(correct, examples, personal))
         made.append(case)
 
-        @contextmanager
-        def client(_: object) -> Iterator[Client]:
-            yield Client(case)
-
-        monkeypatch.setattr(lead, "_client", client)
+        monkeypatch.setattr(LeadClient, "open", lambda _: Client(case))
         return case
 
     yield make

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.control import data_offer
-from coordinator.lead import console
+from coordinator.lead.as_json import round_json
+from coordinator.lead.tables import doing, personal_text
 from fl_core.errors import ProtocolError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
@@ -87,15 +88,15 @@ def test_an_epsilon_is_of_a_patient_only_while_every_version_has_groups(tmp_path
 def test_a_personal_score_that_is_no_share_is_shown_nowhere(value: float) -> None:
     """One hospital's sum decides a mean over hospitals: whatever it is, no number outside of 0 to 1 leaves."""
     found = pb.RoundInfo(personal={"pa": value, "pm_l": 0.5, "pm_l_std": value})
-    facts = dict(console.round_json(found))
+    facts = dict(round_json(found))
     json.dumps(facts, allow_nan=False)
     assert (facts["pa"], facts["pm_l"], facts["fairness"], facts["withheld_scores"]) == (None, 0.5, None, ["pa"])
-    assert f"{100 * value:.0f}" not in console.personal_text(found.personal)
+    assert f"{100 * value:.0f}" not in personal_text(found.personal)
 
 
 def test_a_silo_is_never_further_than_done() -> None:
     info = pb.SiloInfo(state="online", activity=pb.TRAINING, done=70, total=39)
-    assert console.doing(info) == "training (round 1) 100 %"
+    assert doing(info) == "training (round 1) 100 %"
 
 
 @pytest.mark.parametrize("size", [math.nan, math.inf, -1.0])

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from coordinator.api.messages import run_info, stored_result_noise
 from coordinator.cli import runs as lead
-from coordinator.cli.export import model_card
-from coordinator.lead import console
+from coordinator.lead.as_json import round_json, run_json
+from coordinator.lead.export import model_card
+from coordinator.lead.watcher import Watcher
 from coordinator.simulate.results import Result
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from privacy.profiles import result_noise
@@ -41,13 +42,13 @@ def test_the_leads_commands_withhold_what_noise_hides(case: str, run, capsys: py
 @pytest.mark.parametrize("case", SUMS)
 def test_json_of_a_run_says_that_it_is_withheld(case: str, run) -> None:
     made = run(*SUMS[case])
-    for found in (console.run_json(made.detail.info), console.round_json(made.detail.rounds[0])):
+    for found in (run_json(made.detail.info), round_json(made.detail.rounds[0])):
         assert found["withheld"] is True
         assert found["accuracy_low"] is found["accuracy_high"] is None
-    facts = console.run_json(made.detail.info)
+    facts = run_json(made.detail.info)
     assert facts["global_accuracy"] is facts["best_global_accuracy"] is None
     assert facts["best_withheld"] is True
-    closed = console.round_json(made.detail.rounds[0])
+    closed = round_json(made.detail.rounds[0])
     assert closed["noise_std"] == pytest.approx(20 * math.sqrt(2 * len(MEMBERS)), rel=0.01)
     assert closed["withheld_scores"] == ["pa", "pm_l", "pm_v"]
     assert (made.detail.info.accuracy, made.detail.info.best_accuracy) == (-1, -1)  # what older clients read as none
@@ -58,7 +59,7 @@ def test_json_of_a_run_says_that_it_is_withheld(case: str, run) -> None:
 def test_live_progress_withholds_what_noise_hides(case: str, run) -> None:
     for terminal in (False, True):
         out = io.StringIO()
-        watcher = console.Watcher(Console(file=out, force_terminal=terminal, width=300, markup=False))
+        watcher = Watcher(Console(file=out, force_terminal=terminal, width=300, markup=False))
         for e in run(*SUMS[case]).events:
             watcher.show(e)
         Console(file=out, width=300).print(watcher._display())
@@ -80,20 +81,20 @@ def test_enough_signal_is_shown_with_its_interval_everywhere(run, capsys: pytest
     text = capsys.readouterr().out
     truthful(text)
     assert "70.0 % (95 %:" in " ".join(text.split())
-    facts = console.run_json(made.detail.info)
+    facts = run_json(made.detail.info)
     assert facts["withheld"] is facts["best_withheld"] is False
     assert facts["global_accuracy"] == pytest.approx(0.7)
     assert facts["accuracy_low"] < 0.7 < facts["accuracy_high"]
     assert facts["best_accuracy_low"] < facts["accuracy_low"]  # the best of three is less certain than one
     assert made.detail.info.accuracy == pytest.approx(0.7)
     simulated = Result(made.manifest, result_noise(made.manifest), made.records, "d" * 64).summary()
-    assert simulated["accuracy_by_round"] == [console.round_json(r)["accuracy"] for r in made.detail.rounds]
+    assert simulated["accuracy_by_round"] == [round_json(r)["accuracy"] for r in made.detail.rounds]
     assert (simulated["accuracy_low"], simulated["accuracy_high"]) == (facts["accuracy_low"], facts["accuracy_high"])
 
 
 def test_a_published_test_set_is_shown_as_it_was_counted(run, capsys: pytest.CaptureFixture[str]) -> None:
     made = run(70.0, 100.0, private(test_data="public"), personal=False)
-    assert console.run_json(made.detail.info)["global_accuracy"] == 0.7
+    assert run_json(made.detail.info)["global_accuracy"] == 0.7
     lead.show()
     assert "70.00 %" in capsys.readouterr().out
     assert "95 %:" not in model_card(made.detail.info, made.manifest, made.detail.rounds)
@@ -114,5 +115,5 @@ def test_a_manifest_that_nobody_can_read_lists_its_run_and_withholds_its_numbers
     made = run(70.0, 100.0)
     stored = replace(made.store.runs.get("r1"), manifest='{"format": 99}')
     info = run_info(stored, made.store)
-    assert console.run_json(info)["withheld"] is True
+    assert run_json(info)["withheld"] is True
     assert stored_result_noise('{"format": 99}').scores == {"pa", "pm_l", "pm_v"}

@@ -15,6 +15,8 @@ from rich.console import Console
 from coordinator.cli import research
 from coordinator.demo import budgets
 from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
+from coordinator.lead import plots
+from coordinator.lead.curves import curves
 from coordinator.simulate import runner
 from coordinator.simulate.ablation import report as ablation_report
 from coordinator.simulate.ablation.report import Estimate
@@ -22,7 +24,8 @@ from coordinator.simulate.results import Result
 from privacy.accounting.uncertainty import EvaluationNoise
 from privacy.profiles import result_noise
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.cli import console as show
+from service_core import console
+from silo.cli import status
 from silo.storage.tasks import Evaluation
 from silo.training import evaluation_summary
 from tests.support.hospital import B, M, key, opened
@@ -45,22 +48,20 @@ def test_the_demos_report_withholds_what_noise_hides(
     machine(json.dumps(json.loads((tmp_path / "summary.json").read_text())), 6)
 
 
-def test_a_picture_draws_no_point_outside_and_names_what_is_withheld(run, tmp_path: Path, monkeypatch) -> None:
+def test_a_picture_draws_no_point_outside_and_names_what_is_withheld(run, monkeypatch) -> None:
     from matplotlib.axes import Axes
 
     drawn, legends = [], []
     plot = Axes.plot
 
-    def watched(self, x, y, **more):
+    def watched(self, x, y, dash, **more):
         drawn.extend(y)
         legends.append(more["label"])
-        return plot(self, x, y, **more)
+        return plot(self, x, y, dash, **more)
 
     monkeypatch.setattr(Axes, "plot", watched)
-    from coordinator.demo.report import _picture
-
     bad, good = run(642.0, 100.0).detail, run(7000.0, 10_000.0).detail
-    _picture(tmp_path / "a.png", {PLAIN: bad, REPAIRED: good, PRIVATE: bad})
+    plots.picture(["accuracy"], ["a", "b", "c"], [curves(detail.rounds) for detail in (bad, good, bad)], "png")
     assert len([v for v in drawn if not math.isnan(v)]) == 3
     assert all(math.isnan(v) or 0 <= v <= 100 for v in drawn)
     for legend in legends:
@@ -123,10 +124,10 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
     assert kept.evaluation == found  # the noise is kept with the numbers
     for terminal in (True, False):
         out = io.StringIO()
-        monkeypatch.setattr(show, "OUT", Console(file=out, force_terminal=terminal, width=300, soft_wrap=True))
-        show.show_rows("run", ("task", "own", "by class", "balanced", "update"), [show._evaluation_row(kept)])
+        monkeypatch.setattr(console, "OUT", Console(file=out, force_terminal=terminal, width=300))
+        console.show(status.evaluations("run", [kept]))
         truthful(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
-    facts = show._task_json(kept)
+    facts = status.task_json(kept)
     assert facts["accuracy"] is None
     assert facts["withheld"] is True
     assert facts["noise_std"] == pytest.approx(20 * math.sqrt(2))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from coordinator.cli.main import build
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from coordinator.lead.console import private_form
+from coordinator.lead.tables import private_form
 from coordinator.simulate import runner
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method

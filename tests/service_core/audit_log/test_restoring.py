@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.operations import backup as coordinator_cli
+from coordinator.cli import operations as coordinator_cli
 from fl_core.errors import RefusedError, StateError
 from protos.wire import log_heads
 from service_core.audit_log.heads import KeptHeads, SignedHead

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 
 from fl_core.errors import ConfigError
+from service_core.console import show_reply
 from service_core.operations import checks
 from service_core.operations.checks import Level
 from service_core.operations.health import Answer, about
@@ -171,7 +172,7 @@ def test_what_a_coordinator_says_of_itself_may_be_anything(word):
     answer = answered(time=word, protocol=word, software=word, problems=word)
     assert answer.offset_s is None or math.isfinite(answer.offset_s)
     assert answer.protocol is None
-    checks.report(checks.other_side(answer, "there"), as_json=False)
+    show_reply(checks.report(checks.other_side(answer, "there")), as_json=False)
 
 
 def test_another_protocol_names_the_side_to_upgrade():
@@ -198,7 +199,9 @@ def test_what_is_said_is_what_is_read():
 @pytest.mark.fault("a coordinator", "sends control characters to the doctor", "none reaches the terminal")
 def test_control_characters_do_not_reach_the_terminal(capsys):
     found = checks.ok("x", "a\x1b[2J\u202eb\r\n\x9bc\u2028d" + "e" * 10**6)
-    assert checks.report([found], as_json=False) == 0
+    reply = checks.report([found])
+    show_reply(reply, as_json=False)
+    assert reply.status == 0
     text = capsys.readouterr().out
     assert text.count("\n") == 1
     assert text.strip().isprintable()
@@ -211,7 +214,9 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(capsys):
         raise RuntimeError("unforeseen")
 
     found = checks.run_checks({"a": falls_ill, "b": lambda: [checks.ok("b", "fine")]})
-    assert checks.report(found, as_json=True) == 1
+    reply = checks.report(found)
+    assert reply.status == 1
+    show_reply(reply, as_json=True)
     out = json.loads(capsys.readouterr().out)
     assert out["healthy"] is False
     assert [(f["check"], f["level"]) for f in out["findings"]] == [

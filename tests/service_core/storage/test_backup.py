@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.operations import backup as coordinator_cli
+from coordinator.cli import operations as coordinator_cli
 from coordinator.storage.records import ObjectKind
 from coordinator.storage.runs import note_object
 from coordinator.storage.store import FILE, OBJECTS, Store
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
 from service_core.storage.backup import FILE as CONTENTS
 from service_core.storage.object_store import ObjectStore
-from silo.cli import backup as silo_cli
+from silo.cli import operations as silo_cli
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.store import Store as SiloStore

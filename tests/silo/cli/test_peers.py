@@ -7,7 +7,6 @@ import json
 import pytest
 
 from service_core.pki.identity import colons, identity_of
-from silo.cli import console
 from silo.cli.service import run
 from tests.support.pki import authority, certified, join, member, roster, today
 
@@ -44,13 +43,3 @@ def test_another_key_name_or_half_a_fingerprint_is_refused_with_what_was_found(h
     assert capsys.readouterr().err.startswith("E-ID-16: expected")
     assert run(["peers", "show", "--home", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held"] == {"north": held}
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_text_is_shown_as_it_is(terminal, capsys, monkeypatch):
-    """Fingerprints are read out to others: no part of one may turn into a picture."""
-    text = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
-    monkeypatch.setattr(console.OUT, "_force_terminal", terminal)
-    console.show_rows("[/title]", ("[/head]",), [(text,)])
-    console.show_facts([("key", text)])
-    assert capsys.readouterr().out.count(text) == 2

@@ -9,7 +9,7 @@ import pytest
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.cli import backup
+from silo.cli import operations
 from silo.storage.store import Store
 from tests.support import until
 from tests.support.fake_coordinator import manifest
@@ -38,7 +38,7 @@ def asked(hospital, round, included_before=0, incarnation="one"):
 
 def forget_all(hospital):
     (hospital.folder / "silo.db").unlink()
-    backup.restore(accept_loss=True, home=hospital.folder, as_json=True)
+    operations.restore(accept_loss=True, home=hospital.folder, as_json=True)
 
 
 def damage(hospital):

@@ -191,9 +191,9 @@ def test_numbers_that_are_none_end_no_page(wrong: float) -> None:
     facts = run_facts(info, FollowedRun(RunRecord(made)), 160.0)
     assert facts.open is not None
     assert all(0 <= bar.width <= 100 for bar in facts.open.bars)
-    overview.run_row(info)
+    overview.waits_for(info)
     silo = pb.SiloInfo(name="x", state="online", certificate_until_unix=wrong, last_seen_unix=wrong)
     silo.data.nominal_size = wrong
-    overview.hospital(silo)
+    overview.declared_size(silo)
     overview.headline(Snapshot(1.0, [silo], runs=[info]), 1.0)
     overview.certificates([silo], OwnCertificates("anna", 1.0, 2.0), 0.0)

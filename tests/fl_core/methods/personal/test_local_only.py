@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coordinator.lead.console import percent
+from coordinator.lead.tables import percent
 from coordinator.simulate.results import Result
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg

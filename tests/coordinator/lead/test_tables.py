@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
 
-from coordinator.lead import console as display
-from coordinator.lead.console import percent
+from coordinator.lead import tables
+from coordinator.lead.as_json import round_json, run_json, software_json
+from coordinator.lead.tables import percent
+from coordinator.lead.watcher import Watcher, chart
 from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import make_table
+from service_core import console
+from service_core.console import Facts, Rows, make_table
 
 
 @pytest.mark.parametrize(
@@ -32,13 +36,17 @@ def test_what_can_be_no_accuracy_is_not_shown_as_one(share: float, shown: str) -
 AS_IT_IS = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
 
 
-@pytest.mark.parametrize("console", ["OUT", "ERR"])
-def test_text_is_shown_as_it_is(console: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_text_is_shown_as_it_is(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fingerprints are read out to others: no part of one may turn into a picture."""
-    getattr(display, console).print(AS_IT_IS)
-    getattr(display, console).print(make_table("[/title]", ("[/head]",), [(AS_IT_IS,)]))
-    shown = "".join(capsys.readouterr())
-    assert shown.count(AS_IT_IS) == 2
+    monkeypatch.setattr(console.OUT, "_force_terminal", terminal)
+    table = make_table("[/title]", ("[/head]",), [(AS_IT_IS,)])
+    items = (AS_IT_IS, table, Rows("[/title]", ("[/head]",), [(AS_IT_IS,)]), Facts([("key", AS_IT_IS)]))
+    console.show_reply(console.Reply(None, items, [AS_IT_IS]), as_json=False)
+    shown, noted = capsys.readouterr()
+    assert (shown.count(AS_IT_IS), noted.count(AS_IT_IS)) == (4, 1)
     assert "[/title]" in shown
     assert "[/head]" in shown
 
@@ -50,7 +58,7 @@ def test_text_is_shown_as_it_is(console: str, capsys: pytest.CaptureFixture[str]
 def test_rounds_are_counted_from_one_for_people(
     kind: str, number: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with display.Watcher() as watcher:
+    with Watcher() as watcher:
         watcher.show(pb.Event(kind=kind, round=number, info=pb.RunInfo(rounds=3, accuracy=-1, best_accuracy=-1)))
     shown = capsys.readouterr().out
     assert said in shown
@@ -58,8 +66,8 @@ def test_rounds_are_counted_from_one_for_people(
 
 
 def test_a_round_is_named_by_its_place_and_the_evaluation_after_the_last_by_what_it_is() -> None:
-    assert display.round_text(0, pb.TRAIN) == "1"
-    assert display.round_text(3, pb.EVALUATE) == "evaluation"
+    assert tables.round_text(0, pb.TRAIN) == "1"
+    assert tables.round_text(3, pb.EVALUATE) == "evaluation"
 
 
 JUDGED = pb.RoundInfo(
@@ -74,11 +82,11 @@ COUNTS = "1 update refused, 2 cut, 2 rows of prototypes cut; 1 round without a b
 
 
 def test_a_closed_round_says_which_updates_were_refused_and_cut_and_that_nothing_bounded_them() -> None:
-    said = display.round_json(JUDGED)
+    said = round_json(JUDGED)
     assert said["refused"] == {"west": "E-RUN-44: west: too long"}
     assert (set(said["cut"]), said["cut_rows"], said["unbounded"]) == ({"north", "east"}, 2, True)  # type: ignore[call-overload]
-    assert display.judged_updates(JUDGED)[0] == ("all", NO_BOUND)
-    assert [name for name, _ in display.judged_updates(JUDGED)] == ["all", "late", "west", "east", "north"]
+    assert tables.judged_updates(JUDGED)[0] == ("all", NO_BOUND)
+    assert [name for name, _ in tables.judged_updates(JUDGED)] == ["all", "late", "west", "east", "north"]
 
 
 def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_in_the_title() -> None:
@@ -86,7 +94,7 @@ def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_
     info = pb.RunInfo(rounds=3, accuracy=-1, best_accuracy=-1)
     for terminal in (False, True):
         written = io.StringIO()
-        with display.Watcher(Console(file=written, force_terminal=terminal, width=250)) as watcher:
+        with Watcher(Console(file=written, force_terminal=terminal, width=250)) as watcher:
             for k, closed in enumerate((other, JUDGED)):
                 watcher.show(pb.Event(kind="closed", round=k, closed=closed, info=info))
         shown = written.getvalue()
@@ -97,7 +105,7 @@ def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_
 
 def test_a_run_says_its_rule_with_its_counts_also_where_they_are_0() -> None:
     none = dict.fromkeys(("updates_refused", "updates_cut", "cut_rows", "unbounded_rounds"), 0)
-    said = display.aggregator_text("mean", none)
+    said = tables.aggregator_text("mean", none)
     assert said == "updates become one by aggregator=mean: 0 updates refused, 0 cut, 0 rows of prototypes cut"
 
 
@@ -109,18 +117,18 @@ WAITING = pb.RunInfo(
 
 def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on_it() -> None:
     line = "south (offline 40 min, for at most 12 min more; nobody else holds keratosis)"
-    assert display.waiting_lines(WAITING) == [
+    assert tables.waiting_lines(WAITING) == [
         "round 7: 5 updates are there, 4 close it; waits for",
         f"  {line}",
     ]
-    assert display.run_json(WAITING)["waiting"] == {
+    assert run_json(WAITING)["waiting"] == {
         "round": 6,
         "there": 5,
         "needed": 4,
         "silos": [{"name": "south", "left": 725.0, "online": False, "offline": 2400.0, "classes": ["keratosis"]}],
     }
     out = io.StringIO()
-    with display.Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
+    with Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
         watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))
     assert "offline; awaited (offline 40 min, for at most 12 min more; nobody else holds keratosis)" in out.getvalue()
 
@@ -134,7 +142,7 @@ def closed(number: int, correct: float) -> pb.Event:
 def test_a_terminal_shows_the_accuracies_of_a_run_as_a_chart_and_a_pipe_does_not() -> None:
     shown, piped = io.StringIO(), io.StringIO()
     for out, terminal in ((shown, True), (piped, False)):
-        with display.Watcher(Console(file=out, force_terminal=terminal, width=80)) as watcher:
+        with Watcher(Console(file=out, force_terminal=terminal, width=80)) as watcher:
             for number, correct in enumerate((1.0, 2.0, 4.0)):
                 watcher.show(closed(number, correct))
     assert "accuracy over 2 rounds of training" in shown.getvalue()
@@ -148,7 +156,7 @@ def test_on_a_narrow_terminal_a_run_can_still_be_named_and_nothing_is_left_out()
     for run in runs:
         run.accuracy_estimate.withheld = "noise larger than signal"
     out = io.StringIO()
-    Console(file=out, width=80).print(display.runs_table(runs))
+    Console(file=out, width=80).print(tables.runs_table(runs))
     assert "fedmr-folder-0001" in out.getvalue()
     assert "fedmr-folder-0002" in out.getvalue()
     assert "…" not in out.getvalue()
@@ -158,7 +166,7 @@ def test_on_a_narrow_terminal_a_run_can_still_be_named_and_nothing_is_left_out()
 def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_above_it() -> None:
     out = io.StringIO()
     info = pb.RunInfo(run_id="run-1", state="running", rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)
-    with display.Watcher(Console(file=out, force_terminal=True, width=200, highlight=False)) as watcher:
+    with Watcher(Console(file=out, force_terminal=True, width=200, highlight=False)) as watcher:
         watcher.show(pb.Event(kind="warning", text="fewer than 3 silos", info=info, at_unix=1))
         watcher.show(pb.Event(kind="silo", info=info, silos=[pb.SiloInfo(name="north", state="online")]))
     lines = out.getvalue().splitlines()
@@ -169,7 +177,7 @@ def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_ab
 def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_before_it() -> None:
     out = io.StringIO()
     info = pb.RunInfo(rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)
-    with display.Watcher(Console(file=out, width=200)) as watcher:
+    with Watcher(Console(file=out, width=200)) as watcher:
         watcher.show(pb.Event(kind="closed", round=0, info=info))
         watcher.show(pb.Event(kind="closed", round=3, info=info))
     assert out.getvalue().count("accuracy before it 50.00 %") == 1
@@ -180,25 +188,66 @@ def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:
     silo = pb.SiloInfo(name="north", state="online", activity=pb.AWAITING_APPROVAL, software="consilium-fl 0.1.0+abc")
     silo.data.CopyFrom(pb.DataOffer(name="folder", nominal_size=100, holds=["nevus", "keratosis"]))
     out = io.StringIO()
-    Console(file=out, width=220).print(display.silos_table([silo]))
+    Console(file=out, width=220).print(tables.silos_table([silo]))
     for said in ("size, rounded up", "nevus, keratosis", "awaiting approval (round 1)", " 0.1.0+abc "):
         assert said in out.getvalue()
 
 
 def test_a_run_names_its_coordinators_build_and_the_hospitals_that_had_another() -> None:
     found = {"": "fl 1+a", "north": "fl 1+a", "west": "fl 1+a", "south": "fl 1+b", "east": ""}
-    assert display.software_text(found) == ("fl 1+a (coordinator and 2 silos), east no version given, south fl 1+b")
-    assert display.software_text({"": "fl 1+a"}) == "fl 1+a (coordinator and 0 silos)"
-    assert display.software_text({}) == ""
-    assert display.software_json(found) == {
+    assert tables.software_text(found) == ("fl 1+a (coordinator and 2 silos), east no version given, south fl 1+b")
+    assert tables.software_text({"": "fl 1+a"}) == "fl 1+a (coordinator and 0 silos)"
+    assert tables.software_text({}) == ""
+    assert software_json(found) == {
         "coordinator": "fl 1+a",
         "silos": {"east": "", "north": "fl 1+a", "south": "fl 1+b", "west": "fl 1+a"},
     }
 
 
 def test_the_builds_of_a_run_are_no_lines_of_watch_and_a_warning_of_them_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with display.Watcher() as watcher:
+    with Watcher() as watcher:
         watcher.show(pb.Event(kind="software", silo="north", text="fl 1+b"))
         watcher.show(pb.Event(kind="warning", text="expected fl 1+a on all sides, found north (fl 1+b)"))
     shown = capsys.readouterr().out
     assert shown.count("fl 1+b") == 1
+
+
+# ---- the curve in a few lines of text -------------------------------------------------------------------------------
+
+
+def heights(lines: list[str]) -> list[float]:
+    """Read how many lines high each column is."""
+    bars = [line.split("│")[-1].split("┤")[-1] for line in lines]
+    return [sum(" ▁▂▃▄▅▆▇█".index(bar[k]) / 8 for bar in bars) for k in range(len(bars[0]))]
+
+
+def test_columns_are_as_high_as_their_shares_over_an_axis_in_percent() -> None:
+    lines = chart([0.0, 0.25, 0.5, 1.0], width=4, height=4)
+    assert lines[0].startswith(" 100 %")
+    assert lines[-1].startswith("   0 %")
+    assert heights(lines) == [0.125, 1, 2, 4]  # a share of 0 is still seen
+
+
+def test_more_rounds_than_columns_are_averaged_and_fewer_are_widened() -> None:
+    assert heights(chart([0.0, 0.5, 0.5, 1.0], width=2, height=4)) == [1, 3]
+    assert heights(chart([0.0, 1.0], width=5, height=1)) == [0.125, 0.125, 1, 1]
+
+
+def test_what_is_no_share_is_a_gap() -> None:
+    found = heights(chart([0.5, None, math.nan, 7.0, -1.0, 1.0], width=6, height=4))
+    assert found[1:5] == [0, 0, 0, 0]
+    assert found[5] == 4
+
+
+@pytest.mark.parametrize("values", [[], [0.5], [None, None], [math.nan, 0.5]])
+def test_without_two_values_there_is_no_chart(values: list[float | None]) -> None:
+    assert chart(values) == []
+
+
+def test_a_terminal_without_unicode_gets_plain_characters() -> None:
+    assert "".join(chart([0.1, 0.9], ascii_only=True)).isascii()
+
+
+def test_a_long_run_fits_the_width() -> None:
+    lines = chart([k / 5000 for k in range(5000)], width=60)
+    assert {len(line) for line in lines} == {68}

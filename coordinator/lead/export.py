@@ -13,8 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from coordinator.lead import accuracy, portable
-from coordinator.lead.console import aggregator_text, private_form, software_text
-from coordinator.lead.start import started_from
+from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods.traits import Traits
 from fl_core.rounds.manifest import RunManifest

@@ -1,0 +1,260 @@
+"""Commands on the service's own machine: backup, restore, doctor, health, the audit log, the page."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli.options import Place, home_of
+from coordinator.cli.runs import Client
+from coordinator.lead.client import ADDRESS_FILE, LEAD_ENV, LeadClient, credentials_of
+from coordinator.pki.authority import Authority
+from coordinator.pki.server_certificate import ServerCertificate
+from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
+from fl_core.errors import ConfigError, UnavailableError
+from service_core.audit_log.commands import Side, make_app
+from service_core.audit_log.log import FOLDER
+from service_core.audit_log.restoring import copy_log, mark_restored
+from service_core.command_line import Json, command
+from service_core.console import Reply, local_time
+from service_core.operations import checks
+from service_core.operations.checks import Check, Finding
+from service_core.page_command import Bind as PageAddress
+from service_core.page_command import Browser, serve_until_told
+from service_core.pki import certificates
+from service_core.pki.identity import Identity, Kind, identity_of
+from service_core.storage import backup as backups
+from service_core.storage.private_files import Credentials, FolderLock
+from service_core.version import software
+
+_PARTIAL = "blobs/partial"
+AUTHORITY_KEY = "pki/ca.key"
+
+
+def _layout(authority_key: bool) -> backups.HomeLayout:
+    left_out = ("service.json", _PARTIAL, FOLDER)
+    return backups.HomeLayout(
+        side="coordinator",
+        database=FILE,
+        objects=OBJECTS,
+        databases=(),
+        left_out=left_out if authority_key else (*left_out, AUTHORITY_KEY),
+        referenced=_referenced,
+        place=lambda digest: f"{digest[:2]}/{digest}",
+        copy_log=copy_log,
+    )
+
+
+def _referenced(database: Path) -> set[str]:
+    with closing(Store(database.parent)) as store:
+        return store.contributions.referenced_digests()
+
+
+@command
+def backup(
+    target: Annotated[Path, typer.Argument(help="A folder that is new or empty, best on another disk.", metavar="TO")],
+    authority_key: Annotated[
+        bool, typer.Option("--with-authority-key", help="Copy pki/ca.key as well: whoever has it admits anybody.")
+    ] = False,
+    *,
+    home: Place,
+) -> Reply:
+    """Copy the whole home as it is at one moment, also while the service runs and in the middle of a round.
+
+    The copy holds the keys of the service and of the lead, all runs, models and updates; keep it as you keep the home.
+    """
+    if (home / FILE).exists():
+        Store(home).close()  # one that is behind is not worth a copy
+    made = backups.back_up(home, _layout(authority_key), target, software(), time.time())
+    missing = f"{AUTHORITY_KEY} is not in it: keep it offline, nobody can be admitted without it"
+    copied = AUTHORITY_KEY in made.files
+    return Reply(
+        {"folder": str(target), "files": len(made.files), "authority_key": copied},
+        [f"wrote {len(made.files)} files to {target}"],
+        [] if copied else [missing],
+    )
+
+
+@command
+def restore(
+    source: Annotated[Path | None, typer.Argument(help="What `coordinator backup` wrote.", metavar="FROM")] = None,
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Go on with what is in the home, although its database is behind.")
+    ] = False,
+    *,
+    home: Place,
+) -> Reply:
+    """Bring a backup into an empty home; or let a home whose database lacks something go on with what is there.
+
+    Runs go on at the last round of the backup: hospitals that are ahead go back to it. With --accept-loss, runs that
+    the database does not know are gone, and files that it does not name are deleted at the next start.
+    """
+    if (source is None) is not accept_loss:
+        raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
+    facts: dict[str, object] = {"home": str(home)}
+    if source is not None:
+        contents = backups.restore(source, home, _layout(authority_key=True))
+        facts |= {"at": contents.at, "log_restored": mark_restored(home, contents.at)}
+    with lock_home(home), closing(Store(home, accept_loss=accept_loss)) as store:
+        facts["runs"] = len(store.runs.all())
+    when, notes = "", []
+    if source is not None:
+        when, line = f" of {local_time(contents.at)}", facts["log_restored"]
+        notes = [
+            f"line {line} of the audit log says so; hospitals that hold a later one report it once, as they should. "
+            f"coordinator log verify --against FILE then wants --restored {line}"
+        ]
+    if not (home / AUTHORITY_KEY).exists():
+        notes.append(f"put {AUTHORITY_KEY} back to admit hospitals and renew certificates")
+    return Reply(facts, [f"{home} goes on with its {facts['runs']} runs{when}; next: coordinator serve"], notes)
+
+
+# ---- what keeps the service from its work ----------------------------------------------------------------------------
+
+Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` is to listen on.")]
+
+
+@command
+def doctor(bind: Bind = "0.0.0.0:8443", *, home: Place) -> Reply:
+    """Look for what keeps the service from its work; changes nothing, and needs no running service. Status 1: found.
+
+    Looks at versions, clock, disk, modes of files, database, certificates, the port, the proxy, and the way to the
+    service where it runs.
+    """
+    return checks.report(checks.run_checks(_Coordinator(home, bind).checks()))
+
+
+@command
+def health(client: Client) -> Reply:
+    """Ask the service on this machine whether it can do its work: status 0 if so, else 1."""
+    answer = client.health()
+    value = {"serving": answer.serving, "problems": list(answer.problems), "software": answer.software}
+    said = "serving" if answer.serving else f"not ready: {', '.join(answer.problems)}"
+    return Reply(value, [said], status=int(not answer.serving))
+
+
+@dataclass(frozen=True, slots=True)
+class _Coordinator:
+    """A coordinator's home under examination, before `coordinator init` too."""
+
+    home: Path
+    bind: str
+
+    def checks(self) -> dict[str, Check]:
+        found: dict[str, Check] = {
+            "version": checks.versions,
+            "clock": self._clock,
+            "disk": lambda: checks.disk(self.home),
+        }
+        if not (self.home / "pki").exists():
+            none = checks.warning("consortium", f"there is none in {self.home}", "coordinator init NAME --address ...")
+            return found | {"consortium": lambda: [none], "port": lambda: checks.port(self.bind)}
+        database, pki = self.home / FILE, self.home / "pki"
+        beside = [database, *(database.with_name(f"{database.name}-{end}") for end in ("wal", "shm"))]
+        return found | {
+            "modes": lambda: checks.closed_to_others(self.home, beside, [pki, pki / "ca.key", *self._pems()]),
+            "database": lambda: checks.database(database),
+            "certificate": self._certificates,
+            "service": self._service,
+        }
+
+    def _clock(self) -> Iterator[Finding]:
+        made = {}
+        for path in (self.home / "pki" / "ca.crt", self.home / FILE, self.home / ADDRESS_FILE):
+            if path.exists():
+                made[str(path)] = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        for path in self._pems():
+            pem = path.read_bytes()
+            made[f"the certificate in {path.name}"] = identity_of(_certificate_part(pem)).not_before
+        return checks.clock(made)
+
+    def _certificates(self) -> Iterator[Finding]:
+        authority = Authority.open(self.home)
+        ca = certificates.load_certificate(authority.ca_pem, "ca.crt")
+        left = ca.not_valid_after_utc - certificates.utc_now()
+        remedy = "plan a new consortium: all members join it anew"
+        make = checks.problem if left.days < 0 else checks.warning
+        found = f"authority: {authority.consortium}, {left.days} days left"
+        yield make("certificate", found, remedy) if left.days < 180 else checks.ok("certificate", found)
+        for path in self._pems():
+            own = certificates.read_bundle(path, authority.ca_pem)
+            by_itself = "a running service renews it by itself: coordinator serve"
+            renewed = by_itself if path.stem == "server" else "have a new one made before it ends"
+            yield from checks.certificate(path.stem, own, renewed)
+
+    def _service(self) -> Iterator[Finding]:
+        if not FolderLock.is_held(self.home, LOCK_FILE):
+            yield checks.warning("service", "it does not run", "coordinator serve")
+            yield from checks.port(self.bind)
+            return
+        try:
+            with closing(LeadClient.open(self.home)) as client:
+                about = json.loads((self.home / ADDRESS_FILE).read_text())
+                yield checks.ok("service", f"it runs (process {about.get('pid', '?')}) at {client.address}")
+                yield from checks.proxy([client.address])
+                yield from checks.reachable(client.address, self._lead())
+                yield from checks.other_side(client.health(), str(client.address))
+        except UnavailableError as error:
+            yield checks.problem("service", f"it runs and does not answer ({error})", "look at its log, restart it")
+
+    def _lead(self) -> Credentials:
+        path = min((self.home / "pki").glob("lead-*.pem"))
+        return certificates.read_bundle(path, Authority.open(self.home).ca_pem)
+
+    def _pems(self) -> list[Path]:
+        return sorted((self.home / "pki").glob("*.pem"))
+
+
+def _certificate_part(pem: bytes) -> bytes:
+    return pem[max(0, pem.find(b"-----BEGIN CERTIFICATE-----")) :]
+
+
+# ---- the audit log ---------------------------------------------------------------------------------------------------
+
+
+def _side(home: Path | None) -> Side:
+    place = home_of(home)
+    return Side(
+        place,
+        lambda: Identity(Kind.COORDINATOR, Authority.open(place).consortium).uri,
+        lambda: ServerCertificate(place).current().ca_pem,
+    )
+
+
+log = make_app(_side, help="The audit log: who called or ordered what, when, and with which outcome.")
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+@command
+def page(bind: PageAddress = None, browser: Browser = True, as_json: Json = False, *, home: Place) -> None:
+    """Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models to download.
+
+    It asks the running service as any other command does, as the lead that CONSILIUM_LEAD names, and goes on showing
+    the last answers where the service is away. Only this user of this machine reaches it, through a link that works
+    once; the file always holds a fresh one. Everything that its buttons do is a command, too.
+    """
+    from coordinator.lead.page.exports import Exporter
+    from coordinator.lead.page.service_watch import ServiceWatch
+    from coordinator.lead.page.site import LeadPage, own_certificates
+
+    own, consortium = own_certificates(credentials_of(home))
+    connect = partial(LeadClient.open, home, own.lead)
+    watch, exporter = ServiceWatch(connect), Exporter(["--home", str(home)], {LEAD_ENV: own.lead})
+    site = LeadPage(watch, connect, exporter, own, consortium).site()
+    watch.start()
+    try:
+        serve_until_told(site, home, bind, browser, as_json, lambda facts: [f"{n:<8} {v}" for n, v in facts])
+    finally:
+        watch.stop()
+        exporter.close()

@@ -1,0 +1,160 @@
+"""Runs, rounds, events and hospitals as JSON objects: what `--json` prints of a message of the service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from coordinator.lead import accuracy
+from fl_core.types.records import RoundRecord, fairness, judgements, refused
+from protos.consilium.v1 import federation_pb2 as pb
+
+_RUN_FIELDS = (
+    "name",
+    "state",
+    "reason",
+    "method",
+    "data",
+    "rounds",
+    "closed",
+    "bytes_up",
+    "bytes_down",
+    "manifest_digest",
+)
+
+
+def run_json(info: pb.RunInfo) -> Mapping[str, object]:
+    """Convert a run; numbers that noise hides are null, others have the interval of their noise."""
+    return {
+        "run": info.run_id,
+        **{name: getattr(info, name) for name in _RUN_FIELDS},
+        **accuracy.newest(info).facts("global_accuracy"),
+        **accuracy.best(info).facts("best_global_accuracy", "best_"),
+        "created": info.created_unix,
+        "ended": info.ended_unix or None,
+        "model_digest": info.model_digest or None,
+        "excluded": list(info.excluded),
+        "waiting": waiting_json(info.waiting) if info.HasField("waiting") else None,
+    }
+
+
+def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
+    """Turn an open round into a JSON object."""
+    return {
+        "round": waiting.round,
+        "there": waiting.there,
+        "needed": waiting.needed,
+        "silos": [
+            {"name": s.name, "left": s.left_s, "online": s.online, "offline": s.offline_s, "classes": list(s.classes)}
+            for s in waiting.silos
+        ],
+    }
+
+
+_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical"}
+"""Of a round's record; every other field is written as it is."""
+
+
+def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
+    """Convert a round. correct, examples: sums as they were released, with noise of standard deviation noise_std."""
+    return {
+        **{f.name: _plain(getattr(info, f.name)) for f in fields(RoundRecord) if f.name not in _OWN_FORM},
+        "kind": pb.TaskKind.Name(info.kind).lower(),
+        "refused": refused(info.missing),
+        "norm_medians": dict(info.medians),
+        **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),
+        **accuracy.of_round(info).facts(),
+        **accuracy.balanced(info).facts("balanced_accuracy", "balanced_"),
+        "clinical": clinical_json(info),
+        "opened": info.opened_unix,
+        "closed": info.closed_unix or None,
+        **personal_json(info.personal, info.withheld),
+    }
+
+
+def _plain(value: Any) -> object:  # noqa: ANN401 - of a message
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, str | int | float) else list(value)
+
+
+def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:
+    found = accuracy.clinical_of(info)
+    return None if found is None else found.facts()
+
+
+def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
+    """Return the scores of personal models and their fairness; empty where none was measured.
+
+    withheld: scores with too much noise. They are null and named in `withheld_scores`, as is a score outside [0, 1].
+    """
+    named = [name for name in ("pa", "pm_l", "pm_v") if name in scores or name in withheld]
+    if not named:
+        return {}
+    shown = {name: None if name in withheld else accuracy.plain(scores[name]).point for name in named}
+    hidden = sorted({*withheld, *(name for name, v in shown.items() if v is None)})
+    spread = None if "pm_l" in hidden else fairness(scores)
+    shown["fairness"] = None if spread is None else accuracy.plain(spread).point
+    return {**shown, **({"withheld_scores": hidden} if hidden else {})}
+
+
+def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
+    return {
+        **{name: getattr(info, name) for name in ("name", "state", "fingerprint", "round", "software")},
+        "certificate_until": info.certificate_until_unix,
+        "last_seen": info.last_seen_unix or None,
+        "data": info.data.name or None,
+        "classes": list(info.data.classes),
+        "nominal_size": info.data.nominal_size,
+        "activity": activity(info),
+        "run": info.run_id or None,
+        "policy_digest": info.policy_digest or None,
+        "alarm": info.alarm or None,
+    }
+
+
+def activity(silo: pb.SiloInfo) -> str:
+    """Return the word for what a silo does; one that a later version knows counts as not said."""
+    known = silo.activity if silo.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
+    return pb.Activity.Name(known).lower()
+
+
+def software_json(found: Mapping[str, str]) -> Mapping[str, object]:
+    """Convert what sides a run had, by software. found: as in `RunDetail`."""
+    return {"coordinator": found.get(""), "silos": {name: text for name, text in sorted(found.items()) if name}}
+
+
+def silos_json(found: pb.SiloList) -> dict[str, object]:
+    invitations = [{"name": i.name, "expires": i.expires_unix} for i in found.invitations]
+    return {"silos": [silo_json(s) for s in found.silos], "invitations": invitations}
+
+
+def detail_json(detail: pb.RunDetail) -> Mapping[str, object]:
+    """Convert a run with all its rounds."""
+    return {
+        **run_json(detail.info),
+        "aggregator": detail.aggregator or None,
+        **judgements(detail.rounds),
+        "start": start_json(detail.manifest_json),
+        "round": [round_json(r) for r in detail.rounds],
+        "manifest": detail.manifest_json,
+        "software": software_json(detail.software),
+    }
+
+
+def event_json(event: pb.Event) -> dict[str, object]:
+    optional = {"silo": event.silo, "text": event.text}
+    return {
+        **{"event": event.kind, "number": event.number, "at": event.at_unix, "run": event.run_id, "round": event.round},
+        **{name: value for name, value in optional.items() if value},
+        **({"closed": round_json(event.closed)} if event.HasField("closed") else {}),
+    }
+
+
+def start_json(manifest: str) -> Mapping[str, object] | None:
+    """Say from which run or weights a run started; None where it began with fresh weights. manifest: JSON."""
+    start = json.loads(manifest).get("start")
+    names = ("run", "rounds", "model", "private", "weights")
+    return start and {name: start[name] for name in names if name in start}

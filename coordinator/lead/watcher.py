@@ -1,0 +1,159 @@
+"""Live progress of a run, with its curve in a few lines of a terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.lead import accuracy
+from coordinator.lead.tables import awaited, changed_text, clinical_text, doing, personal_text, place, size
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import OUT, counted, local_time, make_table, printable, span
+
+_CHART_WIDTH, _CHART_MARGIN = 60, 8
+
+
+_SAID_ABOVE = ("warning", "refused")
+"""Kinds of events that stay above the repainted view: nothing in it says the same later."""
+
+
+class Watcher:
+    """Live progress of one run: a table and a chart on a terminal, repainted; one line per change when piped."""
+
+    def __init__(self, console: Console = OUT) -> None:
+        self._console = console
+        self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
+        self._silos: dict[str, str] = {}
+        self._accuracies: dict[int, float | None] = {}
+        self._judged: dict[int, pb.RoundInfo] = {}
+        self._personal = self._clinical = ""
+        self._heard = time.monotonic()
+        repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
+        self._live = repainted if console.is_terminal else None
+
+    def __enter__(self) -> Watcher:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, event: pb.Event) -> None:
+        if event.HasField("info"):
+            self._info, self._heard = event.info, time.monotonic()
+        if event.HasField("closed"):
+            self._personal = personal_text(event.closed.personal, event.closed.withheld)
+            self._accuracies[event.closed.round] = accuracy.of_round(event.closed).point
+            self._clinical = clinical_text(event.closed)
+            self._judged[event.closed.round] = event.closed
+        for silo in event.silos:
+            self._silos[silo.name] = doing(silo)
+        if event.silo and event.kind != "software":
+            self._silos[event.silo] = event.kind if not event.text else f"{event.kind}: {event.text}"
+        if self._live:
+            if event.kind in _SAID_ABOVE:
+                self._live.console.print(self._line(event), soft_wrap=True)
+            self._live.refresh()
+        elif event.kind not in ("silo", "software"):
+            self._console.print(self._line(event), soft_wrap=True)
+
+    def _left(self) -> str:
+        info = self._info
+        if not info.closed or info.state != "running":
+            return "-"
+        return span((time.time() - info.created_unix) / info.closed * (info.rounds - info.closed))
+
+    def _line(self, event: pb.Event) -> str:
+        info = self._info
+        text = f"{local_time(event.at_unix)}  {event.kind:<9} {place(event, info.rounds)}".rstrip()
+        if event.silo:
+            text += f"  {event.silo}"
+        if event.kind == "closed":
+            before = "" if event.round >= info.rounds else " before it"
+            text += f"  accuracy{before} {accuracy.newest(info).text()}{self._clinical}{self._personal}"
+            text += changed_text([event.closed])
+            text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
+            text += f"  left {self._left()}"
+        return f"{text}  {event.text}" if event.text else text
+
+    def _display(self) -> Group:
+        values = [self._accuracies.get(number) for number in range(max(self._accuracies, default=-1) + 1)]
+        width = min(_CHART_WIDTH, self._console.width - _CHART_MARGIN)
+        lines = chart(values, width, ascii_only=self._console.options.ascii_only)
+        caption = [f"        accuracy over {counted(len(values) - 1, 'round')} of training"] if lines else []
+        return Group(Text(self._title()), self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
+
+    def _title(self) -> str:
+        info = self._info
+        measured = f"{self._clinical}{self._personal}{changed_text(self._judged.values())}"
+        return printable(
+            f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
+            f"accuracy {accuracy.newest(info).text()}  best {accuracy.best(info).text()}{measured}  "
+            f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
+        )
+
+    def _table(self) -> Table:
+        info = self._info
+        passed, rows = time.monotonic() - self._heard, dict(self._silos)
+        for silo in info.waiting.silos:
+            left = pb.AwaitedSilo()
+            left.CopyFrom(silo)
+            left.left_s = max(0.0, silo.left_s - passed)
+            rows[silo.name] = f"{rows.get(silo.name, '-')}; awaited ({awaited(left)})"
+        return make_table("", ("silo", "doing"), sorted(rows.items()))
+
+
+# ---- the curve ------------------------------------------------------------------------------------------------------
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_ASCII = " ....####"
+_STEP = 10
+"""The axis ends at multiples of so many percent."""
+
+
+def chart(values: Sequence[float | None], width: int = 60, height: int = 6, ascii_only: bool = False) -> list[str]:
+    """Draw shares of [0, 1] as columns over an axis in percent, oldest left; empty without two of them.
+
+    values: None leaves a gap. Where there are more values than columns, a column is the mean of its values.
+    """
+    shares = [v if v is not None and math.isfinite(v) and 0 <= v <= 1 else None for v in values]
+    known = [v for v in shares if v is not None]
+    if len(known) < 2 or width < 1 or height < 1:
+        return []
+    bottom = _STEP * math.floor(100 * min(known) / _STEP)
+    top = max(_STEP * math.ceil(100 * max(known) / _STEP), bottom + _STEP)
+    columns, blocks = _columns(shares, width), _ASCII if ascii_only else _EIGHTHS
+    lines = []
+    for row in reversed(range(height)):
+        label = f"{top} %" if row == height - 1 else f"{bottom} %" if row == 0 else ""
+        cells = [_cell(share, bottom, top, height) - 8 * row for share in columns]
+        bar = "|" if ascii_only else "┤" if label else "│"
+        lines.append(f"{label:>6} {bar}" + "".join(blocks[min(8, max(0, cell))] for cell in cells))
+    return lines
+
+
+def _cell(share: float | None, bottom: float, top: float, height: int) -> int:
+    """Return how many eighths of a line a column is high; a known share has one at least."""
+    if share is None:
+        return 0
+    return max(1, round(8 * height * (100 * share - bottom) / (top - bottom)))
+
+
+def _columns(shares: Sequence[float | None], width: int) -> list[float | None]:
+    if len(shares) <= width:
+        return [share for share in shares for _ in range(width // len(shares))]
+    ends = [len(shares) * k // width for k in range(width + 1)]
+    found: list[float | None] = []
+    for begin, end in pairwise(ends):
+        known = [v for v in shares[begin:end] if v is not None]
+        found.append(sum(known) / len(known) if known else None)
+    return found

@@ -1,0 +1,111 @@
+"""`silo data`: look at data before it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fl_core.types.enums import Split
+from fl_core.types.records import Schema
+from service_core.command_line import Json, command
+from service_core.console import Facts, Reply, Rows, show_reply
+from silo.cli.options import Classes, DataRootOption, grey_window, label_space
+
+if TYPE_CHECKING:
+    from fl_core.datasets import CheckReport
+
+data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.")
+Reference = Annotated[
+    str, typer.Argument(help="digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF")
+]
+
+
+@data.command()
+@command
+def check(
+    reference: Reference,
+    data_root: DataRootOption = None,
+    classes: Classes = None,
+    window: Annotated[
+        str | None, typer.Option("--window", help="CENTRE,WIDTH of DICOM's grey values, as the run declares them.")
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep/--no-deep", help="Decode every image to its end, and compare all of them.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Look for everything that would stop a run; exit status 2 when something would.
+
+    Broken images, bad rows, unknown classes, the same pixels in train and test. Shown as well: what is not read,
+    classes without images, images stored twice.
+    """
+    from fl_core import datasets
+    from fl_core.extensions import loading
+
+    reference = loading.load_of_reference(reference)
+    report = datasets.check(
+        reference,
+        datasets.DataRequest(label_space(classes), window=grey_window(window)),
+        data_root=data_root,
+        deep=deep,
+    )
+    show_reply(_reply(report), as_json)
+    report.require_sound()
+
+
+@data.command()
+@command
+def describe(reference: Reference, data_root: DataRootOption = None, classes: Classes = None) -> Reply:
+    """Show shape, classes and counts per split."""
+    from fl_core import datasets
+    from fl_core.extensions import loading
+
+    reference = loading.load_of_reference(reference)
+    loaded = datasets.load(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
+    report = datasets.check(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
+    return _reply(report, loaded.schema)
+
+
+def _reply(report: CheckReport, schema: Schema | None = None) -> Reply:
+    return Reply(report_json(report, schema), _shown(report, schema))
+
+
+def report_json(report: CheckReport, schema: Schema | None = None) -> Mapping[str, object]:
+    return {
+        "origin": report.origin,
+        "classes": list(report.classes),
+        "shape": None if schema is None else list(schema.shape),
+        "counts": {split.value: list(counts) for split, counts in report.counts.items()},
+        "groups": report.groups,
+        "fingerprint": report.fingerprint,
+        "notes": list(report.notes),
+        "problems": [
+            {"code": p.code, "what": p.what, "count": p.count, "first": list(p.first), "remedy": p.remedy}
+            for p in report.problems
+        ],
+        "unread": dict(report.unread),
+        "sizes": [{"width": w, "height": h, "images": n} for (w, h), n in report.sizes.items()],
+    }
+
+
+def _shown(report: CheckReport, schema: Schema | None) -> Iterator[Facts | Rows]:
+    facts = [("data", report.origin)]
+    if schema is not None:
+        facts.append(("shape", " x ".join(map(str, schema.shape))))
+    if report.groups is not None:
+        facts.append(("groups", str(report.groups)))
+    facts.append(("fingerprint", report.fingerprint))
+    facts += [("note", note) for note in report.notes]
+    if report.unread:
+        kinds = ", ".join(f"{kind}: {n}" for kind, n in report.unread.items())
+        facts.append(("not read", f"{sum(report.unread.values())} files ({kinds})"))
+    yield Facts(facts)
+    for found in report.problems:
+        more = [f"and {found.count - len(found.first)} more"] if found.count > len(found.first) > 1 else []
+        where = [(found.code, name) for name in (*found.first, *more)]
+        yield Rows(f"{found.what}: {found.count}. {found.remedy}", ("code", "where"), where)
+    train, test = (report.counts.get(split, (0,) * len(report.classes)) for split in (Split.TRAIN, Split.TEST))
+    rows = [(c, str(a), str(b)) for c, a, b in zip(report.classes, train, test, strict=True)]
+    yield Rows("Examples", ("class", "train", "test"), [*rows, ("all", str(sum(train)), str(sum(test)))])

@@ -1,0 +1,143 @@
+"""Becoming a member, and whose keys this hospital accepts: join, request, fingerprint, peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fl_core.errors import ConfigError
+from service_core.command_line import command
+from service_core.console import Facts, Reply, Rows
+from service_core.pki.identity import colons, identity_of
+from silo.cli.options import SiloHome, text_of
+from silo.identity.identity import SiloIdentity
+
+
+@command
+def join(
+    token: Annotated[
+        str | None,
+        typer.Argument(
+            help="The invitation, one line that begins with consilium1. Who is on this machine can read it there: "
+            "better --token-file, or - for standard input."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="A file that holds the invitation; - reads standard input.")
+    ] = None,
+    signed: Annotated[
+        Path | None, typer.Option("--signed", help="The answer to `silo request`, where no invitation is given out.")
+    ] = None,
+    fingerprint: Annotated[
+        str | None, typer.Option("--authority", help="The authority's fingerprint, from the lead; another is refused.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Make a new key although this home has a certificate.")
+    ] = False,
+    *,
+    home: SiloHome,
+) -> Reply:
+    """Become a member: make a key that never leaves this machine and have it certified by the coordinator.
+
+    The invitation comes from the lead (coordinator invite NAME). An interrupted join can simply be repeated.
+    """
+    if [token, token_file, signed].count(None) != 2:
+        raise ConfigError("E-CFG-02", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
+    from silo.service import enrolment
+
+    if signed is not None:
+        peer = enrolment.install_signed(text_of(signed), home, fingerprint)
+    else:
+        text = token if token not in (None, "-") else text_of(token_file)
+        peer = enrolment.join(text, home, again, fingerprint)
+    authority = SiloIdentity(home.path).ca_fingerprint()
+    value = {
+        "silo": peer.identity.name,
+        "identity": peer.identity.uri,
+        "fingerprint": peer.fingerprint,
+        "authority_fingerprint": authority,
+        "certificate_until": peer.not_after.timestamp(),
+        "home": str(home.path),
+    }
+    facts = [
+        ("joined", str(peer.identity)),
+        ("home", str(home.path)),
+        ("fingerprint", colons(peer.fingerprint)),
+        ("authority", colons(authority)),
+        ("certificate", f"until {peer.not_after:%Y-%m-%d %H:%M} UTC, renewed by `silo serve`"),
+        ("next", "compare the authority's fingerprint with the lead's, then: silo serve --data REF"),
+    ]
+    return Reply(value, [Facts(facts)])
+
+
+@command
+def request(
+    out: Annotated[Path, typer.Option("--out", help="The file to write, for the lead.")], home: SiloHome
+) -> Reply:
+    """Make a key that never leaves this machine, and a request for its certificate that is carried by hand.
+
+    For consortia whose authority is kept off the network: the lead answers with a file for `silo join --signed`.
+    """
+    from silo.service.enrolment import write_request
+
+    digest = write_request(home, out)
+    facts = [("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")]
+    return Reply({"file": str(out), "fingerprint": digest}, [Facts(facts)])
+
+
+@command
+def fingerprint(home: SiloHome) -> Reply:
+    """Show the fingerprints that two hospitals read to each other: own, the authority's, and every peer's."""
+    identity = SiloIdentity(home.path)
+    own, authority = identity.load(), identity.ca_fingerprint()
+    accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
+    return Reply(
+        {"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": accepted},
+        [
+            Facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))]),
+            Rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in accepted.items()]),
+        ],
+    )
+
+
+peers = typer.Typer(
+    no_args_is_help=True, help="The other hospitals: whose keys are accepted, and who waits for consent."
+)
+
+
+@peers.command("show")
+@command
+def show_peers(home: SiloHome) -> Reply:
+    """Show every member of the roster, its key's fingerprint, and whether this hospital accepts it."""
+    pins = SiloIdentity(home.path).pins()
+    accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
+    held = {name: member.fingerprint for name, member in sorted(pins.held().items())}
+    rows = [(name, "accepted", colons(key)) for name, key in accepted.items()]
+    rows += [(name, "held back", colons(key)) for name, key in held.items()]
+    return Reply({"accepted": accepted, "held": held}, [Rows("Members of the roster", ("silo", "", "key"), rows)])
+
+
+@peers.command()
+@command
+def accept(
+    name: Annotated[str, typer.Argument(help="The silo's name, as `silo peers show` has it.")],
+    fingerprint: Annotated[
+        str, typer.Argument(help="Its fingerprint, as that hospital reads it from its own machine.")
+    ],
+    home: SiloHome,
+) -> Reply:
+    """Consent to a key that is held back: a new member's, or another one of a member that could not prove the change.
+
+    The consent holds for this key alone. A running `silo serve` follows it at once.
+    """
+    digest = fingerprint.replace(":", "").strip().lower()
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise ConfigError(
+            "E-ID-16",
+            f"expected a whole fingerprint (64 hexadecimal digits, with colons or without), found {fingerprint!r}",
+        )
+    SiloIdentity(home.path).pins().accept(name, digest)
+    facts = [("accepted", name), ("key", colons(digest))]
+    return Reply({"silo": name, "fingerprint": digest, "accepted": True}, [Facts(facts)])

@@ -1,0 +1,199 @@
+"""Commands on the service's own machine: backup, restore, doctor, health, page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fl_core.errors import ConfigError
+from service_core.audit_log.log import FOLDER
+from service_core.audit_log.restoring import copy_log, mark_restored
+from service_core.command_line import Json, command
+from service_core.console import Facts, Reply, local_time
+from service_core.operations import checks
+from service_core.page_command import OPENED_PAGE, Bind, Browser, serve_until_told
+from service_core.storage import backup as backups
+from service_core.version import software
+from silo.cli.options import DataRootOption, SiloHome, label_space, open_store, text_of
+from silo.identity.identity import SiloIdentity
+from silo.storage.home import OBJECTS, Home
+from silo.storage.store import Store
+
+PAGES = ("page.html", OPENED_PAGE)
+"""Files that open a page: they end with its process."""
+
+
+def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
+    def inside(path: Path) -> tuple[str, ...]:
+        return (str(path.relative_to(home.path)),) if path.is_relative_to(home.path) else ()
+
+    return backups.HomeLayout(
+        side="silo",
+        database=home.database.name,
+        objects=OBJECTS,
+        databases=inside(home.ledger),
+        left_out=("instance.json", *PAGES, FOLDER, *(() if ledger_key else inside(home.ledger_key))),
+        referenced=_referenced,
+        place=str,
+        copy_log=copy_log,
+    )
+
+
+def _referenced(database: Path) -> set[str]:
+    with open_store(database) as store:
+        return store.referenced()
+
+
+@command
+def backup(
+    target: Annotated[Path, typer.Argument(help="A folder that is new or empty, best on another disk.", metavar="TO")],
+    ledger_key: Annotated[
+        bool, typer.Option("--with-ledger-key", help="Copy the ledger's key as well; keep it apart instead.")
+    ] = False,
+    *,
+    home: SiloHome,
+) -> Reply:
+    """Copy the whole home as it is at one moment, also while the service runs and in the middle of a round.
+
+    The copy holds the hospital's key and certificate, its policy, its states and unsent updates, and its ledger where
+    that lies in the home. Records are never in it.
+    """
+    if home.database.exists() or SiloIdentity(home.path).folder.exists():
+        # One that is behind is not worth a copy; a hospital that has joined and never served has keys, and no database.
+        Store(home.database).close_database()
+    made = backups.back_up(home.path, _layout(home, ledger_key), target, software(), time.time())
+    ledger, key = (
+        str(path.relative_to(home.path)) if path.is_relative_to(home.path) else ""
+        for path in (home.ledger, home.ledger_key)
+    )
+    has = {"ledger": ledger in made.files, "ledger_key": key in made.files}
+    facts = [("backup", str(target)), ("files", str(len(made.files)))]
+    if ledger not in made.files and home.ledger.exists():
+        facts.append(("ledger", f"not in it, back it up apart: {home.ledger}"))
+    if key not in made.files and home.ledger_key.exists():
+        facts.append(("ledger's key", f"not in it, keep a copy elsewhere: {home.ledger_key}"))
+    return Reply({"folder": str(target), "files": len(made.files)} | has, [Facts(facts)])
+
+
+@command
+def restore(
+    source: Annotated[Path | None, typer.Argument(help="What `silo backup` wrote.", metavar="FROM")] = None,
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Go on with what is in the home, although its database is behind.")
+    ] = False,
+    *,
+    home: SiloHome,
+) -> Reply:
+    """Bring a backup into an empty home; or let a home whose database lacks something go on with what is there.
+
+    A ledger that lies elsewhere is not touched. One that comes from the backup is held against what the coordinator
+    remembers before anything is trained. With --accept-loss, updates and states that the database does not know are
+    deleted at the next start; the ledger is not touched.
+    """
+    if (source is None) is not accept_loss:
+        raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
+    facts: dict[str, object] = {"home": str(home.path)}
+    if source is not None:
+        contents = backups.restore(source, home.path, _layout(home, ledger_key=True))
+        facts |= {"at": contents.at, "log_restored": mark_restored(home.path, contents.at)}
+    with home.make().locked(), open_store(home.database, accept_loss) as store:
+        facts["runs"] = len(store.history())
+    shown = [("home", str(home.path)), ("runs", str(facts["runs"])), ("next", "silo serve --data REF")]
+    if source is not None:
+        shown.insert(1, ("of", local_time(contents.at)))
+        line = facts["log_restored"]
+        shown.insert(
+            2,
+            (
+                "audit log",
+                f"line {line} says so; the coordinator, where it holds a later one, reports it once, as it should; "
+                f"silo log verify --against FILE then wants --restored {line}",
+            ),
+        )
+    return Reply(facts, [Facts(shown)])
+
+
+@command
+def doctor(
+    data: Annotated[
+        str | None, typer.Option("--data", help="Also look at this data, image by image.", metavar="REF")
+    ] = None,
+    data_root: DataRootOption = None,
+    classes: Annotated[
+        str | None, typer.Option("--classes", help="The label space, where the data needs it.", metavar="A,B,...")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Also look at this device: cpu, cuda, cuda:N or auto.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="Before joining: try the way with this invitation; - reads standard input."),
+    ] = None,
+    *,
+    home: SiloHome,
+) -> Reply:
+    """Look for what keeps this hospital from its work; changes nothing, also beside a running service. Status 1: found.
+
+    Looks at versions, clock, disk, modes of files, certificate, database, the way to the coordinator, policy and
+    ledger; before joining at as much of it as there is.
+    """
+    from silo.operations.doctor import Examination
+
+    invitation = None
+    if token_file is not None:
+        from service_core.pki.invitation import InvitationToken
+
+        invitation = InvitationToken.decode(text_of(token_file).strip())
+    patient = Examination(home, data, data_root, label_space(classes), device, invitation)
+    return checks.report(checks.run_checks(patient.checks()))
+
+
+@command
+def health(
+    connected: Annotated[
+        bool, typer.Option("--connected", help="Ask for a session with the coordinator, too.")
+    ] = False,
+    *,
+    home: SiloHome,
+) -> Reply:
+    """Look whether this hospital's service lives, and is connected or trying; exit status 1 if not."""
+    from silo.operations.heartbeat import Health
+
+    found = Health.of(home)
+    healthy = found.alive and (found.connected or not connected)
+
+    def words() -> Iterator[str]:
+        found.require(connected)
+        yield f"{'connected' if found.connected else 'trying to connect'} since {local_time(found.since)}"
+
+    return Reply(asdict(found), words(), status=int(not healthy))
+
+
+@command
+def page(
+    bind: Bind = None,
+    browser: Browser = True,
+    audit: Annotated[
+        Path | None, typer.Option("--audit", help="Also show what `silo audit --out FOLDER` wrote.", metavar="FOLDER")
+    ] = None,
+    as_json: Json = False,
+    *,
+    home: SiloHome,
+) -> None:
+    """Show this hospital's page until Ctrl-C: what leaves it, what was spent, and what waits for a decision.
+
+    It works beside a running service and without one. Only this user of this machine reaches it: through a link that
+    works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
+    """
+    from silo.page.site import HospitalPage
+
+    SiloIdentity(home.path).load()  # before anything is made in a home that is none
+    with closing(HospitalPage(home.make(), audit)) as shown:
+        shown.data.start_if_new()
+        serve_until_told(shown.site(), home.path, bind, browser, as_json, lambda facts: [Facts(facts)])

@@ -1,0 +1,156 @@
+"""`silo status`: identity, connection, outbox, and what this hospital measured of each model it received."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from service_core import clinical_report
+from service_core.command_line import command
+from service_core.console import Facts, Reply, Rows, local_time
+from service_core.pki.identity import PeerCertificate, colons
+from silo.cli.options import SiloHome, open_store
+from silo.identity.identity import SiloIdentity
+from silo.reports.leaving import leaving
+from silo.storage.store import RunRecord, Store, TaskRecord
+from silo.training import evaluation_summary
+
+Json = Mapping[str, object]
+
+
+@command
+def status(home: SiloHome) -> Reply:
+    """Show identity, connection, outbox, and what this hospital measured of each model it received.
+
+    These measurements are in no message that names this hospital; they can be read here alone.
+    """
+    identity = SiloIdentity(home.path)
+    own, addresses = identity.load(), [str(address) for address in home.addresses()]
+    with open_store(home.database) as store:
+        about = own, addresses, identity.renewal_due(), store
+        return Reply(status_json(*about), list(_shown(*about)))
+
+
+def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> Json:
+    contact, left = store.contact(), leaving(store)
+    return {
+        "silo": own.identity.name,
+        "consortium": own.identity.consortium,
+        "identity": own.identity.uri,
+        "fingerprint": own.fingerprint,
+        "certificate_until": own.not_after.timestamp(),
+        "renewal_due": due,
+        "coordinator": list(addresses),
+        "session": contact and asdict(contact),
+        "left": {
+            "verdict": left.verdict,
+            "updates": left.updates,
+            "bytes": left.bytes,
+            "unprotected": left.unprotected._asdict(),
+        },
+        "outbox": [
+            {
+                "run": e.key.run_id,
+                "round": e.key.round,
+                "kind": e.key.kind.value,
+                "bytes": e.size,
+                "receipt": e.receipt is not None,
+                "refused": e.refused,
+            }
+            for e in store.outbox()
+        ],
+        "runs": [_run_json(run) for run in store.history()],
+        "receipts": len(store.receipts()),
+    }
+
+
+def _run_json(run: RunRecord) -> Json:
+    return {
+        "run": run.run_id,
+        "name": run.name,
+        "state": run.state,
+        "reason": run.reason,
+        "state_round": run.state_round,
+        "privacy": run.privacy,
+        "evaluations": [task_json(task) for task in run.tasks if task.evaluation is not None],
+    }
+
+
+def task_json(task: TaskRecord) -> Json:
+    assert task.evaluation is not None
+    return {
+        "round": task.key.round,
+        "kind": task.key.kind.value,
+        **evaluation_summary.class_facts(task.evaluation),
+        "included": task.included,
+        "receipt": task.receipt,
+    }
+
+
+def _shown(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> Iterator[Facts | Rows]:
+    contact, left = store.contact(), leaving(store)
+    session = "never"
+    if contact is not None:
+        state = "open since" if contact.until is None else f"until {local_time(contact.until)} ({contact.why}), since"
+        session = f"{state} {local_time(contact.since)} with {contact.address or '-'}"
+    yield Facts(
+        [
+            ("silo", str(own.identity)),
+            ("fingerprint", colons(own.fingerprint)),
+            ("certificate", f"until {own.not_after:%Y-%m-%d %H:%M} UTC" + (", renewal is due" if due else "")),
+            ("coordinator", ", ".join(addresses)),
+            ("session", session),
+            ("receipts", str(len(store.receipts()))),
+            ("left", f"{left.verdict}: {left.updates} updates, {left.bytes} bytes"),
+            *([("privacy", said)] if (said := left.unprotected.sentence()) else []),
+        ]
+    )
+    entries = [
+        (str(e.key), str(e.size), e.refused or ("waits for the close" if e.receipt else "not sent yet"))
+        for e in store.outbox()
+    ]
+    if entries:
+        yield Rows("Outbox", ("task", "bytes", "state"), entries)
+    for run in store.history():
+        title = f"{run.name or '?'} ({run.run_id}): {_fate(run)}" + (f", {run.privacy}" if run.privacy else "")
+        yield evaluations(title, run.tasks)
+        newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
+        if newest is not None and newest.clinical is not None:
+            by_class = clinical_report.class_rows(newest.clinical, newest.classes)
+            title = "The newest model on the own test images"
+            yield Rows(title, clinical_report.CLASS_HEAD, by_class, titled=True)
+
+
+def evaluations(title: str, tasks: Sequence[TaskRecord]) -> Rows:
+    """List what was measured here of the models of a run."""
+    rows = [_evaluation_row(task) for task in tasks if task.evaluation is not None]
+    head = ("task", "own test images", "by class", "balanced accuracy, AUC", "update")
+    return Rows(title, head, rows, titled=True)
+
+
+_FATES = {
+    "running": "under way",
+    "finished": "finished",
+    "failed": "could not be finished",
+    "aborted": "was ended by the lead",
+}
+
+
+def _fate(run: RunRecord) -> str:
+    """Say in words what became of a run; of one that could not be finished, why."""
+    said = _FATES.get(run.state, f"ended as {run.state!r}")
+    return f"{said}: {run.reason}" if run.reason else said
+
+
+def _evaluation_row(task: TaskRecord) -> tuple[str, ...]:
+    found = task.evaluation
+    assert found is not None
+    fate = {True: "included", False: "not included", None: task.refused or "round is open"}[task.included]
+    name = str(task.key).removeprefix(task.key.run_id).strip()
+    return (
+        name,
+        evaluation_summary.overall(found),
+        evaluation_summary.classes(found),
+        evaluation_summary.clinical(found),
+        fate,
+    )
