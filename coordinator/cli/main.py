@@ -89,7 +89,6 @@ def _summaries(module: str) -> dict[str, str]:
 
 def main() -> None:
     startup.begin()
-    import gc
     import logging
 
     from service_core.command_line import command_words, made_command
@@ -105,10 +104,7 @@ def main() -> None:
         silence_grpc_logs()  # the service's log keeps the core's lines: they say why a handshake was refused
     application = build(command_words("coordinator"))
     startup.raise_on_interrupt()
-    try:
-        sys.exit(status_of(made_command(application)))
-    finally:
-        gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
+    startup.leave(status_of(made_command(application)))
 
 
 if __name__ == "__main__":

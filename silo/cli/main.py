@@ -9,7 +9,6 @@ from service_core import startup
 
 def main() -> None:
     startup.begin()
-    import gc
     import logging
 
     from service_core.console import PrintableFormatter
@@ -22,10 +21,7 @@ def main() -> None:
     from silo.cli.service import run
 
     startup.raise_on_interrupt()
-    try:
-        sys.exit(run(sys.argv[1:]))
-    finally:
-        gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
+    startup.leave(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":
