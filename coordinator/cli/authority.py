@@ -11,9 +11,8 @@ import typer
 
 from coordinator.cli.options import CaPassphraseEnv, CaPassphraseFile, Home, Json, home_of, use_passphrase
 from coordinator.lead import console
-from coordinator.pki import offline_authority
 from coordinator.pki.authority import Authority
-from coordinator.pki.membership import Membership
+from coordinator.pki.membership import Membership, export_roster, import_roster, sign_request
 from coordinator.pki.passphrase import PassphraseSource
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
@@ -78,7 +77,7 @@ def sign(
     """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
     use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, members, _):
-        answer = offline_authority.sign(authority, members, name, SigningRequest.from_json(_read(request)))
+        answer = sign_request(authority, members, name, SigningRequest.from_json(_read(request)))
     _write(answer, out or Path(f"{name}.admission"), as_json)
 
 
@@ -93,7 +92,7 @@ def roster(
     """Write the newest list of members, for instance after `coordinator revoke` on this machine."""
     use_passphrase(passphrase_file, passphrase_env)
     with _authority(home) as (authority, members, _):
-        answer = offline_authority.export_roster(authority, members)
+        answer = export_roster(authority, members)
     _write(answer, out or Path("roster.admission"), as_json)
 
 
@@ -140,7 +139,7 @@ def admit(
 ) -> None:
     """Let the service on this machine take over what its authority has signed; also while it runs."""
     with _authority(home) as (_, _, store):
-        found: Roster = offline_authority.import_roster(home_of(home), store, Admission.from_json(_read(file)))
+        found: Roster = import_roster(home_of(home), store, Admission.from_json(_read(file)))
     names = [member.name for member in found.members]
     if as_json:
         print_json({"version": found.version, "members": names})

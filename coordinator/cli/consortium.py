@@ -33,8 +33,7 @@ from fl_core.errors import ConfigError
 from service_core import startup
 from service_core.console import local_time, print_json
 from service_core.operations import checks, logs
-from service_core.operations.exit_status import ShutdownSignals
-from service_core.operations.notify import READY, STOPPING, notify
+from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals, notify
 from service_core.pki.identity import check_name, colons
 from service_core.storage import private_files
 

@@ -16,7 +16,7 @@ from coordinator.lead import accuracy, portable
 from coordinator.lead.console import aggregator_text, private_form, software_text
 from coordinator.lead.start import started_from
 from fl_core.errors import ProtocolError, StateError
-from fl_core.methods.traits import Traits
+from fl_core.methods.fedavg import Traits
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL

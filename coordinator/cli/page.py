@@ -41,7 +41,7 @@ def page(
     from coordinator.lead.page.exports import Exporter
     from coordinator.lead.page.service_watch import ServiceWatch
     from coordinator.lead.page.site import LeadPage, own_certificates
-    from service_core.web.browser import open_file
+    from service_core.console import open_file
     from service_core.web.serve import PageServer
 
     place = home_of(home)

@@ -16,8 +16,7 @@ from coordinator.lead import accuracy, console
 from fl_core.errors.extras import require
 from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import make_table, print_json
-from service_core.web.browser import open_file
+from service_core.console import make_table, open_file, print_json
 from service_core.web.chart import Chart, Series
 from service_core.web.rendering import make_environment
 

@@ -1,4 +1,4 @@
-"""ResNet, and at the end WRN-28-10. He et al. (2016); in the CIFAR form the stem has no max-pool, as MOON and FedMR use it.
+"""ResNet (He et al., 2016) and WRN-28-10. In the CIFAR form the stem has no max-pool, as MOON and FedMR use it.
 
 conv3x3(cin,w)-norm-ReLU, stages of blocks of which the first halves the side from the second stage on, a 1x1
 convolution with norm where the shape changes, global average pool.

@@ -2,8 +2,8 @@
 
 MlpNet, SpiralMlp: MAP, FedNH   Conv2Cifar, SimpleCnn: FedNH, MOON   TfCnn, LeNet: FedRS, FedPHP, MAP   CharLstm: Caldas
 et al. (2018), "LEAF: A Benchmark for Federated Settings"   VGG: Simonyan and Zisserman (2015) for 32x32 images, as
-FedRS, FedPHP and MAP use it, with one linear layer at the end. Those for digits of 8x8 are fast on one CPU core, without
-BatchNorm unless asked for.
+FedRS, FedPHP and MAP use it, with one linear layer at the end. Those for digits of 8x8 are fast on one CPU core,
+without BatchNorm unless asked for.
 """
 
 from __future__ import annotations

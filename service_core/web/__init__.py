@@ -7,7 +7,6 @@ serve       `PageServer`: listens, keeps the link's private file fresh, ends   s
 loopback    the addresses that are listened on
 rendering   templates: escaped, strict, no invisible characters; `templates/base.html` and the macros of `parts.html`
 chart       a curve as SVG with a table; a share of something as SVG with a sentence
-browser     opens a file where there is a screen
 
 A program makes a `Site` and serves it:
 

@@ -44,7 +44,7 @@ def page(
     It works beside a running service and without one. Only this user of this machine reaches it: through a link that
     works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
     """
-    from service_core.web.browser import open_file
+    from service_core.console import open_file
     from service_core.web.serve import PageServer
     from silo.page.site import HospitalPage
 

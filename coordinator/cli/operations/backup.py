@@ -13,8 +13,7 @@ from coordinator.cli.options import Home, Json, home_of
 from coordinator.lead import console
 from coordinator.storage.store import FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError
-from service_core.audit_log.log import FOLDER
-from service_core.audit_log.restoring import copy_log, mark_restored
+from service_core.audit_log.log import FOLDER, copy_log, mark_restored
 from service_core.console import local_time, print_json
 from service_core.storage import backup as backups
 from service_core.version import software
