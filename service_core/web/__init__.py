@@ -1,7 +1,7 @@
 """What both pages are served with: guarded, on loopback alone, without JavaScript where there is none.
 
-guard       what is refused of a request, and the headers of every answer
-sessions    the opening link (once, ten minutes), cookies, the token in forms
+guard       what is refused of a request, and the headers of every answer; the opening link (once, ten minutes),
+            cookies, the token in forms
 site        what a page is made of: `Site`, `View`, `Action`, `Download`; its application
 serve       `PageServer`: listens, keeps the link's private file fresh, ends   server_thread: for metrics too
 loopback    the addresses that are listened on

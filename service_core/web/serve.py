@@ -15,10 +15,9 @@ from typing import Self
 
 from fl_core.errors import ConfigError
 from service_core.storage import private_files
-from service_core.web.guard import OPENING
+from service_core.web.guard import LINK_S, OPENING, Sessions
 from service_core.web.loopback import LoopbackAddress
 from service_core.web.server_thread import ServerThread
-from service_core.web.sessions import LINK_S, Sessions
 from service_core.web.site import Application, Site
 
 log = logging.getLogger(__name__)

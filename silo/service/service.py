@@ -30,7 +30,7 @@ from service_core.console import counted
 from service_core.pki.identity import Address, Identity, Kind
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import private_folder
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, software
 from service_core.web.loopback import LoopbackAddress
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
@@ -42,9 +42,8 @@ from silo.events import EmitEvent, Event, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.metrics import SiloMetrics
 from silo.service.enrolment import MembershipMaintainer, pinned_version
-from silo.service.response_timing import ResponseTiming
 from silo.service.task_queue import TaskQueue
-from silo.service.task_runner import TaskRunner
+from silo.service.task_runner import ResponseTiming, TaskRunner
 from silo.storage.home import Home
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store

@@ -14,8 +14,8 @@ import pytest
 
 from service_core.pki import certificates
 from service_core.storage import private_files
+from service_core.tls.causes import Diagnosis
 from service_core.tls.connect import diagnose
-from service_core.tls.diagnosis import Diagnosis
 from service_core.tls.proxy import proxy_for
 from tests.support.pki import authority, join, today
 
