@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_core.errors import UnavailableError
-from service_core.storage.partial_file import partial_size, remove_recycled
+from service_core.storage.partial_file import partial_size
 
 QUOTA_BYTES = 8 << 30
 """Default room for one silo's unfinished uploads."""
@@ -37,7 +37,6 @@ class UploadRegistry:
         self.quota = quota
         self._uploads: dict[str, Upload] = {}
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        remove_recycled(self._folder, folder / "spare", folder / "aside")
 
     def path(self, silo: str, contribution: str) -> Path:
         """Return the file of an upload, which need not exist yet; its folder is made."""

@@ -13,7 +13,7 @@ from fl_core.errors import ProtocolError, StateError
 from service_core.storage.digests import digest as digest_of
 from service_core.storage.digests import file_digest
 from service_core.storage.disk import disk_errors
-from service_core.storage.partial_file import open_partial, remove_recycled
+from service_core.storage.partial_file import open_partial
 from service_core.storage.private_files import sync_folder
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -38,7 +38,6 @@ class ObjectStore:
         for part in (folder, *(folder / f"{i:02x}" for i in range(256 if sharded else 0))):
             part.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(folder)
-        remove_recycled(folder, folder.with_name(f"{folder.name}.spare"))
 
     def has(self, digest: str) -> bool:
         """Return whether there is an object of this name; its content is not checked."""

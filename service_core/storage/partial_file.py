@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -57,12 +56,3 @@ def partial_size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def remove_recycled(partials: Path, *spare_folders: Path) -> None:
-    """Remove spare files of earlier versions, and partial files begun in one (`<name>.length` is beside them)."""
-    for folder in spare_folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    for note in partials.rglob("*.length"):
-        note.with_suffix("").unlink(missing_ok=True)
-        note.unlink()

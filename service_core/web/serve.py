@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import html
-import ipaddress
 import logging
 import re
 import secrets
@@ -16,7 +15,7 @@ from typing import Self
 from fl_core.errors import ConfigError
 from service_core.storage import private_files
 from service_core.web.guard import LINK_S, OPENING, Sessions
-from service_core.web.loopback import LoopbackAddress
+from service_core.web.loopback import LoopbackAddress, is_loopback
 from service_core.web.server_thread import ServerThread
 from service_core.web.site import Application, Site
 
@@ -117,11 +116,8 @@ def _address(bind: str | None) -> LoopbackAddress:
 def _parse(text: str) -> LoopbackAddress:
     """Read `HOST:PORT`, an address of loopback; raises ConfigError (E-CFG-02) on any other."""
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
-    try:
-        if match is not None and int(match[3]) < 65536 and ipaddress.ip_address(match[1] or match[2]).is_loopback:
-            return LoopbackAddress(match[1] or match[2], int(match[3]))
-    except ValueError:
-        pass
+    if match is not None and int(match[3]) < 65536 and is_loopback(match[1] or match[2]):
+        return LoopbackAddress(match[1] or match[2], int(match[3]))
     raise ConfigError(
         "E-CFG-02",
         f"--bind: expected an address of this machine's loopback and a port, such as 127.0.0.1:8600, found "

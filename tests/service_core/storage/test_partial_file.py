@@ -10,7 +10,7 @@ import pytest
 
 from fl_core.errors import UnavailableError
 from service_core.storage.digests import digest
-from service_core.storage.partial_file import open_partial, partial_size, remove_recycled
+from service_core.storage.partial_file import open_partial, partial_size
 
 
 def test_a_file_goes_on_where_its_writing_was_cut(tmp_path: Path) -> None:
@@ -55,17 +55,3 @@ def test_a_limit_on_the_size_of_files_is_said_as_what_a_disk_does_not_take(tmp_p
                 writer.write(b"abc")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_what_an_earlier_version_kept_to_write_over_is_removed(tmp_path: Path) -> None:
-    partials, spares = tmp_path / "partial", tmp_path / "spare"
-    for folder in (partials / "north", spares):
-        folder.mkdir(parents=True)
-        (folder / "old").write_bytes(b"longer than what arrived")
-    (partials / "north" / "old.length").write_bytes((3).to_bytes(8, "little"))
-    (partials / "north" / "alone.length").write_bytes(bytes(8))
-    (partials / "north" / "good").write_bytes(b"abc")
-    for _ in range(2):
-        remove_recycled(partials, spares)
-        assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["good"]
-        assert not spares.exists()
