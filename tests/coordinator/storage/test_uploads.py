@@ -44,16 +44,3 @@ def test_a_second_writer_ends_the_first_and_waits_for_it(tmp_path: Path, monkeyp
                     pass
 
     asyncio.run(story())
-
-
-def test_a_folder_of_the_version_before_is_opened(tmp_path: Path) -> None:
-    """It kept spare files, files that were half written, and the length of an upload that grew in a spare file."""
-    for name in ("spare", "aside", "partial/north"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "spare" / "0123").write_bytes(b"spare")
-    (tmp_path / "aside" / "4567.gone").write_bytes(b"gone")
-    (tmp_path / "partial" / "north" / "good").write_bytes(b"abc")
-    (tmp_path / "partial" / "north" / "cut").write_bytes(b"longer than what arrived")
-    (tmp_path / "partial" / "north" / "cut.length").write_bytes((3).to_bytes(8, "little"))
-    assert UploadRegistry(tmp_path).all() == [("north", "good")]
-    assert [path.name for path in tmp_path.iterdir()] == ["partial"]

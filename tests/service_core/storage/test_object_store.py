@@ -161,19 +161,3 @@ def test_what_is_removed_is_gone_and_whoever_reads_it_reads_on(objects: ObjectSt
             objects.remove(DIGEST)
             assert not objects.has(DIGEST)
         assert reader.read() == DATA
-
-
-def test_a_silos_folder_of_the_version_before_is_opened(tmp_path: Path) -> None:
-    """It kept spare files beside the objects, and the length of a download that grew in one."""
-    folder, spare = tmp_path / "objects", tmp_path / "objects.spare"
-    for made in (folder, spare):
-        made.mkdir()
-    (folder / DIGEST).write_bytes(DATA)
-    (folder / f"{'a' * 64}.part").write_bytes(b"begun")
-    (folder / f"{'b' * 64}.part").write_bytes(b"begun in a spare file")
-    (folder / f"{'b' * 64}.part.length").write_bytes((5).to_bytes(8, "little"))
-    (spare / "0123").write_bytes(b"spare")
-    objects = ObjectStore(folder)
-    assert objects.verified(DIGEST).read_bytes() == DATA
-    assert sorted(files(objects)) == sorted([DIGEST, f"{'a' * 64}.part"])
-    assert not spare.exists()
