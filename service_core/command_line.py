@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import os
@@ -98,10 +97,7 @@ def run_program(prepare: Callable[[], Callable[[], object]], grpc_logs: bool = F
         silence_grpc_logs()
     run = prepare()
     startup.raise_on_interrupt()
-    try:
-        sys.exit(status_of(run))
-    finally:
-        gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
+    startup.leave(status_of(run))
 
 
 def _print_version(wanted: bool) -> None:

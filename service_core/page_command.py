@@ -40,7 +40,7 @@ def serve_until_told(
     words: Callable[[Sequence[tuple[str, str]]], Iterable[str | Facts]],
 ) -> None:
     """Serve a site until SIGTERM or Ctrl-C, say where, and open it. words: of these facts, for people."""
-    from service_core.web.browser import open_file
+    from service_core.console import open_file
     from service_core.web.serve import PageServer
 
     with ShutdownSignals() as signals, PageServer(site, home, OPENED_PAGE, bind) as server:

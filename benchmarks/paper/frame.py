@@ -30,7 +30,7 @@ from benchmarks.paper.study import NewestState, runtime_and_tests, whole
 from benchmarks.run_store import seeded
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulate import runner
-from fl_core.methods.building_blocks.fixed_classifier import adaptation
+from fl_core.methods.shared.class_vectors import adaptation
 from fl_core.types.clinical import macro_mean
 
 TABLE, SETTING, BATCH = "fedgela_3", "ISIC2019 subset, centres 1, 2, 3, 5", 500

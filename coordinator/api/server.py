@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -42,11 +43,14 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.channel_options import SERVER_OPTIONS
 from service_core.operations import checks
-from service_core.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from service_core.pki.identity import Address
 from service_core.storage import private_files
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
+from service_core.web.loopback import LoopbackAddress
+
+if TYPE_CHECKING:  # a web server is loaded where metrics are asked for
+    from service_core.operations.metrics_endpoint import MetricsEndpoint
 
 log = logging.getLogger(__name__)
 _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
@@ -169,6 +173,8 @@ class CoordinatorServer:
             return None
         certificate, about = ServerCertificate(self.home).current, self.settings.software
         self.metrics.watch(self.home, self.store, self.dispatcher, self._readiness, certificate, about)
+        from service_core.operations.metrics_endpoint import MetricsEndpoint
+
         self._endpoint = MetricsEndpoint(self.metrics.registry, self._readiness.lives, self._readiness.problems)
         found = self._endpoint.open(self.settings.metrics)
         log.info("metrics on http://%s/metrics", found)

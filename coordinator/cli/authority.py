@@ -14,10 +14,9 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.options import Home, Place, SigningPlace
-from coordinator.pki import offline_authority
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
-from coordinator.pki.membership import Membership
+from coordinator.pki.membership import Membership, export_roster, import_roster, sign_request
 from coordinator.pki.passphrase import PassphraseSource
 from coordinator.storage.records import Lead
 from coordinator.storage.store import Store
@@ -75,7 +74,7 @@ def sign(
 ) -> Reply:
     """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
     with _authority(home) as (authority, members, _):
-        answer = offline_authority.sign(authority, members, name, SigningRequest.from_json(_read(request)))
+        answer = sign_request(authority, members, name, SigningRequest.from_json(_read(request)))
     return _written(answer, out or Path(f"{name}.admission"))
 
 
@@ -84,7 +83,7 @@ def sign(
 def roster(out: Out = None, *, home: SigningPlace) -> Reply:
     """Write the newest list of members, for instance after `coordinator revoke` on this machine."""
     with _authority(home) as (authority, members, _):
-        answer = offline_authority.export_roster(authority, members)
+        answer = export_roster(authority, members)
     return _written(answer, out or Path("roster.admission"))
 
 
@@ -127,7 +126,7 @@ def admit(
 ) -> Reply:
     """Let the service on this machine take over what its authority has signed; also while it runs."""
     with _authority(home) as (_, _, store):
-        found: Roster = offline_authority.import_roster(home, store, Admission.from_json(_read(file)))
+        found: Roster = import_roster(home, store, Admission.from_json(_read(file)))
     names = [member.name for member in found.members]
     shown = f"members by roster {found.version}: {', '.join(names) or 'none'}"
     return Reply({"version": found.version, "members": names}, [shown])

@@ -23,8 +23,7 @@ from service_core import startup
 from service_core.command_line import command
 from service_core.console import Reply, local_time
 from service_core.operations import checks, logs
-from service_core.operations.exit_status import ShutdownSignals
-from service_core.operations.notify import READY, STOPPING, notify
+from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals, notify
 from service_core.pki.identity import check_name, colons
 from service_core.storage import private_files
 
@@ -130,7 +129,7 @@ def serve(
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     startup.end_on_interrupt()
-    from service_core.operations.metrics_endpoint import LoopbackAddress
+    from service_core.web.loopback import LoopbackAddress
 
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
     from coordinator.operations.webhook import Webhook, WebhookSender

@@ -22,8 +22,7 @@ from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import Side, make_app
-from service_core.audit_log.log import FOLDER
-from service_core.audit_log.restoring import copy_log, mark_restored
+from service_core.audit_log.log import FOLDER, copy_log, mark_restored
 from service_core.command_line import Json, command
 from service_core.console import Reply, local_time
 from service_core.operations import checks

@@ -286,7 +286,7 @@ def models(
 
 
 def _published_rows() -> list[dict[str, Any]]:
-    from fl_core.models.published import SETTINGS
+    from fl_core.methods.papers import SETTINGS
 
     return [_row(s.facts(), s.paper, s.data, s.shape, s.classes, s.options) for s in SETTINGS]
 

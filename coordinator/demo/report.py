@@ -15,8 +15,7 @@ from coordinator.lead.curves import curves
 from fl_core.types.records import judgements
 from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import Reply, make_table, show_reply, span
-from service_core.web.browser import open_file
+from service_core.console import Reply, make_table, open_file, show_reply, span
 from service_core.web.chart import Chart, Series
 from service_core.web.rendering import make_environment
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from coordinator.lead import accuracy, portable
 from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
 from fl_core.errors import ProtocolError, StateError
-from fl_core.methods.traits import Traits
+from fl_core.methods.fedavg import Traits
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL

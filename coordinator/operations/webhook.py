@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import re
@@ -26,6 +25,7 @@ from coordinator.storage.records import EndedEvent
 from coordinator.storage.runs import RunStore
 from fl_core.errors import ConfigError, FederationError
 from service_core.storage import private_files
+from service_core.web.loopback import is_loopback
 
 log = logging.getLogger(__name__)
 STATE_FILE = "webhook.json"
@@ -60,7 +60,7 @@ class Webhook:
             raise ConfigError("E-CFG-02", f"expected --webhook https://..., found {error}: correct it") from error
         if not url.isascii() or not url.isprintable() or " " in url or parts.username or parts.password:
             raise ConfigError("E-CFG-02", "expected --webhook of plain characters and without a password: correct it")
-        if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(host))):
+        if not host or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))):
             raise ConfigError(
                 "E-CFG-02",
                 f"expected --webhook https://..., or http:// here, found {url[:200]!r}: correct it",
@@ -93,13 +93,6 @@ class Webhook:
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def message(found: EndedEvent, consortium: str) -> bytes:

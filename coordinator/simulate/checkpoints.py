@@ -24,9 +24,8 @@ from coordinator.simulate.results import differences
 from fl_core.converter import CONVERTER, parse_json, shown, structure
 from fl_core.errors import ConfigError, StateError
 from fl_core.rounds.engine import Observer
-from fl_core.simulation.fine_tuning import BestHistory, EarlierRounds
-from fl_core.simulation.in_process import ResumePoint
-from fl_core.simulation.silo_states import StateStore
+from fl_core.simulation.in_process import ResumePoint, StateStore
+from fl_core.simulation.measures import BestHistory, EarlierRounds
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord

@@ -16,9 +16,8 @@ from fl_core.extensions import loading
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import ResumePoint, SiloShare, simulate
+from fl_core.simulation.in_process import MemoryStateStore, ResumePoint, SiloShare, StateStore, simulate
 from fl_core.simulation.ray import Cluster, simulate_ray
-from fl_core.simulation.silo_states import MemoryStateStore, StateStore
 from fl_core.simulation.workers import WorkerPool, cores, most_by_memory, worthwhile
 from fl_core.training.devices import choose_device, deterministic
 from fl_core.types.interfaces import DataFactory

@@ -22,7 +22,7 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.errors.extras import require
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.fine_tuning import FineTuned
+from fl_core.simulation.measures import FineTuned
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method

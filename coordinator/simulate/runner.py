@@ -27,10 +27,8 @@ from fl_core import datasets
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
-from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_test
-from fl_core.simulation.latest_personal import LatestPersonal
+from fl_core.simulation.measures import BestHistory, GlobalTestEvaluator, LatestPersonal, fine_tuned
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import SUGGESTED_CLASSES

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
 
-from sqlalchemy import Connection, Integer, Table, delete, func, insert, literal_column, select, update
+from sqlalchemy import Connection, Integer, RowMapping, Table, delete, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import Certificate, DataOffer, InvitationRow, Lead, MembershipStatus, Silo
@@ -26,7 +25,7 @@ from coordinator.storage.schema import (
 from fl_core.errors import RefusedError
 from service_core.pki.identity import PeerCertificate
 from service_core.pki.roster import Revocation, Roster, SignedRoster
-from service_core.storage.sqlite import Database, rows_at_once
+from service_core.storage.sqlite import Database
 
 GRACE_S = 30.0
 """For so long after its successor was first used a certificate still counts: calls that were under way may end."""
@@ -161,7 +160,7 @@ class MemberStore:
         """Return all silos, revoked ones included, by name."""
         with self._db.read() as db:
             now = self._clock()
-            found = [_to_silo(row, now) for row in rows_at_once(db, _SILOS)]
+            found = [_to_silo(row, now) for row in db.execute(_SILOS).mappings()]
         return sorted(found, key=lambda silo: silo.name)
 
     def introduce(self, name: str, software: str, data: DataOffer) -> None:
@@ -297,7 +296,7 @@ class MemberStore:
     def membership(self) -> tuple[int, list[Silo], list[Revocation]]:
         """Return the version of the membership, the silos in force and everything revoked, as of one moment."""
         with self._db.read() as db:
-            found = [_to_silo(dict(row._mapping), self._clock()) for row in db.execute(_SILOS.order_by(silos.c.name))]
+            found = [_to_silo(row, self._clock()) for row in db.execute(_SILOS.order_by(silos.c.name)).mappings()]
             gone = [
                 Revocation(r.name, r.serial, r.reason, time.strftime(_ISO, time.gmtime(r.at)))
                 for r in db.execute(select(revocations))
@@ -361,11 +360,11 @@ def _revoke_certificate(db: Connection, serial: str, name: str, reason: str, now
 
 
 def _silo(db: Connection, name: str, now: float) -> Silo | None:
-    row = db.execute(_SILOS.where(silos.c.name == name)).first()
-    return None if row is None else _to_silo(dict(row._mapping), now)
+    row = db.execute(_SILOS.where(silos.c.name == name)).mappings().first()
+    return None if row is None else _to_silo(row, now)
 
 
-def _to_silo(row: Mapping[str, Any], now: float) -> Silo:
+def _to_silo(row: RowMapping, now: float) -> Silo:
     """Read a silo; one that was seen in the future, by a clock that was ahead, was never seen."""
     raw = row["data"]
     lists = ("shape", "classes", "holds", "metrics")

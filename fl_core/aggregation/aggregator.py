@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -82,9 +82,8 @@ def _zeros(spec: PartSpec) -> Part:
     return Part(zeros, torch.zeros(spec.weight_shape, dtype=torch.int64))
 
 
-def _blocks(value: Tensor) -> Iterator[Tensor]:
-    flat = value.detach().reshape(-1)
-    return iter((flat,) if len(flat) <= BLOCK else torch.split(flat, BLOCK))  # a split takes as long as a small sum
+def _blocks(value: Tensor) -> Sequence[Tensor]:
+    return torch.split(value.detach().reshape(-1), BLOCK)
 
 
 def _stack(values: list[Tensor], zero: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 disjoint/         for class-disjoint and label-skewed data; most are made for what this software is for
 drift/            against client drift
 personal/         with private parts or personal models
-building_blocks/  prototypes, class vectors, generators: pieces, no algorithm
-losses/           loss functions that several methods, or a large one, use
+shared/           prototypes, class vectors, generators: pieces that several methods use, no algorithm
 """
 
 from __future__ import annotations

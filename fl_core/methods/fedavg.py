@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import validate
-from fl_core.methods.traits import Traits
 from fl_core.types import tensor_maps
-from fl_core.types.enums import Weighing
+from fl_core.types.enums import Capability, Coupling, Weighing
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import (
     AS_SCHEDULED,
@@ -39,6 +38,53 @@ from fl_core.types.values import (
     State,
     Tensors,
 )
+
+
+class Traits:
+    """What a method says of itself before a run, from hyper-parameters alone: what it must see, lacks, sends."""
+
+    has_personal_model: ClassVar[bool] = False
+    has_global_model: ClassVar[bool] = True
+    ga_is_personal: ClassVar[bool] = False
+    personal_at_end: ClassVar[bool] = False
+    server_tracks_state: ClassVar[bool] = False
+    bias_follows_classes: ClassVar[bool] = False
+    even_norms: ClassVar[bool] = True
+    schedule: ClassVar[Mapping[str, float]] = {}
+    """What the method changes of the default schedule (`train`); what the command line says wins."""
+    without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
+    """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
+
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
+        return 0
+
+    @property
+    def unsummed_parts(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        """Name what is not weighed by training examples, or holds something else than values."""
+        return {}
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        """Name the options that a run with record-level privacy changes, and to what; none where it runs as it is."""
+        return {}
+
+    @property
+    def unsupported(self) -> Mapping[Capability, str]:
+        """Lack what the private form brings, and nothing else; methods that lack more name the remedy."""
+        wanted = " and ".join(f"method.{option}={value}" for option, value in self.private_form.items())
+        return {Capability.DIFFERENTIAL_PRIVACY: f"set {wanted}"} if wanted else {}
+
+    @property
+    def coupling(self) -> Coupling:
+        return Coupling.EXAMPLE
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        return ("delta",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The registry of models: frozen dataclasses of options, built from the schema of the run's examples.
 
-Every model is features and a head (`split_model.py`). One file per family; `small/` has the papers' small networks.
+Every model is features and a head (`split_model.py`). One file per family; `small.py` has the papers' small networks.
 `pretrained.py` reads weights from files, under our names and torchvision's.
 """
 
@@ -20,14 +20,24 @@ from fl_core.converter import Option, read_options, shown
 from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 from fl_core.models.efficientnet import EfficientNetB0
-from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56
-from fl_core.models.small.char_lstm import CharLstm
-from fl_core.models.small.convnets import Conv2Cifar, LeNet, SimpleCnn, TfCnn
-from fl_core.models.small.digits import DigitsCnn, DigitsLinear
-from fl_core.models.small.mlp import DigitsMlp, MlpNet, SpiralMlp, TableMlp
+from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56, WideResNet2810
+from fl_core.models.small import (
+    CharLstm,
+    Conv2Cifar,
+    DigitsCnn,
+    DigitsLinear,
+    DigitsMlp,
+    LeNet,
+    MlpNet,
+    SimpleCnn,
+    SpiralMlp,
+    TableMlp,
+    TfCnn,
+    Vgg8,
+    Vgg11,
+    Vgg16,
+)
 from fl_core.models.split_model import SplitModel
-from fl_core.models.vgg import Vgg8, Vgg11, Vgg16
-from fl_core.models.wide_resnet import WideResNet2810
 from fl_core.training import memory
 from fl_core.types.records import Schema
 

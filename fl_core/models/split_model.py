@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_core import validate
 from fl_core.errors import ConfigError
+from fl_core.types import tensor_maps
 from fl_core.types.records import Schema
+from fl_core.types.values import Tensors
 
 MOST_LAYERS = 16
 """Of a projection: each is a module, which takes time even where it has no numbers."""
@@ -111,3 +115,31 @@ def image_shape(owner: str, schema: Schema, *, channels: Collection[int], sizes:
     sides = f"{min(sizes)} to {max(sizes)}" if isinstance(sizes, range) else " or ".join(map(str, sorted(sizes)))
     wanted = f"{' or '.join(map(str, sorted(channels)))} channel(s) and a square side of {sides} pixels"
     raise ConfigError("E-CFG-23", f"{owner} takes {wanted}, found {shape}: change image_size or the model")
+
+
+def frozen_copy(model: nn.Module, values: Tensors | None = None) -> SplitModel:
+    """Copy a model, with `values` loaded where given, in eval mode and without gradients."""
+    twin = copy.deepcopy(model)
+    if values is not None:
+        tensor_maps.load_state(twin, values)
+    twin.requires_grad_(False)
+    return cast(SplitModel, twin.eval())
+
+
+class CachedFeatures(nn.Module):
+    """A model whose features of one batch are known: `forward` and `features` take that batch and do not look at it.
+
+    A loss that is made of another one then passes the batch through the body once: BatchNorm counts it once.
+    """
+
+    def __init__(self, model: nn.Module, z: Tensor) -> None:
+        super().__init__()
+        self.head = cast(SplitModel, model).head
+        self._z = z
+
+    def features(self, x: Tensor) -> Tensor:  # noqa: ARG002
+        return self._z
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: ARG002
+        logits: Tensor = self.head(self._z)
+        return logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -12,7 +13,6 @@ from fl_core.rounds.engine import Observer, RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
-from fl_core.simulation.silo_states import MemoryStateStore, StateStore
 from fl_core.training import devices
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.training.local_data import PlainLocalData
@@ -20,6 +20,57 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, RoundData
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Examples, RoundContext, State
+
+
+class StateStore(Protocol):
+    """A place for each silo's state, and for the next one until its round is closed."""
+
+    def get(self, silo: int) -> State | None:
+        """Return the state that was last committed; None before the first."""
+        ...
+
+    def stage(self, silo: int, state: State) -> None:
+        """Keep the next state aside, in place of one that was staged before."""
+        ...
+
+    def settle(self, silo: int, commit: bool) -> None:
+        """Commit what is staged, or forget it; nothing happens where nothing is."""
+        ...
+
+
+class MemoryStateStore:
+    """States as they are."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+        self._staged: dict[int, State] = {}
+
+    def get(self, silo: int) -> State | None:
+        return self._states.get(silo)
+
+    def stage(self, silo: int, state: State) -> None:
+        self._staged[silo] = state
+
+    def settle(self, silo: int, commit: bool) -> None:
+        state = self._staged.pop(silo, None)
+        if commit and state is not None:
+            self._states[silo] = state
+
+
+class PassedState:
+    """One silo's state, passed in before a round and read back after it: the caller keeps it."""
+
+    before: State | None = None
+    after: State | None = None
+
+    def get(self, silo: int) -> State | None:  # noqa: ARG002
+        return self.before
+
+    def stage(self, silo: int, state: State) -> None:  # noqa: ARG002
+        self.after = state
+
+    def settle(self, silo: int, commit: bool) -> None:  # noqa: ARG002
+        raise AssertionError("rounds are settled by the caller")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,15 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import (
     InProcessSilo,
+    MemoryStateStore,
+    PassedState,
     ResumePoint,
     SiloShare,
+    StateStore,
     on_device,
     public_test,
     run_rounds,
 )
-from fl_core.simulation.silo_states import MemoryStateStore, PassedState, StateStore
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Examples, RoundContext, State, Tensors
 

@@ -20,8 +20,7 @@ from fl_core.extensions import loading
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation import tensor_messages
-from fl_core.simulation.in_process import InProcessSilo, SiloShare
-from fl_core.simulation.silo_states import PassedState
+from fl_core.simulation.in_process import InProcessSilo, PassedState, SiloShare
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Examples, RoundContext, Tensors
 

@@ -37,12 +37,12 @@ from fl_core.simulation.in_process import (
     InProcessSilo,
     ResumePoint,
     SiloShare,
+    StateStore,
     local_ports,
     public_test,
     run_rounds,
     thread_count,
 )
-from fl_core.simulation.silo_states import StateStore
 from fl_core.simulation.worker import Broadcast, Done, Failed, Given, Ready, Setup, Task
 from fl_core.training import memory
 from fl_core.training.local_data import PlainLocalData

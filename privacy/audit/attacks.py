@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks.prototypes import features_of
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.types import tensor_maps
 from fl_core.types.values import ClassSums
 from privacy.audit.epsilon_bounds import Floats, auc

@@ -8,7 +8,7 @@ from fl_core.errors import ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.audit_log.heads import SignedHead
 from service_core.pki import certificates
-from service_core.pki.parsing import parse_certificate
+from service_core.pki.identity import parse_certificate
 
 _CERTIFICATE_BYTES, _SIGNATURE_BYTES = 8192, 256
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.pki.parsing import parse_certificate
+from service_core.pki.identity import parse_certificate
 
 _SIGNED = ("contribution_id", "run_id", "round", "silo", "manifest_digest", "object_digest", "size", "at_unix")
 

@@ -13,8 +13,7 @@ from threading import Lock
 
 from fl_core.errors import FederationError, RefusedError
 from service_core.pki import certificates
-from service_core.pki.identity import identity_of
-from service_core.pki.parsing import parse_certificate
+from service_core.pki.identity import identity_of, parse_certificate
 from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
 

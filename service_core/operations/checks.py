@@ -26,8 +26,8 @@ from service_core.storage.disk import RESERVE_BYTES, available
 from service_core.storage.generation import GenerationFile, read_only
 from service_core.storage.private_files import OTHERS, Credentials
 from service_core.tls import causes
+from service_core.tls.causes import NotConnected
 from service_core.tls.connect import diagnose
-from service_core.tls.diagnosis import NotConnected
 from service_core.tls.proxy import open_connection, proxy_for
 from service_core.version import PROTOCOL, software
 

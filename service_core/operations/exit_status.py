@@ -1,10 +1,11 @@
-"""Exit statuses, the same for both programs, and how a service is told to end."""
+"""Exit statuses, the same for both programs; how a service is told to end, and what it tells who started it."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
+import socket
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -87,3 +88,17 @@ class ShutdownSignals:
         self.received.append(number)
         if len(self.received) > 1:
             os._exit(128 + number)
+
+
+READY, STOPPING = "READY=1", "STOPPING=1"
+
+
+def notify(state: str) -> None:
+    """Send a state to the socket that NOTIFY_SOCKET names (sd_notify), if any. Never raises."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    place = f"\0{address[1:]}" if address.startswith("@") else address
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+        line.setblocking(False)
+        line.sendto(state.encode(), place)

@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector
 
 from fl_core.errors.catalogue import EXPLANATIONS
 from service_core.console import printable
-from service_core.pki.identity import identity_of
-from service_core.pki.parsing import parse_certificate
+from service_core.pki.identity import identity_of, parse_certificate
 from service_core.storage import disk
 from service_core.storage.private_files import Credentials
 from service_core.version import PROTOCOL

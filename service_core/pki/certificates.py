@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from fl_core.errors import RefusedError, StateError
-from service_core.pki.identity import Identity
-from service_core.pki.parsing import parse_certificate, parse_request
+from service_core.pki.identity import Identity, parse_certificate, parse_request
 from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
 

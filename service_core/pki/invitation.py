@@ -22,8 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import ConfigError, FederationError
 from service_core.pki import certificates
-from service_core.pki.identity import Address, Identity, Kind, PeerCertificate, identity_of
-from service_core.pki.parsing import parse_certificate
+from service_core.pki.identity import Address, Identity, Kind, PeerCertificate, identity_of, parse_certificate
 from service_core.storage.private_files import Credentials
 
 PREFIX = "consilium1."

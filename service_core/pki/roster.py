@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of
-from service_core.pki.parsing import parse_certificate
+from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
 
 FORMAT = "consilium.roster.v1"
 _ENTRIES = {"format", "consortium", "version", "issued_at", "members", "revoked"}

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    URL,
-    ColumnElement,
-    Connection,
-    Float,
-    MetaData,
-    Select,
-    case,
-    create_engine,
-    event,
-    func,
-    select,
-)
+from sqlalchemy import URL, Connection, MetaData, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DatabaseError, IntegrityError
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -199,34 +184,6 @@ class Database:
             f"expected a database in {self.path}, found a file that SQLite cannot use ({cause}): restore it from a "
             "backup",
         )
-
-
-def rows_at_once(db: Connection, query: Select[Any]) -> list[dict[str, Any]]:
-    """Return all rows of a query, by column and in no order, read in one step.
-
-    The driver lets other threads run at every step: beside busy ones, a thousand rows that are read one by one take
-    most of a second. A column of JSON holds no bare number, which SQLite would make one of its own.
-    """
-    columns = query.subquery().c
-    packed = db.scalar(select(func.json_group_array(func.json_array(*map(_exact, columns)))))
-    readers = [(column.name, _READERS.get(type(column.type))) for column in columns]
-    return [
-        {
-            name: value if read is None or value is None else read(value)
-            for (name, read), value in zip(readers, row, strict=True)
-        }
-        for row in json.loads(packed or "[]")
-    ]
-
-
-def _exact(column: ColumnElement[Any]) -> ColumnElement[Any]:
-    """Let SQLite write a number with all of its digits; by itself it writes 15."""
-    if not isinstance(column.type, Float):
-        return column
-    return case((func.typeof(column).in_(("real", "integer")), func.printf("%!.17g", column)), else_=column)
-
-
-_READERS: Mapping[type, Callable[[Any], object]] = {Float: float, JSON: json.loads}
 
 
 def _changes(db: Connection) -> int:

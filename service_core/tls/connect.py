@@ -16,10 +16,10 @@ from cryptography import x509
 
 from fl_core.errors import StateError
 from service_core.pki.certificates import Clock, utc_now
-from service_core.pki.parsing import parse_certificate
+from service_core.pki.identity import parse_certificate
 from service_core.storage import private_files
 from service_core.tls import causes
-from service_core.tls.diagnosis import Diagnosis, NotConnected
+from service_core.tls.causes import Diagnosis, NotConnected
 from service_core.tls.proxy import open_connection
 
 SUITES = "GRPC_SSL_CIPHER_SUITES"

@@ -6,7 +6,7 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from service_core.tls.diagnosis import Diagnosis, NotConnected
+from service_core.tls.causes import Diagnosis, NotConnected
 
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _BYPASS_VARIABLES = ("no_grpc_proxy", "no_proxy")

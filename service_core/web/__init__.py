@@ -1,13 +1,12 @@
 """What both pages are served with: guarded, on loopback alone, without JavaScript where there is none.
 
-guard       what is refused of a request, and the headers of every answer
-sessions    the opening link (once, ten minutes), cookies, the token in forms
+guard       what is refused of a request, and the headers of every answer; the opening link (once, ten minutes),
+            cookies, the token in forms
 site        what a page is made of: `Site`, `View`, `Action`, `Download`; its application
-serve       `PageServer`: listens, keeps the link's private file fresh, ends
+serve       `PageServer`: listens, keeps the link's private file fresh, ends   server_thread: for metrics too
+loopback    the addresses that are listened on
 rendering   templates: escaped, strict, no invisible characters; `templates/base.html` and the macros of `parts.html`
-chart       a curve as SVG with a table   gauge: a share of something, as SVG with a sentence
-browser     opens a file where there is a screen
-csv_file    rows for a spreadsheet, without formulas
+chart       a curve as SVG with a table; a share of something as SVG with a sentence
 
 A program makes a `Site` and serves it:
 

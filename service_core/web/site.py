@@ -23,9 +23,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from fl_core.errors import FederationError
-from service_core.web.guard import FORM, OPENING, SESSION, Guard, cookie_name
+from service_core.web.guard import FORM, OPENING, SESSION, Guard, Session, Sessions, cookie_name
 from service_core.web.rendering import iso, make_environment
-from service_core.web.sessions import Session, Sessions
 
 T = TypeVar("T")
 Parameters = Mapping[str, str]

@@ -18,9 +18,8 @@ from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import OUT, json_line, local_time, printable
 from service_core.operations import logs
-from service_core.operations.exit_status import ShutdownSignals
+from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals, notify
 from service_core.operations.logs import FIELDS, LogFormat
-from service_core.operations.notify import READY, STOPPING, notify
 from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.heartbeat import Heartbeat

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from service_core.audit_log.log import FOLDER
-from service_core.audit_log.restoring import copy_log, mark_restored
+from service_core.audit_log.log import FOLDER, copy_log, mark_restored
 from service_core.command_line import Json, command
 from service_core.console import Facts, Reply, local_time
 from service_core.operations import checks

@@ -17,7 +17,7 @@ from silo.storage.home import Home
 from silo.storage.store import Store
 
 if TYPE_CHECKING:
-    from service_core.operations.metrics_endpoint import LoopbackAddress
+    from service_core.web.loopback import LoopbackAddress
 
 HomeOption = Annotated[
     Path | None,
@@ -90,7 +90,7 @@ PulseFloorOption = Annotated[
 
 def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
     """Read --metrics; raises ConfigError (E-CFG-02) on an address beyond loopback, or on budgets without one."""
-    from service_core.operations.metrics_endpoint import LoopbackAddress
+    from service_core.web.loopback import LoopbackAddress
 
     if budgets and text is None:
         raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: say where to serve them")

@@ -12,8 +12,8 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.channel_options import CLIENT_OPTIONS
 from service_core.pki.identity import Address
 from service_core.storage.private_files import Credentials
+from service_core.tls.causes import Diagnosis
 from service_core.tls.connect import diagnose
-from service_core.tls.diagnosis import Diagnosis
 
 Connect = Callable[[Address], grpc.Channel]
 

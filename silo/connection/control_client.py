@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fl_core.errors import FederationError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import Address
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL
 from silo.connection.channel import ConnectionManager
 from silo.connection.retry import Backoff, CancelToken

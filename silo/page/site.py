@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fl_core.errors import FederationError
 from service_core.audit_log.local_commands import recording
@@ -18,17 +21,16 @@ from service_core.operations import checks
 from service_core.operations.checks import Finding, Level
 from service_core.pki.identity import colons, identity_of
 from service_core.web.rendering import moment
-from service_core.web.site import Action, Parameters, Site, View
+from service_core.web.site import Action, ChangedError, Download, Parameters, Site, View
 from silo.identity.identity import SiloIdentity
 from silo.operations.doctor import Examination
 from silo.operations.heartbeat import Health
 from silo.page.data import FILE as DATA_CHECK
 from silo.page.data import DataCheck
-from silo.page.decisions import PAGE, Decisions
-from silo.page.pictures import picture, pictures
 from silo.reports.leaving import leaving
-from silo.reports.questions import Known
+from silo.reports.questions import Known, Question
 from silo.reports.spending import Spending, spending
+from silo.storage.approvals import Approval
 from silo.storage.home import SERVED, Home
 from silo.storage.store import Contact, Store
 
@@ -40,6 +42,13 @@ COMMAND = "silo page"
 FILE = "page.html"
 """In the home: opens the page of a running `silo serve --page`."""
 LINES, RUNS = 15, 20
+PAGE = "page"
+_APPROVE = "approve"
+_MOST = 25
+"""Runs that are shown of those that wait, and of those that were decided about."""
+SUMMARY = "audit.json"
+_MOST_BYTES = 16 << 20
+_MOST_PICTURES = 24
 FINDINGS_S = 60.0
 """How long the doctor's findings count as new."""
 CHECK = "check"
@@ -217,3 +226,108 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except OSError:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The runs that ask this hospital; its buttons do what `silo approve` does, and only what was shown.
+
+    known: what they are held against, as it is now.
+    """
+
+    home: Home
+    store: Store
+    known: Callable[[], Known]
+
+    def waiting(self, known: Known) -> tuple[dict[str, Question], int]:
+        """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
+        found = [a for a in self.store.approvals.all() if a.decided is None]
+        return {_id(a): Question.of(a, known) for a in found[:_MOST]}, max(0, len(found) - _MOST)
+
+    def decided(self) -> list[Approval]:
+        """Return the newest decisions, the newest question first."""
+        return [a for a in reversed(self.store.approvals.all()) if a.decided is not None][:_MOST]
+
+    def action(self, approve: bool) -> Action:
+        return Action(self._digest, lambda form: self._decide(form, approve))
+
+    def _find(self, form: Mapping[str, str]) -> Approval | None:
+        """Find a question by the id that its form was shown with: a run's own id may be any text."""
+        return next((a for a in self.store.approvals.all() if _id(a) == form.get("question")), None)
+
+    def _digest(self, form: Mapping[str, str]) -> str | None:
+        found = self._find(form)
+        return None if found is None else Question.of(found, self.known()).digest
+
+    def _decide(self, form: Mapping[str, str], approve: bool) -> str:
+        """Decide, with a line in the audit log; raises ChangedError where somebody else just did."""
+        asked = self._find(form)
+        if asked is None:
+            raise ChangedError("This run does not ask any more.")
+        run, manifest = asked.run_id, asked.manifest_digest
+        about = {"run": run, "deny": not approve, "reason": f"manifest {manifest[:16]}"}
+        with recording(self.home.path, _APPROVE, about, via=PAGE):
+            made = self.store.approvals.decide_waiting(run, manifest, approve)
+            if made is None:
+                raise ChangedError(f"Run {run} has been decided about in the meantime.")
+        name = f"{made.name} ({run})"
+        return (
+            f"{name} is approved: it may train here." if approve else f"{name} is refused: it gets nothing from here."
+        )
+
+
+def _id(approval: Approval) -> str:
+    return hashlib.sha256(f"{approval.run_id} {approval.manifest_digest}".encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One audit: its name, its picture's id, and what it found, in words."""
+
+    audit: str
+    id: str
+    verdicts: tuple[str, ...]
+
+
+def pictures(folder: Path | None) -> list[Picture]:
+    """Read what the audits found; empty without a folder, or where nothing in it can be read."""
+    raw = None if folder is None else _read(folder / SUMMARY)
+    try:
+        found: Any = {} if raw is None else json.loads(raw)
+        audits = {str(name): value for name, value in found.items() if isinstance(value, dict) and "picture" in value}
+        made = [
+            Picture(name, str(value["picture"]), tuple(map(_verdict, value.get("verdicts", ()))))
+            for name, value in audits.items()
+        ]
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return []
+    return made[:_MOST_PICTURES]
+
+
+def picture(folder: Path | None, id: str) -> Download | None:
+    """Return a picture that the summary names; no other file of the folder, and no link."""
+    if folder is None or id not in {found.id for found in pictures(folder)} or Path(id).name != id:
+        return None
+    content = _read(folder / id)
+    if content is None or not content.startswith(b"\x89PNG\r\n"):
+        return None
+    return Download(id, "image/png", content)
+
+
+def _verdict(raw: Mapping[str, object]) -> str:
+    audit, expected, found = (str(raw[key]) for key in ("audit", "expected", "found"))
+    if raw["holds"] is None:
+        return f"{audit}: {found} ({expected})"
+    return f"{audit}: {'holds' if raw['holds'] else 'fails'}, expected {expected}, found {found}"
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        content = file.read(_MOST_BYTES + 1)
+    return content if len(content) <= _MOST_BYTES else None

@@ -20,7 +20,7 @@ from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import SignedRoster
 from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from silo.connection.channel import Connect, Connection, ConnectionManager, connect_with, diagnose_channel
 from silo.connection.retry import to_federation_error
 from silo.events import EmitEvent, error_event, event

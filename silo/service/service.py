@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fl_core import validate
 from fl_core.datasets.image_loader import CACHE_BYTES, ImageLoader
@@ -26,12 +27,12 @@ from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.recorder import Recorder
 from service_core.console import counted
-from service_core.operations.metrics_endpoint import LoopbackAddress, MetricsEndpoint
 from service_core.pki.identity import Address, Identity, Kind
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import private_folder
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, software
+from service_core.web.loopback import LoopbackAddress
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken
@@ -41,15 +42,17 @@ from silo.events import EmitEvent, Event, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.metrics import SiloMetrics
 from silo.service.enrolment import MembershipMaintainer, pinned_version
-from silo.service.response_timing import ResponseTiming
 from silo.service.task_queue import TaskQueue
-from silo.service.task_runner import TaskRunner
+from silo.service.task_runner import ResponseTiming, TaskRunner
 from silo.storage.home import Home
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation
 from silo.training.hospital_controls import HospitalControls
 from silo.training.trainer import DataSource, RunRound, Trainer
+
+if TYPE_CHECKING:  # a web server is loaded where metrics are asked for
+    from service_core.operations.metrics_endpoint import MetricsEndpoint
 
 RENEWAL_CHECK_S = 60.0
 
@@ -229,6 +232,8 @@ class Service:
         if settings.metrics is not None:
             ledger = self._controls.existing_ledger if settings.metrics_budgets else None
             self.metrics.watch(settings.home.path, self.problems, self._identity.current_credentials, ledger)
+            from service_core.operations.metrics_endpoint import MetricsEndpoint
+
             self._endpoint = MetricsEndpoint(self.metrics.registry, self.lives, self.problems)
             self.metrics_at = self._endpoint.open(settings.metrics)
             self._emit(event("metrics", f"metrics on http://{self.metrics_at}/metrics"))

@@ -41,7 +41,7 @@ from service_core.pki.identity import Identity, Kind, PeerCertificate, identity_
 from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.private_files import Credentials
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL
 from silo.connection.transfer import RetryPolicy
 from silo.events import Event

@@ -42,7 +42,7 @@ from protos.wire.tasks import TaskKey, contribution_id
 from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, version
 from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer

@@ -30,8 +30,8 @@ from coordinator.lead.page.service_watch import ServiceWatch
 from coordinator.lead.page.site import LeadPage, own_certificates
 from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.operations.metrics_endpoint import LoopbackAddress
 from service_core.web.guard import OPENING, cookie_name
+from service_core.web.loopback import LoopbackAddress
 from service_core.web.serve import PageServer
 from tests.support import until
 
@@ -141,7 +141,7 @@ def ask(at: LoopbackAddress, raw: bytes, seconds: float = 10.0) -> tuple[int, st
 
 
 def get(at: LoopbackAddress, path: str, host: str | None = None, method: str = "GET") -> tuple[int, str]:
-    return ask(at, f"{method} {path} HTTP/1.1\r\nHost: {host or at}\r\nAccept: */*\r\n\r\n".encode())
+    return ask(at, f"{method} {path} HTTP/1.1\r\nHost: {host or at}\r\nConnection: close\r\n\r\n".encode())
 
 
 class Scrape(dict[str, float]):

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, one_hot
 
 from fl_core import rng
-from fl_core.methods.building_blocks import class_vectors
-from fl_core.methods.building_blocks.feature_generator import one_thread
-from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared import class_vectors
+from fl_core.methods.shared.feature_generator import one_thread
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Weighing
 from fl_core.types.interfaces import LocalData

@@ -1,7 +1,7 @@
 """FedCD: fine-grained prototypes, rebalanced and regularised local training, class-level aggregation of the head.
 
 Long, Xue, Chu, Zhang, Wu, Zang and Du, "FedCD: A Classifier Debiased Federated Learning Framework for Non-IID Data",
-ACM MM 2023, equations 1 to 15 (fine classes: building_blocks/fine_grained.py).
+ACM MM 2023, equations 1 to 15.
 
     theta, phi, P^k <- SGD on L                            P^k starts from P^g
     theta = sum_k p_k theta_k,   phi = ACLA(phi_k)
@@ -64,18 +64,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, one_hot
+from torch.nn.functional import cross_entropy, linear, normalize, one_hot
 
 from fl_core import rng, validate
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import class_vectors, fine_grained
-from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, by_fine_class, class_logits
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared import class_vectors
+from fl_core.methods.shared.prototypes import PROTOTYPES, features_of
+from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, Coupling, Weighing
 from fl_core.types.interfaces import LocalData
@@ -92,6 +92,116 @@ from fl_core.types.values import (
     Tensors,
 )
 from fl_core.validate import NonNegative, Positive, PositiveCount, below, bounded
+
+AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda v: v.sum(2),
+    "mean": lambda v: v.mean(2),
+    "prob": lambda v: v.logsumexp(2),
+}
+COSINE_EPS = 1e-8
+
+
+def class_logits(fine: Tensor, per_class: int, aggregation: str) -> Tensor:
+    """Aggregate fine logits (B, CM) to class logits (B, C)."""
+    return AGGREGATIONS[aggregation](fine.reshape(len(fine), fine.shape[1] // per_class, per_class))
+
+
+def by_class(rows: Tensor, per_class: int) -> Tensor:
+    """View rows of fine classes (CM, ...) as (C, M, ...)."""
+    return rows.reshape(-1, per_class, *rows.shape[1:])
+
+
+class Prototypes(nn.Module):
+    """Trainable prototypes (CM, d)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return the cosines (B, CM) with features z (B, d); lengths below 1e-8 count as 1e-8."""
+        return normalize(z, dim=1, eps=COSINE_EPS) @ normalize(self.weight, dim=1, eps=COSINE_EPS).T
+
+
+class FineModel(nn.Module):
+    """Body and projection of a model, shared with it, under a head over fine classes; the model's head is left aside.
+
+    The head's weights are not set here: write the received ones. prototypes: only where they are trained.
+    """
+
+    def __init__(self, model: SplitModel, per_class: int, aggregation: str, prototypes: Tensor | None = None) -> None:
+        super().__init__()
+        device = next(model.parameters()).device
+        self.body, self.projection = model.body, model.projection
+        fine = model.n_classes * per_class
+        self.fine: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]  # no draw of torch's own generator
+            nn.Linear, model.feature_dim, fine, bias=False, device=device
+        )
+        if prototypes is not None:
+            self.prototypes = Prototypes(prototypes.to(device))
+        self.feature_dim, self.n_classes = model.feature_dim, model.n_classes
+        self._form = (per_class, aggregation)
+
+    def features(self, x: Tensor) -> Tensor:
+        z: Tensor = self.projection(self.body(x))
+        return z
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Return the class logits (B, C) of features (B, d)."""
+        return class_logits(self.fine(z), *self._form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.features(x))
+
+
+class Anchors(NamedTuple):
+    """What fine classes are told apart by in one round: points (CM, d) and which of them exist (CM,)."""
+
+    points: Tensor
+    there: Tensor
+
+    def nearest(self, z: Tensor, y: Tensor, per_class: int) -> Tensor:
+        """Return the fine class (B,) in 0..M-1 of largest cosine within the class of each example."""
+        points = by_class(normalize(self.points, dim=1, eps=COSINE_EPS).to(z), per_class)[y]
+        cosine = torch.einsum("bd,bmd->bm", normalize(z.detach(), dim=1, eps=COSINE_EPS), points)
+        there = by_class(self.there.to(z.device), per_class)[y]
+        return cosine.masked_fill(~there, float("-inf")).argmax(1)
+
+
+def unknown(fine: int, d: int) -> dict[str, Tensor]:
+    return {"p": torch.zeros(fine, d), "known": torch.zeros(fine), "count": torch.zeros(fine)}
+
+
+def census(model: FineModel, anchors: Anchors, data: LocalData, per_class: int) -> tuple[Tensor, Tensor]:
+    """Sum features (CM, d) and count examples (CM,) per fine class, in eval mode: one joint query."""
+    model.eval()
+
+    def placed(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = model.features(x)
+        return by_fine_class(z, anchors.nearest(z, y, per_class), per_class)
+
+    sums = data.sum(ClassSums(placed, model.n_classes))["sum"].reshape(model.n_classes * per_class, -1)
+    return sums[:, :-1], sums[:, -1]
+
+
+def by_fine_class(z: Tensor, slot: Tensor, slots: int) -> Tensor:
+    """Place (z, 1) of each example in its slot: (B, d) to (B, slots (d + 1)), so that sums tell slots apart."""
+    rows = z.new_zeros(len(z), slots, z.shape[1] + 1)
+    rows[torch.arange(len(z), device=z.device), slot] = torch.cat([z, z.new_ones(len(z), 1)], dim=1)
+    return rows.flatten(1)
+
+
+def merged(state: Tensors, part: Part, per_class: int) -> dict[str, Tensor]:
+    """Move each prototype by its mean offset; rows of weight 0 stay. Counts of classes nobody reported stay, too."""
+    weight = part.weight.float()
+    reported = by_class(weight, per_class).sum(1).gt(0).repeat_interleave(per_class)
+    return {
+        "p": state["p"] + part.mean()["p"],
+        "known": torch.maximum(state["known"], (weight > 0).float()),
+        "count": torch.where(reported, weight, state["count"]),
+    }
+
 
 PERSONAL_HEAD = "personal head"
 
@@ -178,7 +288,7 @@ class FedCD(FedAvg):
         )
         return {
             "w": {**w, HEAD: (2 * head - 1) / d**0.5},
-            PROTOTYPES: fine_grained.unknown(rows, d),
+            PROTOTYPES: unknown(rows, d),
         }
 
     def broadcast(self, server: State) -> State:
@@ -192,7 +302,7 @@ class FedCD(FedAvg):
         data.sgd(
             net, objective.loss, SgdOptions(penalty=penalty, only=lambda name: self.hpc or name != "prototypes.weight")
         )
-        sums, counts = fine_grained.census(net, anchors, data, self.fine)
+        sums, counts = census(net, anchors, data, self.fine)
         trained = {name: v.cpu() for name, v in tensor_maps.copy_state(net).items()}
         moved = tensor_maps.sub(tensor_maps.select(trained, msg["w"].__contains__), msg["w"])
         points = trained["prototypes.weight"] if self.hpc else sums / counts.clamp(min=1.0).unsqueeze(1)
@@ -207,7 +317,7 @@ class FedCD(FedAvg):
         return LocalResult(bundle, {PERSONAL_HEAD: {HEAD: trained[HEAD]}})
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
-        w, after = server["w"], fine_grained.merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
+        w, after = server["w"], merged(server[PROTOTYPES], total[PROTOTYPES], self.fine)
         w = {**w, **tensor_maps.add(tensor_maps.select(w, self.shared), total["delta"].mean())}
         if self.acla != "fedavg":
             w[HEAD] = merged_head(
@@ -236,7 +346,7 @@ class FedCD(FedAvg):
 
     def _anchors(self, net: FineModel, state: Tensors, data: LocalData, context: RoundContext) -> Anchors:
         known = state["known"] > 0
-        of_class = fine_grained.by_class(known, self.fine).any(1)
+        of_class = by_class(known, self.fine).any(1)
         new = (data.class_counts().cpu() > 0) & ~of_class
         if not bool(new.any()):
             return Anchors(state["p"], known)

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks import class_vectors
-from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
-from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared import class_vectors
+from fl_core.methods.shared.class_vectors import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, Losses, LossFn, RoundContext, SgdOptions, State, Tensors

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 
 from fl_core import rng
-from fl_core.methods.building_blocks import class_vectors, feature_generator
-from fl_core.methods.building_blocks.feature_generator import Generator, GeneratorConfig, SiloClassifiers
-from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared import class_vectors, feature_generator
+from fl_core.methods.shared.feature_generator import Generator, GeneratorConfig, SiloClassifiers
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, Weighing

@@ -1,7 +1,7 @@
 """FedMR: FedAvg with reshaped feature manifolds.
 
 Fan, Yao, Han, Zhang, Wang and Zhang, "Federated Learning under Partially Class-Disjoint Data via Manifold
-Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (prototypes: building_blocks/prototypes.py).
+Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (prototypes: shared/prototypes.py).
 
     min_w  CE(w) + mu1 L_intra(w) + mu2 L_inter(w; g)          (5), by E epochs of SGD from w
     g_c    = sum_k p_k^c g_k^c, p_k^c = n_k^c / sum_k n_k^c    after training, in eval mode, over all of D_k
@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES, PrototypeExchange, features_of
+from fl_core.methods.shared.prototypes import PROTOTYPES, PrototypeExchange, features_of
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, LossFn, RoundContext, State

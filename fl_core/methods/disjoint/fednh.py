@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fl_core.methods.building_blocks import class_vectors
-from fl_core.methods.building_blocks.fixed_classifier import CLASSIFIER, EPS, SCALE, FixedHead
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES, features_of
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared import class_vectors
+from fl_core.methods.shared.class_vectors import CLASSIFIER, EPS, SCALE, FixedHead
+from fl_core.methods.shared.prototypes import PROTOTYPES, features_of
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, ClassSums, LocalResult, Part, RoundContext, SgdOptions, State, Tensors

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES, PrototypeExchange, features_of
 from fl_core.methods.personal.local_only import LocalOnly
+from fl_core.methods.shared.prototypes import PROTOTYPES, PrototypeExchange, features_of
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, LossFn, Part, PartRule, RoundContext, State
 from fl_core.validate import NonNegative

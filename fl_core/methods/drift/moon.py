@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, softplus
 
-from fl_core.methods.building_blocks import prototypes
-from fl_core.methods.building_blocks.frozen_copies import CachedFeatures, frozen_copy
 from fl_core.methods.prototype_aided import PrototypeAided
-from fl_core.models.split_model import SplitModel
+from fl_core.methods.shared import prototypes
+from fl_core.models.split_model import CachedFeatures, SplitModel, frozen_copy
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, Losses, LossFn, RoundContext, State

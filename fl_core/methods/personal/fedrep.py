@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks.prototypes import features_of
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Losses, RoundContext, SgdOptions, State

@@ -2,7 +2,7 @@
 
 Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022,
 equations 6 to 9 and Algorithm 1. z are features, g_G the generic head's logits, g_P the private head's, n_k the silo's
-class counts (logit_adjustment.py):
+class counts (fedlc.py):
 
     L_G = CE(g_G + gamma log n_k, y)                        over body and generic head, averaged as in FedAvg
     L_P = CE(stopgrad(g_G) + g_P(stopgrad(z)), y)           over the private head alone
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.methods.building_blocks.prototypes import features_of
+from fl_core.methods.disjoint.fedlc import balanced_softmax
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses.logit_adjustment import balanced_softmax
 from fl_core.methods.personal.shared_body import freeze_norms, kept
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_core.methods.building_blocks import prototypes
-from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared import prototypes
+from fl_core.models.split_model import frozen_copy
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import LocalData

@@ -1,7 +1,7 @@
 """MAP: a restricted softmax for what is uploaded, an inherited private model for what is kept.
 
 Li, Song, Li, Li, Shao, Yang and Zhan, "MAP: Model Aggregation and Personalization in Federated Learning with Incomplete
-Classes", TKDE 2024, Algorithm 1 (restricted_softmax.py, inherited_model.py). Of the N = E * batches steps of a round,
+Classes", TKDE 2024, Algorithm 1 (fedrs.py, inherited_model.py). Of the N = E * batches steps of a round,
 
     stage 1, ceil(N/2) steps:  theta <- theta_t,  the restricted softmax's loss;  theta_a := theta is sent
     stage 2, floor(N/2) steps: from theta_a, (1 - lam) CE + lam L_transfer;  then theta_p inherits theta
@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from fl_core.methods.losses import restricted_softmax
+from fl_core.methods.disjoint.fedrs import restricted_loss
 from fl_core.methods.personal.inherited_model import Inheriting
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
@@ -44,7 +44,7 @@ class Map(Inheriting):
         return (steps, max(steps // 10, 5), 0.2) if self.stages == "code" else (-(-steps // 2), steps // 2, 1.0)
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
-        return restricted_softmax.restricted_loss(data.class_counts(), self.alpha, self.rs)
+        return restricted_loss(data.class_counts(), self.alpha, self.rs)
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         tensor_maps.load_state(model, msg["w"])

@@ -19,7 +19,7 @@ from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from fl_core.extensions import registry
 from fl_core.methods.disjoint.fedmr import FedMR
-from fl_core.models.small.digits import DigitsLinear
+from fl_core.models.small import DigitsLinear
 from fl_core.types import tensor_maps
 
 FEW = {"rounds": 1, "train": {"max_steps": 1}}

@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks import class_vectors
-from fl_core.methods.building_blocks.fine_grained import class_logits
-from fl_core.methods.building_blocks.fixed_classifier import adaptation
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES
-from fl_core.methods.disjoint import fedcd
+from fl_core.methods.disjoint import fedcd, fedrs
+from fl_core.methods.disjoint.fedcd import class_logits
 from fl_core.methods.disjoint.fedgela import FedGELA, frame_of
 from fl_core.methods.disjoint.fednh import FedNH
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses import restricted_softmax
 from fl_core.methods.personal.fedphp import FedPHP
 from fl_core.methods.personal.inherited_model import kd_terms
 from fl_core.methods.personal.map_ import Map
+from fl_core.methods.shared import class_vectors
+from fl_core.methods.shared.class_vectors import adaptation
+from fl_core.methods.shared.prototypes import PROTOTYPES
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
@@ -73,8 +72,8 @@ def trained(method: FedAvg, silo: State, k: int = 0) -> tuple[LocalResult, nn.Mo
 @pytest.mark.parametrize("form", ["hard", "soft"])
 def test_fedrs_loss_and_gradient_are_the_papers(form: str, seed: int) -> None:
     w, h, counts = drawn(seed, 5, 3).requires_grad_(), drawn(seed + 9, 4, 3), torch.tensor([6.0, 0, 2, 0, 1])
-    a, y = restricted_softmax.scaling(counts, 0.3, form), torch.tensor([0, 2, 4, 0])
-    losses = restricted_softmax.restricted_ce(h @ w.T, y, a)
+    a, y = fedrs.scaling(counts, 0.3, form), torch.tensor([0, 2, 4, 0])
+    losses = fedrs.restricted_ce(h @ w.T, y, a)
     for i in range(4):
         loss, gradient = slow_restricted(
             w.tolist(), h[i].tolist(), int(y[i]), slow_scaling(counts.tolist(), 0.3, form == "soft")

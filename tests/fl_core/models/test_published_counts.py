@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fl_core.models import MODELS, SplitModel, build_model, describe, published
+from fl_core.methods import papers
+from fl_core.models import MODELS, SplitModel, build_model, describe
 from tests.support.federations import MODEL_SHAPES, schema, small
 
 # name, options, shape, classes, parameters, total with buffers: FedMR table 3 (A.2) and the other counts (A.3)
@@ -124,8 +125,8 @@ def test_counting_draws_nothing_and_agrees_with_a_built_model() -> None:
 
 
 def test_published_settings_can_be_built() -> None:
-    found = {(s.paper, s.model, s.classes): s.facts().total_with_buffers for s in published.SETTINGS}
+    found = {(s.paper, s.model, s.classes): s.facts().total_with_buffers for s in papers.SETTINGS}
     assert found["FedMR", "wrn28_10", 100] == 36_564_957
     assert found["FedMR", "efficientnet_b0", 8] == 4_874_581
     ours = {"digits_cnn", "digits_linear", "digits_mlp", "spiral_mlp", "table_mlp"}
-    assert {s.model for s in published.SETTINGS} | ours == set(MODELS)
+    assert {s.model for s in papers.SETTINGS} | ours == set(MODELS)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.fine_tuning import BestHistory, fine_tuned
 from fl_core.simulation.in_process import SiloShare, simulate
+from fl_core.simulation.measures import BestHistory, fine_tuned
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord, TrainConfig

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.fine_tuning import BestHistory
-from fl_core.simulation.global_test import GlobalTestEvaluator
 from fl_core.simulation.in_process import RoundHistory, simulate
+from fl_core.simulation.measures import BestHistory, GlobalTestEvaluator
 from fl_core.types.records import RoundRecord, TrainConfig
 from fl_core.types.values import State
 from tests.support.federations import manifest, same, shares

@@ -11,9 +11,8 @@ from torch import nn
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.sampling import sample_cohort
-from fl_core.simulation.fine_tuning import BestHistory
 from fl_core.simulation.in_process import RoundHistory, simulate
-from fl_core.simulation.latest_personal import LatestPersonal
+from fl_core.simulation.measures import BestHistory, LatestPersonal
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData

@@ -15,8 +15,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.manifest import make_members
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
-from fl_core.simulation.silo_states import MemoryStateStore
+from fl_core.simulation.in_process import MemoryStateStore, RoundHistory, simulate
 from fl_core.training import devices
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps

@@ -12,8 +12,7 @@ import torch
 from fl_core.errors import FederationError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports, simulate
-from fl_core.simulation.silo_states import MemoryStateStore
+from fl_core.simulation.in_process import InProcessSilo, MemoryStateStore, RoundHistory, local_ports, simulate
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig

@@ -20,8 +20,7 @@ from fl_core.errors import ConfigError, DataError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation import tensor_messages, workers
-from fl_core.simulation.in_process import ResumePoint, RoundHistory, SiloShare, simulate
-from fl_core.simulation.silo_states import MemoryStateStore
+from fl_core.simulation.in_process import MemoryStateStore, ResumePoint, RoundHistory, SiloShare, simulate
 from fl_core.simulation.worker import Failed, Ready, Setup
 from fl_core.simulation.workers import WorkerError, WorkerPool, worthwhile
 from fl_core.types.enums import TaskKind

@@ -18,8 +18,7 @@ from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, simulate
-from fl_core.simulation.silo_states import MemoryStateStore
+from fl_core.simulation.in_process import InProcessSilo, MemoryStateStore, RoundHistory, SiloShare, simulate
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.values import Bundle, ClassSums
 from privacy import profiles

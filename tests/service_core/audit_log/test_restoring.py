@@ -16,9 +16,8 @@ from fl_core.errors import RefusedError, StateError
 from protos.wire import log_heads
 from service_core.audit_log.heads import KeptHeads, SignedHead
 from service_core.audit_log.lines import Entry, Line
-from service_core.audit_log.log import AuditLog, LogFolder
+from service_core.audit_log.log import AuditLog, LogFolder, copy_log, mark_restored
 from service_core.audit_log.recorder import Recorder
-from service_core.audit_log.restoring import copy_log, mark_restored
 from service_core.audit_log.verification import read_lines, verify
 from service_core.storage.private_files import Credentials
 from tests.support.coordinator import World

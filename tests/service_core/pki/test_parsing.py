@@ -16,8 +16,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import receipts
 from service_core.audit_log.heads import SignedHead
 from service_core.pki import certificates
-from service_core.pki.identity import certificate_fingerprint, identity_of
-from service_core.pki.parsing import parse_certificate, parse_request
+from service_core.pki.identity import certificate_fingerprint, identity_of, parse_certificate, parse_request
 from service_core.pki.roster import Member
 from tests.support.pki import authority, join, today
 

@@ -14,8 +14,8 @@ import pytest
 
 from service_core.pki import certificates
 from service_core.storage import private_files
+from service_core.tls.causes import Diagnosis
 from service_core.tls.connect import diagnose
-from service_core.tls.diagnosis import Diagnosis
 from service_core.tls.proxy import proxy_for
 from tests.support.pki import authority, join, today
 
@@ -280,7 +280,7 @@ def test_require_tls13_must_come_before_grpc():
 
 def test_certificates_and_tls_do_not_import_grpc():
     pki = ["identity", "certificates", "invitation", "roster", "offline_signing"]
-    modules = [f"pki.{m}" for m in pki] + [f"tls.{m}" for m in ("connect", "causes", "proxy", "diagnosis")]
+    modules = [f"pki.{m}" for m in pki] + [f"tls.{m}" for m in ("connect", "causes", "proxy")]
     modules.append("storage.private_files")
     code = f"import sys\nfor m in {modules}: __import__('service_core.' + m)\nprint('grpc' in sys.modules)"
     assert run(code) == "False"

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from service_core.web.guard import BODY_BYTES, HEADERS
+from service_core.web.guard import BODY_BYTES, HEADERS, LINK_S, MOST, SESSION_S, Sessions
 from service_core.web.serve import PageServer
-from service_core.web.sessions import LINK_S, MOST, SESSION_S, Sessions
 from service_core.web.site import Action, ChangedError, Download, MissingError, Site, View
 from tests.support import until
 from tests.support.pages import Browser, address_of, cookie_of, request, send

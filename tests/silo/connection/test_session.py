@@ -10,7 +10,7 @@ import pytest
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import Address
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL
 from silo.connection.channel import ConnectionManager
 from silo.connection.control_client import RECONNECT_CAP_S, ControlClient

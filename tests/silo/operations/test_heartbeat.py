@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from service_core.operations.notify import READY, notify
+from service_core.operations.exit_status import READY, notify
 from silo.cli.service import run
 from silo.events import event
 from silo.operations.heartbeat import FILE, Health, Heartbeat, since_boot

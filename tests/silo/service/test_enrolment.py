@@ -13,7 +13,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from service_core.pki import certificates
 from service_core.pki.identity import Address
-from service_core.tls.diagnosis import Diagnosis
+from service_core.tls.causes import Diagnosis
 from silo.connection.channel import ConnectionManager
 from silo.identity.identity import SiloIdentity
 from silo.service.enrolment import MembershipMaintainer, join, pinned_version

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks.fine_grained import FineModel
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.disjoint import fedcd
-from fl_core.methods.disjoint.fedcd import FedCD, clusters
+from fl_core.methods.disjoint.fedcd import FedCD, FineModel, clusters
+from fl_core.methods.shared.prototypes import PROTOTYPES
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from fl_core.methods.building_blocks import fine_grained
-from fl_core.methods.building_blocks.fine_grained import Anchors, FineModel, class_logits
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.disjoint import fedcd
-from fl_core.methods.disjoint.fedcd import FedCD, Objective, bpr, decay, hpc
+from fl_core.methods.disjoint.fedcd import Anchors, FedCD, FineModel, Objective, bpr, class_logits, decay, hpc
+from fl_core.methods.shared.prototypes import PROTOTYPES
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData
@@ -148,11 +146,11 @@ def test_cd_5_aggregation_of_fine_logits(
 
 
 def test_cd_6_prototypes_are_averaged_by_counts() -> None:
-    start = fine_grained.unknown(4, 1)
+    start = fedcd.unknown(4, 1)
     parts = [
         Part.of({"p": torch.full((4, 1), v)}, torch.tensor([n, 0.0, 0.0, 0.0])) for v, n in ((1.0, 10.0), (5.0, 30.0))
     ]
-    after = fine_grained.merged(start, parts[0] + parts[1], 2)
+    after = fedcd.merged(start, parts[0] + parts[1], 2)
     assert after["p"].flatten().tolist() == [4, 0, 0, 0]
     assert after["known"].tolist() == [1, 0, 0, 0]
     assert after["count"].tolist() == [40, 0, 0, 0]
@@ -161,7 +159,7 @@ def test_cd_6_prototypes_are_averaged_by_counts() -> None:
 def test_counts_of_reported_classes_are_replaced_and_those_of_others_kept() -> None:
     state = {"p": torch.ones(4, 1), "known": torch.ones(4), "count": torch.tensor([5.0, 6.0, 7.0, 8.0])}
     part = Part({"p": torch.zeros(4, 1)}, torch.tensor([11.0, 0.0, 0.0, 0.0]))
-    assert fine_grained.merged(state, part, 2)["count"].tolist() == [11, 0, 7, 8]
+    assert fedcd.merged(state, part, 2)["count"].tolist() == [11, 0, 7, 8]
 
 
 def test_cd_7_decay() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks import class_vectors
 from fl_core.methods.disjoint.fedgela import FRAME, FedGELA, adaptation, frame_of
+from fl_core.methods.shared import class_vectors
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup

@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy, linear
 
 from fl_core import rng
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import feature_generator
-from fl_core.methods.building_blocks.feature_generator import Generator, GeneratorConfig, SiloClassifiers
 from fl_core.methods.disjoint.fedgen import FedGen, coefficient, head_tensors
+from fl_core.methods.shared import feature_generator
+from fl_core.methods.shared.feature_generator import Generator, GeneratorConfig, SiloClassifiers
 from fl_core.models import build_model
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import RunSetup

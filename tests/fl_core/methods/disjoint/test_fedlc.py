@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.disjoint.fedlc import FedLC
+from fl_core.methods.disjoint.fedlc import FedLC, balanced_softmax, calibrated_ce, margin_shift, published_ce
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses.logit_adjustment import balanced_softmax, calibrated_ce, margin_shift, published_ce
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps

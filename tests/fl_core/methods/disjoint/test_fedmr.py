@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from fl_core import rng
-from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.methods.shared import prototypes
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from coordinator.config.hydra_config import compose_spec
-from fl_core.methods.building_blocks import class_vectors
-from fl_core.methods.building_blocks.fixed_classifier import FixedHead
-from fl_core.methods.building_blocks.prototypes import PROTOTYPES
 from fl_core.methods.disjoint.fednh import FedNH, turned
+from fl_core.methods.shared import class_vectors
+from fl_core.methods.shared.class_vectors import FixedHead
+from fl_core.methods.shared.prototypes import PROTOTYPES
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup

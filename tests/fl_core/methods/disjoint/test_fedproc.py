@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks.prototypes import update
 from fl_core.methods.disjoint.fedproc import FedProc
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.drift.moon import Moon
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.prototype_aided import PrototypeAided, contrast
+from fl_core.methods.shared.prototypes import update
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps

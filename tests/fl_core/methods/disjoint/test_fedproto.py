@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedproto import FedProto, Nearest, pull
+from fl_core.methods.shared import prototypes
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.disjoint.fedrs import FedRS
+from fl_core.methods.disjoint.fedrs import FedRS, restricted_ce, scaling
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps

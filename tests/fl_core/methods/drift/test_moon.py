@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from fl_core.methods.building_blocks.frozen_copies import CachedFeatures, frozen_copy
 from fl_core.methods.disjoint.fedproc import FedProc
 from fl_core.methods.drift.moon import Moon, model_contrast
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
+from fl_core.models.split_model import CachedFeatures, frozen_copy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.building_blocks.frozen_copies import frozen_copy
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal import inherited_model
 from fl_core.methods.personal.fedphp import FedPHP
 from fl_core.methods.personal.inherited_model import asymmetric_terms, kd_terms, mmd
 from fl_core.models import build_model
+from fl_core.models.split_model import frozen_copy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fl_core.methods.losses.logit_adjustment import balanced_softmax
+from fl_core.methods.disjoint.fedlc import balanced_softmax
 from fl_core.methods.personal.fedrod import FedROD, Generated, TwoHeads, both_losses, linear, private_loss, shares_of
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_core.methods.disjoint.fedrs import FedRS
+from fl_core.methods.disjoint.fedrs import FedRS, restricted_ce, scaling
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.losses.restricted_softmax import restricted_ce, scaling
 from fl_core.methods.personal.map_ import Map
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData

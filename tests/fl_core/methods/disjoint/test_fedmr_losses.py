@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_core import rng
-from fl_core.methods.building_blocks import prototypes
 from fl_core.methods.disjoint.fedmr import (
     FedMR,
     IntraVariant,
@@ -22,6 +21,7 @@ from fl_core.methods.disjoint.fedmr import (
     sample_batch,
     scatter,
 )
+from fl_core.methods.shared import prototypes
 from fl_core.rounds import sampling
 from fl_core.types.values import Part
 from tests.oracles import slow_inter, slow_inter_paired, slow_intra

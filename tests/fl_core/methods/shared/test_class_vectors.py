@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pdist
 
 from fl_core.errors import ConfigError
-from fl_core.methods.building_blocks import class_vectors
+from fl_core.methods.shared import class_vectors
 from fl_core.models import build_model
 from tests.support.federations import SCHEMA
 

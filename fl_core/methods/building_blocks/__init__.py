@@ -1,1 +1,0 @@
-"""Pieces that methods share: prototypes, class vectors, generators, frozen copies. None of them is an algorithm."""

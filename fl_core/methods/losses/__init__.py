@@ -1,1 +1,0 @@
-"""Loss functions that several methods, or one large method, use: pure functions of logits and features."""

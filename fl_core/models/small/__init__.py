@@ -1,1 +1,0 @@
-"""The papers' small networks."""
