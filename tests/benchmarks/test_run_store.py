@@ -80,17 +80,6 @@ def test_a_run_of_a_frozen_setting_keeps_its_key(words: str, cut: str, key: str)
     assert key in kept
 
 
-def test_what_is_in_a_store_is_found_by_its_words() -> None:
-    """The last run of each method in each comparison's store: composed again, it has the key that it was kept under."""
-    for file in sorted(comparison.RESULTS.glob("*.jsonl")):
-        kept = read(file).values()
-        newest = {next(w for w in run["words"] if w.startswith("method=")): run for run in kept}
-        for run in newest.values():
-            cut = next((w for w in run["words"] if w.startswith("images=")), "")
-            spec = compose_simulation(images.resolved(run["words"], None, cut=False))
-            assert key_of(seeded(spec, run["seed"]), cut) == run["key"], (file.name, run["words"])
-
-
 def test_the_newest_line_of_a_key_wins_and_half_a_line_is_taken_back(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "runs.jsonl"
     append(file, {"key": "a", "value": 1})
