@@ -246,20 +246,6 @@ def defined_in_the_files_of_its_row(code: str) -> None:
         assert any(re.search(rf"\b(def|class) {code}\b|^{code}\b.*=", f.read_text(), re.MULTILINE) for f in files)
 
 
-def test_error_codes_exist() -> None:
-    codes = {code for text in TEXT.values() for code in re.findall(r"E-[A-Z]+-\d\d", text)}
-    assert codes
-    assert codes <= set(EXPLANATIONS)
-
-
-@pytest.mark.parametrize("page", [*PAGES, PICTURE], ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_resolve(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-    assert links
-    for link in links:
-        assert (page.parent / link).resolve().exists(), link
-
-
 def test_pages_are_short_and_the_way_in_leads_to_all() -> None:
     for name, text in TEXT.items():
         assert len(text.splitlines()) <= (45 if name == "README.md" else 120)

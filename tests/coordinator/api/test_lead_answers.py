@@ -63,12 +63,6 @@ def test_a_heartbeat_of_nonsense_keeps_no_lead_out(world: World) -> None:
     line.close()
 
 
-def test_an_activity_of_a_later_version_is_shown_as_not_said() -> None:
-    info = pb.SiloInfo(state="online", activity=99)
-    assert console.doing(info) == "present"
-    assert console.silo_json(info)["activity"] == "activity_unspecified"
-
-
 @pytest.mark.parametrize("name", ["x", "\x1b", "\U0001f600", "%"])
 def test_a_refusal_of_a_long_name_still_says_why(world: World, name: str) -> None:
     with pytest.raises(grpc.RpcError) as caught:

@@ -114,7 +114,7 @@ def test_a_service_waits_for_the_button_trains_and_the_page_says_what_left_and_w
         hospital.close()
         hospital.settled()
         page.get_by_text("No image has left this hospital").wait_for()
-        page.locator("#spent").get_by_text("is spent for each record: whatever").first.wait_for()
+        page.locator("#spent").get_by_text("is spent for each record in").first.wait_for()
         status = ledger.status(TRAIN)
         assert f"Epsilon {status.spent_rdp:.2f} of 8 is spent" in page.locator("#spent").inner_text()
         most = float(re.findall(r"center1/train: epsilon (\d+\.\d\d) of 8 would be spent", said)[0])
