@@ -93,7 +93,6 @@ def test_a_run_is_approved_and_the_page_follows_what_happens_without_being_loade
     visit.context.close()
 
 
-@pytest.mark.slow
 def test_a_service_waits_for_the_button_trains_and_the_page_says_what_left_and_what_was_spent(
     browser, make, tmp_path
 ) -> None:
@@ -229,7 +228,6 @@ def test_whoever_listens_there_after_the_page_has_ended_puts_nothing_into_an_ope
     visit.context.close()
 
 
-@pytest.mark.slow
 def test_nothing_that_another_site_does_in_the_same_browser_decides_or_reads_anything(browser, server, home) -> None:
     visit = Visit(browser, server)
     form = visit.page.locator("form[action='/approve']").first
