@@ -24,7 +24,10 @@ REPRESENTATIVES = {
     "fedgen": "parts that are merged one by one and count once, so no sum is enough for it",
     "local": "nothing is sent",
 }
-"""The methods that stand for all where time matters; the others are checked by the slow tests."""
+"""The methods that stand for the others below where time matters."""
+
+OTHERS = "fedprox feddyn feddc moon fedproc fedlc fedrs fedphp map fedper fedrep ditto fedrod creff fedgela fednh fedcd"
+"""Checked by the slow tests; a method that is in neither list is checked always."""
 
 TRAITS: Mapping[str, Callable[[MethodCase], object]] = {
     "the plain method": lambda c: not c.method.init_silo(model_of(), CONTEXT) and set(c.server) == {"w"},
@@ -55,7 +58,7 @@ def case(name: str) -> MethodCase:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS.split())) for name in METHODS]
 )
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_method_keeps(check: Callable[[MethodCase], None], name: str) -> None:

@@ -22,7 +22,7 @@ from protos.wire import codec
 from silo.connection.transfer import RetryPolicy
 from silo.storage.home import Home
 from tests.support import until
-from tests.support.fake_coordinator import MEMBERS, FakeSession, manifest
+from tests.support.fake_coordinator import MEMBERS, manifest
 from tests.support.hospital import TRAINED, upload
 
 # ---- a round -------------------------------------------------------------------------------------------------------
@@ -89,21 +89,6 @@ def test_pulses_tell_of_training_while_it_lasts(make, slow):
 
 
 # ---- the end -------------------------------------------------------------------------------------------------------
-
-
-def test_a_stop_while_training_hands_the_task_back(make, slow):
-    hospital = make(run_round=slow)
-    hospital.start()
-    hospital.offer()
-    assert slow.started.wait(20)
-    session: FakeSession = hospital.control.last
-    hospital.stop()
-    assert session.over.is_set()
-    assert [a.accepted for a in hospital.answers()] == [True]
-    slow.free.set()
-    hospital.start()
-    hospital.offer()
-    hospital.sent()
 
 
 def test_a_stop_while_sending_lets_the_upload_finish(make):
