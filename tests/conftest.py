@@ -15,7 +15,6 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests import rewriting  # noqa: E402
 from tests.support.data import real_data  # noqa: E402
 from tests.support.pki import today  # noqa: E402
 
@@ -27,11 +26,10 @@ torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """Look for no garbage meanwhile, and later not among what was imported: there is none."""
     gc.disable()
     try:
-        rewriting.write(rewriting.share(session.config), session.config)
         return (yield)
     finally:
         gc.freeze()

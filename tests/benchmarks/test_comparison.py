@@ -12,7 +12,6 @@ import pytest
 import torch
 from scipy import stats
 
-from benchmarks import run_store
 from benchmarks.comparison import report, run, settings, study
 from benchmarks.comparison.settings import Comparison
 from benchmarks.run_store import Run
@@ -95,15 +94,6 @@ def test_a_rate_is_chosen_for_each_method_on_seeds_that_the_table_does_not_use()
     assert report.target_of(TINY, found) == pytest.approx((0.6 + 0.7) / 2)  # of the tuning seeds, mean of both rounds
 
 
-def test_the_smaller_of_two_equal_rates_is_taken_and_a_run_without_a_model_scores_nothing() -> None:
-    def flat(asked: list[study.Trial]) -> dict[str, Run]:
-        return {t.key: {"ga": [0, 0.5]} if t.lr < 0.4 else {"failed": "E-RUN-03"} for t in asked}
-
-    found = study.compared(TINY, flat, None)["FedAvg"]
-    assert found.lr == 0.1
-    assert dict(found.scores) == {0.1: 0.5, 0.2: 0.5, 0.4: 0.0}
-
-
 def test_differences_are_paired_with_their_standard_error_and_bold_where_the_interval_excludes_zero() -> None:
     ours, theirs = [60.0, 62.0, 61.0, 65.0], [58.0, 59.0, 60.0, 61.0]
     test = stats.ttest_rel(ours, theirs)
@@ -128,36 +118,6 @@ def test_the_table_says_rates_budget_failures_and_rounds_to_the_target() -> None
     assert "count as 0 %: FedAvg 1, FedProx 1 of 3" in report.markdown(TINY, broken)
 
 
-def test_a_run_is_kept_with_its_rule_and_with_what_that_did_to_updates() -> None:
-    words = tuple(w for w in TINY.words if not w.startswith("train.max_steps"))
-    long = (*words, "federation=dirichlet-0.1-6", "method=fedmr", "train.epochs=1", "train.batch_size=32")
-    tight, found = ("aggregator.clip_at=1", "aggregator.rows=1"), {}
-    for rule in ("mean", "norm_clipped"):
-        (trial,) = study.trials(
-            "FedMR", long if rule == "mean" else (*long, f"aggregator={rule}", *tight), [0.3], [0], None
-        )
-        found[rule] = study.measure(trial)
-        assert found[rule]["aggregator"] == rule
-    assert {key: found["mean"][key] for key in COUNTS} == dict.fromkeys(COUNTS, 0)
-    assert min(int(str(found["norm_clipped"][key])) for key in ("updates_cut", "cut_rows")) > 0
-    (wild,) = study.trials("FedAvg", (*TINY.words, "method=fedavg"), [1e30], [0], None)
-    assert study.measure(wild)["aggregator"] == "mean"
-
-
-def test_a_table_says_the_rule_and_in_which_rows_it_refused_or_cut() -> None:
-    none = {"aggregator": "mean", **dict.fromkeys(COUNTS, 0)}
-    rows = {
-        "A": [none, {**none, "updates_refused": 2}],
-        "B": [{**none, "cut_rows": 3}, {"failed": "x", "aggregator": "mean"}],
-    }
-    assert run_store.judged_text(rows) == (
-        "Updates became one by aggregator=mean. In all of the table's runs: updates refused 2 (A 2); updates cut 0; "
-        "rows of prototypes cut 3 (B 3); values clipped by the fixed-point grid 0."
-    )
-    older = {"A": [{"aggregator": "norm_clipped"}]}
-    assert "aggregator=norm_clipped. How many it refused and cut was not counted" in run_store.judged_text(older)
-
-
 def test_a_comparison_is_kept_run_by_run_and_a_table_with_a_hole_replaces_none(tmp_path: Path) -> None:
     small = replace(TINY, lrs=(0.1, 0.2), tuning_seeds=(100,), seeds=(0, 1))
     text = run.compare(small, tmp_path, -1, None)
@@ -170,15 +130,6 @@ def test_a_comparison_is_kept_run_by_run_and_a_table_with_a_hole_replaces_none(t
     with pytest.raises(DataError, match="found 3 of 4"):
         run.compare(small, tmp_path, -1, None, stored=True)
     assert (tmp_path / "tiny.md").read_text() == text
-
-
-def test_a_run_whose_updates_are_refused_is_kept_as_failed_and_other_errors_are_not() -> None:
-    words = (*TINY.words, "method=fedavg")
-    (wild,) = study.trials("FedAvg", words, [1e30], [0], None)
-    assert "E-RUN-03" in str(study.measure(wild)["failed"])
-    (elsewhere,) = study.trials("FedAvg", (*words, "images=cifar10-2-1"), [0.1], [0], Path("/nowhere"))
-    with pytest.raises(DataError):
-        study.measure(elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +150,3 @@ def test_what_would_not_be_fair_or_is_unknown_is_refused(tmp_path: Path, change:
     (tmp_path / "tiny.yaml").write_text(FILE.replace(*change))
     with pytest.raises(ConfigError, match=says):
         settings.load("tiny", tmp_path)
-
-
-def test_an_unknown_comparison_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run.main(["digits_cmn"])
-    assert caught.value.code == 2
-    assert "did you mean 'digits_cnn'" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from benchmarks.paper import images
 from benchmarks.run_store import append, complete, key_of, read, seeded
 from coordinator.config import manifest_builder
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.config.run_spec import RunSpec
 from fl_core.errors import DataError
 from fl_core.rounds import manifest
 
@@ -79,36 +78,6 @@ def test_a_run_of_a_frozen_setting_keeps_its_key(words: str, cut: str, key: str)
     spec = compose_simulation(images.resolved([*words.split(), *([cut] if cut else [])], None, cut=False))
     assert key_of(seeded(spec, 100), cut) == key
     assert key in kept
-
-
-def test_a_field_that_configurations_gain_changes_keys_only_where_it_is_set() -> None:
-    """What `metrics=clinical` once did to all stored runs: it is in the manifest, and changes no model."""
-    newer = make_dataclass("Newer", [("gained", str, "auto")], bases=(RunSpec,), frozen=True, kw_only=True)
-    given = {f.name: getattr(SPEC, f.name) for f in fields(SPEC)}
-    assert key_of(newer(**given)) == key_of(SPEC)
-    assert key_of(newer(**given, gained="clinical")) != key_of(SPEC)
-
-
-def test_what_is_in_a_store_is_found_by_its_words() -> None:
-    """The last run of each method in each comparison's store: composed again, it has the key that it was kept under."""
-    for file in sorted(comparison.RESULTS.glob("*.jsonl")):
-        kept = read(file).values()
-        newest = {next(w for w in run["words"] if w.startswith("method=")): run for run in kept}
-        for run in newest.values():
-            cut = next((w for w in run["words"] if w.startswith("images=")), "")
-            spec = compose_simulation(images.resolved(run["words"], None, cut=False))
-            assert key_of(seeded(spec, run["seed"]), cut) == run["key"], (file.name, run["words"])
-
-
-def test_a_key_does_not_depend_on_where_images_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    word, keys = "images=cifar10-2-1", set()
-    for folder in ("here", "there"):
-        monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / folder))
-        spec = compose_simulation([*images.resolved([word], tmp_path / folder, cut=False), "federation=p5c2"])
-        assert str(tmp_path / folder) in str(spec.data["path"])
-        keys.add(key_of(spec, word))
-    assert len(keys) == 1
-    assert keys != {key_of(spec, "images=cifar10-2-2")}
 
 
 def test_the_newest_line_of_a_key_wins_and_half_a_line_is_taken_back(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,16 @@ from torch import Tensor, nn
 from consilium.testing.federation import NAMES as NAMES
 from consilium.testing.federation import SCHEMA as SCHEMA
 from consilium.testing.federation import MadeUp as Given  # noqa: F401
-from consilium.testing.federation import copied as copied
-from consilium.testing.federation import copied_bundle as copied_bundle
 from consilium.testing.federation import manifest as manifest
-from consilium.testing.federation import merged_total as merged_total
 from consilium.testing.federation import same as same
 from consilium.testing.federation import same_bundle as same_bundle
-from consilium.testing.federation import same_state as same_state
 from consilium.testing.federation import shares
-from consilium.testing.federation import stacked as stacked
 from consilium.testing.federation import total_of as total_of
 from consilium.testing.methods import CONTEXT as CONTEXT
 from consilium.testing.methods import TRAIN as TRAIN
 from fl_core.aggregation.aggregator import BLOCK
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
-from fl_core.methods import build_method
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import MODELS, SplitModel, build_model
@@ -41,7 +34,7 @@ from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Split, TaskKind
-from fl_core.types.interfaces import Method, RoundData, SiloPort
+from fl_core.types.interfaces import RoundData, SiloPort
 from fl_core.types.records import RoundRecord, Schema, TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
@@ -232,52 +225,6 @@ def measured(run: CompiledRun) -> StepMemory:
     context = RoundContext(*facts).for_silo(0, manifest.seed)
     msg = run.method.broadcast(run.initial_state())
     return measure_step(run.silo_runtime(), msg, run.profile.made_up_step(0, context, cpu).opened, context, cpu)
-
-
-def made(name: str) -> Method:
-    return build_method(name, METHOD_OPTIONS.get(name, {}))
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    return build_model("digits_cnn", {"norm": "batch"}, SCHEMA, seed)
-
-
-def server_of(method: Method) -> State:
-    """Make the state after one round, so that nothing in it is still at its start."""
-    start = method.init_server(model_of(), CONTEXT)
-    bundles = [local(method, start, k).bundle for k in range(3)]
-    return method.merge(start, merged_total(method, bundles), CONTEXT)
-
-
-@cache
-def _kept(name: str) -> tuple[State, tuple[Bundle, ...]]:
-    server = server_of(made(name))
-    return server, tuple(local(made(name), copied(server), k).bundle for k in range(3))
-
-
-def server_after_a_round(name: str) -> State:
-    """Give a copy of `server_of` the method, made once: what a test does to it no other test sees."""
-    return copied(_kept(name)[0])
-
-
-def answers(name: str) -> list[Bundle]:
-    """Give copies of what three silos answer to that state."""
-    return [copied_bundle(bundle) for bundle in _kept(name)[1]]
-
-
-def local(
-    method: Method, server: State, k: int, model: nn.Module | None = None, silo: State | None = None
-) -> LocalResult:
-    model = model_of() if model is None else model
-    share, context = shares()[k], CONTEXT.for_silo(k, 0)
-    silo = method.init_silo(model_of(), CONTEXT) if silo is None else silo
-    return method.local(
-        model,
-        method.broadcast(server),
-        silo,
-        PlainLocalData(RoundData(share.train, share.test, TRAIN, context)),
-        context,
-    )
 
 
 class Exact(QData):

@@ -53,13 +53,6 @@ def test_each_refusal_has_its_code(code, arguments):
     assert ask(**arguments) == code
 
 
-def test_the_lists_are_asked_once_about_this_peer():
-    asked = []
-    who = peer()
-    authorize(who, [Kind.SILO], "demo", lambda p: asked.append(p) or MembershipStatus(None, member=True), CLOCK())
-    assert asked == [who]
-
-
 def test_the_lists_are_not_asked_about_a_peer_that_its_certificate_refuses():
     for who in (peer(consortium="other"), peer(Kind.INVITE), peer(not_after=CLOCK() - timedelta(minutes=1))):
         assert authorize(who, [Kind.SILO], "demo", lambda _: pytest.fail("asked"), CLOCK()) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coordinator.api import control
 from coordinator.api.limits import Bucket, Limits, Rate
-from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.members import MemberStore
 from coordinator.storage.store import Store
@@ -238,36 +236,6 @@ def test_a_look_that_fails_once_is_repeated(tmp_path: Path, monkeypatch) -> None
         line.close()
 
 
-def test_many_open_streams_are_looked_up_with_one_question(tmp_path: Path, monkeypatch) -> None:
-    alone: list[str] = []
-    looks: list[object] = []
-    true_status, true_in_force = MemberStore.membership_status, MemberStore.in_force
-
-    def status(store: MemberStore, name: str, serial: str) -> object:
-        alone.append(name)
-        return true_status(store, name, serial)
-
-    def in_force(store: MemberStore) -> object:
-        looks.append(found := true_in_force(store))
-        return found
-
-    monkeypatch.setattr(MemberStore, "membership_status", status)
-    monkeypatch.setattr(MemberStore, "in_force", in_force)
-    with serving(tmp_path, Limits(check_s=0.05)) as world:
-        lines = [Line(world, name, HELLO) for name in NAMES]
-        until(lambda: all(online(world, name)() for name in NAMES), "all silos")
-        alone.clear()
-        seen = len(looks)
-        until(lambda: len(looks) > seen + 3, "more looks")
-        assert alone == []
-        Membership(world.home, world.server.store).revoke(NAMES[0], "test")
-        assert lines[0].failure() == (DENIED, "E-ID-12")
-        assert set(alone) == {NAMES[0]}
-        for line in lines[1:]:
-            assert not line.over.is_set()
-            line.close()
-
-
 @pytest.mark.parametrize("kind", ["watch", "reflection", "session"])
 @pytest.mark.fault("a hospital", "opens a stream and says nothing", "ended with E-NET-12")
 def test_a_stream_that_says_nothing_is_ended(tmp_path: Path, kind: str) -> None:
@@ -406,22 +374,6 @@ def test_a_call_of_unknown_fields_is_refused(tmp_path: Path) -> None:
         world.transfer("north").Open(pb.OpenRequest.FromString(_unknown(1_000_000)))
 
 
-def test_a_hospital_that_was_refused_for_the_moment_is_let_in_later(tmp_path: Path) -> None:
-    limits = replace(Limits(), calls={**Limits().calls, Kind.SILO: Rate(10, 1)})
-    with serving(tmp_path, limits) as world:
-        stub, got = world.transfer("north"), queue.SimpleQueue()
-        with pytest.raises(grpc.RpcError):
-            stub.Open(pb.OpenRequest())
-
-        def answered() -> bool:
-            with pytest.raises(grpc.RpcError) as error:
-                stub.Open(pb.OpenRequest())
-            got.put(code(error))
-            return code(error) == (INVALID, "E-WIRE-12")
-
-        until(answered, "another call", 20)
-
-
 def test_a_bucket_counts_by_its_clock_and_not_backwards() -> None:
     now = [0.0]
     bucket = Bucket(Rate(2.0, 3), lambda: now[0])
@@ -433,13 +385,3 @@ def test_a_bucket_counts_by_its_clock_and_not_backwards() -> None:
     now[0] = 1e9
     assert bucket.full
     assert [bucket.take() > 0 for _ in range(4)] == [False, False, False, True]
-
-
-def test_the_authority_of_another_home_is_of_no_use(tmp_path: Path) -> None:
-    with serving(tmp_path) as world:
-        token = Authority.create(tmp_path / "other", "test", ["127.0.0.1:1"]).invite("west").token
-        own = InvitationToken.decode(token).credentials
-        stub = rpc.EnrolmentStub(channel(world.port, own._replace(ca_pem=world.people["lead"].ca_pem)))
-        with pytest.raises(grpc.RpcError) as error:
-            stub.Join(pb.JoinRequest(), timeout=20)
-        assert error.value.code() is AWAY

@@ -120,20 +120,6 @@ def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
             silo.stop()
 
 
-def test_a_watch_shows_who_is_there_while_a_run_waits_for_the_others(tmp_path: Path) -> None:
-    with running(tmp_path / "home", NAMES) as world:
-        run = world.submit(manifest(rounds=1))
-        client = LeadClient.open(world.home)
-        there = ScriptedSilo(world, NAMES[0], shares()[0])
-        watching = client.watch(run.id)  # has no end of its own while the other silos are absent
-        live = next(e for e in watching if any(s.state == "online" for s in e.silos))
-        assert {s.name for s in live.silos if s.state == "online"} == {there.name}
-        assert {s.name for s in live.silos} == set(NAMES)
-        watching.close()
-        there.stop()
-        client.close()
-
-
 def test_a_watch_goes_on_over_a_restart_of_the_service(tmp_path: Path) -> None:
     world = World.create(tmp_path / "home", NAMES)
     world.start()
@@ -220,14 +206,6 @@ def test_what_was_not_foreseen_shows_no_internals(
         assert error.value.details().startswith("E-RUN-99")
         assert "secret" not in error.value.details()
         assert "secret detail" in caplog.text
-
-
-def test_a_refusal_is_in_the_audit_log_with_who_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with running(tmp_path / "home", ("north",)) as world:
-        with pytest.raises(grpc.RpcError), channel(world.port, world.people["north"]) as ch:
-            rpc.LeadStub(ch).Runs(pb.RunsRequest())
-        line = next(r.getMessage() for r in caplog.records if r.name == "consilium.audit")
-        assert all(word in line for word in ("Lead/Runs", "silo://test/north", "E-ID-11", "127.0.0.1"))
 
 
 def test_a_run_that_meets_an_unforeseen_error_fails_with_a_code(

@@ -24,11 +24,11 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import Bundle, Part, PartSpec
+from fl_core.types.values import Part, PartSpec
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.bundle_file import BundleFile
-from protos.wire.tasks import TaskKey, contribution_id
+from protos.wire.tasks import contribution_id
 from service_core.version import PROTOCOL, software
 from tests.support import until
 from tests.support.coordinator import FAST, Clock, Line, World, events, heard, online, running
@@ -47,51 +47,6 @@ def silos(world: World, memories: dict[str, Memory] | None = None, **script: obj
 def stop(people: list[ScriptedSilo]) -> None:
     for silo in people:
         silo.stop()
-
-
-def spoil(kind: str) -> object:
-    """Make a script that breaks the first round's bundle in one way."""
-
-    def alter(key: TaskKey, bundle: Bundle) -> Bundle:
-        if key.round:
-            return bundle
-        delta = bundle["delta"]
-        name, value = next(iter(delta.total.items()))
-        if kind == "nan":
-            return {**bundle, "delta": Part({**delta.total, name: value * float("nan")}, delta.weight)}
-        if kind == "shape":
-            return {**bundle, "delta": Part({**delta.total, name: torch.zeros(3)}, delta.weight)}
-        if kind == "integers":
-            return {**bundle, "delta": Part({k: v.to(torch.int64) for k, v in delta.total.items()}, delta.weight)}
-        if kind == "doubles":
-            return {**bundle, "delta": Part({k: v.double() for k, v in delta.total.items()}, delta.weight)}
-        return {"metrics": bundle["metrics"]}
-
-    return alter
-
-
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [
-        ("nan", "E-WIRE-05"),
-        ("shape", "E-WIRE-06"),
-        ("integers", "E-WIRE-06"),
-        ("doubles", "E-WIRE-06"),
-        ("part", "E-WIRE-06"),
-    ],
-)
-def test_a_bad_update_is_refused_and_the_round_goes_on_with_the_quorum(tmp_path: Path, kind: str, code: str) -> None:
-    with running(tmp_path / "home", NAMES) as world:
-        people = silos(world, alter=spoil(kind))
-        run = world.finished(world.submit(manifest(rounds=2, quorum=2)).id)
-        first, second, last = (row.record for row in world.server.store.runs.rounds(run.id))
-        assert first.missing["north"].startswith(code)
-        assert (first.included, second.included) == (("east", "south"), tuple(sorted(NAMES)))
-        key = TaskKey(run.id, 0, TaskKind.TRAIN)
-        until(lambda: key in people[0].memory.closed and key in people[1].memory.closed, "the close")
-        assert (people[0].memory.closed[key], people[1].memory.closed[key]) == (False, True)
-        assert last.missing == {}
-        stop(people)
 
 
 def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_anew(

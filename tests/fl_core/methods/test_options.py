@@ -1,13 +1,16 @@
-"""What methods refuse alike, and what prototypes do to the methods that only take them along."""
+"""What methods share: options out of range, limits in which they are FedAvg, lost updates, prototypes taken along."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods import build_method
+from fl_core.rounds.capabilities import check_supported
+from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
-from tests.support.federations import QData, play, same, simulated
+from tests.support.federations import QData, play, run_and_lose, same, simulated
 
 WRONG = {
     "fedprox": [{"mu": -0.1}],
@@ -55,6 +58,57 @@ WRONG = {
 def test_options_out_of_range_are_refused(name: str, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="E-CFG-02"):
         build_method(name, options)
+
+
+FEDAVG: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "fedprox": ({"mu": 0.0}, {"mu": 0.1}),
+    "moon": ({"mu": 0.0}, {"mu": 5.0}),
+    "fedmr": ({"mu1": 0.0, "mu2": 0.0}, {}),
+    "fedproc": ({"prototypes": "off"}, {}),
+    "fedlc": ({"tau": 0.0}, {"tau": 1.0}),
+    "fedrs": ({"alpha": 1.0}, {}),
+    "fedgela": ({"etf": False, "adapt": False}, {"etf": False}),
+    "fedphp": ({"lam": 0.0}, {"lam": 0.5}),
+}
+"""Options under which a method is FedAvg, and others under which it is not."""
+
+
+@pytest.mark.parametrize("name", FEDAVG)
+def test_a_method_without_its_own_term_is_fedavg_bit_for_bit(name: str) -> None:
+    without, whole = (simulated(name, options)["w"] for options in FEDAVG[name])
+    plain = simulated("fedavg", {"weights": "uniform"} if name in ("fedrs", "fedphp") else {})["w"]
+    assert same(without, plain)
+    assert not same(whole, plain)
+
+
+def test_the_global_model_of_ditto_is_fedavgs_bit_for_bit() -> None:
+    ditto, fedavg = (simulated(name, model_options={"norm": "batch"})["w"] for name in ("ditto", "fedavg"))
+    assert same(ditto, fedavg)
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"), [("scaffold", "train.optimizer=sgd"), ("fednova", ""), ("feddc", "control=none")]
+)
+def test_methods_that_divide_by_the_steps_refuse_an_adaptive_optimizer(method: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"E-CFG-08.*{remedy}"):
+        check_supported(build_method(method, {}), [Capability.ADAPTIVE_OPTIMIZER])
+    check_supported(build_method("feddc", {"control": "none"}), [Capability.ADAPTIVE_OPTIMIZER])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "groups"),
+    [("scaffold", {}, "c"), ("feddyn", {"alpha": 0.1}, "m"), ("feddc", {"alpha": 0.1}, "mc")],
+)
+def test_through_ports_a_lost_update_leaves_the_mean_of_silo_states_intact(
+    method: str, options: dict[str, float], groups: str
+) -> None:
+    """One silo fails between its upload and the close; all have equally many examples."""
+    server, states = run_and_lose(method, options, lost={1: "east"})
+    for group in groups:
+        for name, value in server[group].items():
+            mean = sum(state[group][name].double() for state in states.values()) / 3
+            assert torch.allclose(value.double(), mean, atol=1e-6)
+        assert any(bool(v.abs().max() > 1e-3) for v in server[group].values())
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fednova", "feddc"])

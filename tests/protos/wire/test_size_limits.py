@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from consilium.testing.methods import MethodCase
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
-from tests.support.federations import METHOD_OPTIONS, TRAIN, answers, made, manifest, server_after_a_round
+from tests.support.federations import METHOD_OPTIONS
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_broadcast_and_update_is_within_its_bound(name: str) -> None:
-    run = manifest(name, METHOD_OPTIONS.get(name, {}), train=TRAIN)
+    case = MethodCase(name, METHOD_OPTIONS.get(name, {}))
+    run = case.manifest()
     bound = max_object_bytes(run)
-    sent = [made(name).broadcast(server_after_a_round(name)), made(name).broadcast(RunSetup.of(run).initial_state())]
+    sent = [case.method.broadcast(state) for state in (case.server, RunSetup.of(run).initial_state())]
     assert max(len(codec.pack_state(msg)) for msg in sent) <= bound
-    assert max(len(codec.pack_bundle(bundle)) for bundle in answers(name)) <= bound
+    assert max(len(codec.pack_bundle(bundle)) for bundle in case.answers) <= bound
     # Without the room for headers too, so that the bound is one also of a large model.
     numbers = [sum(v.numel() for group in msg.values() for v in group.values()) for msg in sent]
     shapes = [s for spec in run.layout.values() for s in (*spec.shapes.values(), spec.weight_shape)]

@@ -60,22 +60,9 @@ def test_a_flood_of_refusals_is_counted(tmp_path, recorder, now):
         for k in range(20_000):
             recorder.record(refusal("silo://demo/h1", f"whatever {k}"))
     recorder.close()
-    found = [e for e in entries(tmp_path) if e.what == "Lead/Submit"]
-    assert len(found) == 6
-    assert sum(e.times for e in found) == 100_000
+    found = [e.times for e in entries(tmp_path) if e.what == "Lead/Submit"]
+    assert found == [1, 19_999, *[20_000] * 4]  # the first at once, then a line for each minute
     assert verify(LogFolder(tmp_path / "audit")).notes == ()
-
-
-def test_each_minute_of_a_flood_is_a_line_and_its_end_is_one(tmp_path, recorder, now):
-    for minute in range(3):
-        now.s = minute * WINDOW_S
-        recorder.flush()
-        for _ in range(512):
-            recorder.record(refusal("silo://demo/h1"))
-    now.s += 2 * WINDOW_S
-    recorder.flush()
-    recorder.flush()
-    assert [e.times for e in entries(tmp_path)] == [1, 511, 512, 512]
 
 
 def test_what_differs_is_a_line_of_its_own(tmp_path, recorder):
@@ -84,13 +71,9 @@ def test_what_differs_is_a_line_of_its_own(tmp_path, recorder):
     recorder.record(refusal("silo://demo/h1", what="Lead/Runs"))
     recorder.record(Entry("silo://demo/h1", "Transfer/Get", "a", bytes=5))
     recorder.record(Entry("silo://demo/h1", "Transfer/Get", "b", bytes=5))
-    assert len(entries(tmp_path)) == 5
-
-
-def test_callers_without_end_take_no_memory_and_lose_no_line(tmp_path, recorder):
-    for k in range(5000):
+    for k in range(3, 5000):  # callers without end
         recorder.record(refusal(f"silo://demo/h{k}"))
-    assert len(entries(tmp_path)) == 5000
+    assert len(entries(tmp_path)) == 5 + 4997
 
 
 def test_a_full_disk_is_said_and_counted(tmp_path, recorder, monkeypatch, caplog):

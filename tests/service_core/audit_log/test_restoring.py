@@ -170,13 +170,6 @@ def test_where_a_log_was_restored_is_signed_with_its_end(side: Side, server: Cre
         replace(true, restored=0, restored_hash="").require_signed(server.ca_pem)
 
 
-def test_a_kept_end_that_is_restored_survives_a_restart(tmp_path: Path, server: Credentials) -> None:
-    first, later = (SignedHead.sign(OWN, n, "ab" * 32, server, 11, "ef" * 32) for n in (20, 30))
-    assert KeptHeads(tmp_path / "heads.json").keep(first) is None
-    assert KeptHeads(tmp_path / "heads.json").keep(later) is None
-    assert KeptHeads(tmp_path / "heads.json").newest()[OWN] == later
-
-
 def test_a_backup_of_a_log_that_is_being_written_is_whole(tmp_path: Path) -> None:
     home, over, begun = tmp_path / "home", threading.Event(), threading.Event()
 

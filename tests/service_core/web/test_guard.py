@@ -117,21 +117,9 @@ def test_any_other_host_header_than_exactly_this_one_is_misdirected(server, brow
     assert send(server, request("GET", "/", headers)).status == 421
 
 
-def test_http_1_0_without_a_host_is_misdirected(server, browser) -> None:
-    raw = f"GET / HTTP/1.0\r\nCookie: {browser.cookie}\r\n\r\n".encode()
-    assert send(server, raw).status == 421
-
-
-@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND", "get"])
+@pytest.mark.parametrize("method", ["PUT", "OPTIONS", "get"])
 def test_other_methods_are_not_allowed(server, browser, method) -> None:
     assert send(server, request(method, "/", browser.headers())).status == 405
-
-
-def test_a_websocket_is_not_opened(server, browser) -> None:
-    asked = browser.headers(Sec_WebSocket_Version="13", Sec_WebSocket_Key="AAAAAAAAAAAAAAAAAAAAAA==")
-    raw = request("GET", "/changed", [*asked, ("Upgrade", "websocket")])
-    answer = send(server, raw.replace(b"Connection: close", b"Connection: upgrade, close"))
-    assert answer.status == 400
 
 
 # ---- 2 ---------------------------------------------------------------------------------------------------------------
@@ -393,8 +381,6 @@ def test_a_template_that_misses_a_name_fails_and_tells_the_browser_nothing(brows
         (b"&".join(b"a%d=1" % k for k in range(100)), {}, 400),
         (b"", {}, 403),
         (b"a=b", {"Content_Type": "application/json"}, 415),
-        (b"a=b", {"Content_Type": "multipart/form-data; boundary=x"}, 415),
-        (b"a=b", {"Content_Type": "text/plain"}, 415),
         (b"a=b", {"Content_Type": None}, 415),
     ],
 )

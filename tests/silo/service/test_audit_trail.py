@@ -124,13 +124,3 @@ def test_what_a_coordinator_writes_stays_out_of_the_lines(make):
     assert all(32 <= byte < 127 or byte == 10 for byte in raw)
     assert len(raw) < 4000
     assert verify(LogFolder(hospital.folder / "audit")).notes == ()
-
-
-def test_a_restarted_service_goes_on_with_its_chain(make):
-    hospital = make()
-    hospital.start()
-    hospital.stop()
-    hospital.start()
-    hospital.stop()
-    assert [e.what for e in entries(hospital)].count("service stopped") == 2
-    assert verify(LogFolder(hospital.folder / "audit")).notes == ()

@@ -199,7 +199,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.mark.fault(
     "a coordinator", "asks about 10,000 runs", "a few are looked at, the others refused; the home stays small"
 )
-@pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flood_of_preflights_grows_no_home_and_the_real_run_goes_on(tmp_path: Path, kind: str, number: int) -> None:
     with flooded(tmp_path / "home", kind) as hospital:

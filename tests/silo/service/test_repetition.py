@@ -194,14 +194,17 @@ def test_a_task_that_killed_the_service_twice_is_refused_until_the_run_is_resume
     assert len(slow.begun) == before + 1
 
 
-def test_a_service_that_is_told_to_stop_in_the_middle_of_a_task_was_not_killed(make, slow):
+def test_a_service_that_is_told_to_stop_in_the_middle_of_a_task_hands_it_back_and_was_not_killed(make, slow):
     hospital = make(run_round=slow)
     for _ in range(3):
         hospital.start()
+        session = hospital.control.last
         hospital.offer()
         assert slow.started.wait(20)
         slow.started.clear()
         hospital.stop()
+        assert session.over.is_set()
+    assert all(answer.accepted for answer in hospital.answers())
     hospital.start()
     assert "killed" not in hospital.events()
     slow.free.set()

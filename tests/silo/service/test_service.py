@@ -12,7 +12,7 @@ import torch
 
 from fl_core import datasets
 from fl_core.methods import build_method
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
+from fl_core.rounds.manifest import Member, NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import TaskKind
@@ -22,7 +22,7 @@ from protos.wire import codec
 from silo.connection.transfer import RetryPolicy
 from silo.storage.home import Home
 from tests.support import until
-from tests.support.fake_coordinator import MEMBERS, FakeSession, manifest
+from tests.support.fake_coordinator import MEMBERS, manifest
 from tests.support.hospital import TRAINED, upload
 
 # ---- a round -------------------------------------------------------------------------------------------------------
@@ -43,20 +43,6 @@ def test_a_round_from_offer_to_settled(make):
     (task,) = run.tasks
     assert sum(task.evaluation.examples) > 0
     assert hospital.control.last.hello.data.classes == list("0123456789")
-
-
-def test_a_manifest_is_read_once_for_all_rounds_of_a_run(make, monkeypatch):
-    read = []
-    from_json = RunManifest.from_json
-    monkeypatch.setattr(RunManifest, "from_json", lambda text: read.append(text) or from_json(text))
-    hospital = make()
-    hospital.start()
-    for round in (0, 1):
-        hospital.offer(round)
-        hospital.sent(round + 1)
-        hospital.close(round)
-        hospital.settled(round + 1)
-    assert len(read) == 1
 
 
 @pytest.mark.parametrize(
@@ -103,21 +89,6 @@ def test_pulses_tell_of_training_while_it_lasts(make, slow):
 
 
 # ---- the end -------------------------------------------------------------------------------------------------------
-
-
-def test_a_stop_while_training_hands_the_task_back(make, slow):
-    hospital = make(run_round=slow)
-    hospital.start()
-    hospital.offer()
-    assert slow.started.wait(20)
-    session: FakeSession = hospital.control.last
-    hospital.stop()
-    assert session.over.is_set()
-    assert [a.accepted for a in hospital.answers()] == [True]
-    slow.free.set()
-    hospital.start()
-    hospital.offer()
-    hospital.sent()
 
 
 def test_a_stop_while_sending_lets_the_upload_finish(make):

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import CHUNK_BYTES
 from tests.support.coordinator import (
     AWAY,
@@ -17,7 +16,6 @@ from tests.support.coordinator import (
     LATE,
     STEP,
     World,
-    channel,
     chunk,
     code,
     commit,
@@ -90,26 +88,6 @@ def test_a_message_above_four_mebibytes_is_refused(world: World, offer: pb.Offer
     with pytest.raises(grpc.RpcError) as error:
         stub.Put(iter([chunk(bytes(5 << 20), 0, request.contribution_id)]))
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-@pytest.mark.parametrize(
-    "message", [b"\x0a", b"\x0a\x05abc", b"\x10\xff", b"\x02\x00", b"\x0b", b"\x0f", b"\x0a\x01\xff"]
-)
-def test_a_message_that_is_cut_or_no_chunk_is_refused_and_costs_nothing(
-    world: World, offer: pb.Offer, message: bytes
-) -> None:
-    request = open_request("north", offer, DATA)
-    line = channel(world.port, world.people["north"])
-    stub = rpc.TransferStub(line)
-    stub.Open(request)
-    first = chunk(DATA[:STEP], 0, request.contribution_id).SerializeToString()
-    put = line.stream_unary("/consilium.v1.Transfer/Put", response_deserializer=pb.PutReply.FromString)
-    with pytest.raises(grpc.RpcError):
-        put(iter([first, message]))
-    have = stub.Open(request).have
-    assert have in (0, STEP)
-    stub.Put(cut(DATA, request.contribution_id, have))
-    assert commit(stub, request).size == len(DATA)
 
 
 @pytest.mark.fault("a hospital", "writes or commits the update of another", "refused")

@@ -19,7 +19,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Method, RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, RoundContext
-from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
+from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 FLOAT64 = {"dtype": torch.float64}
@@ -137,15 +137,6 @@ def test_local_loss_uses_the_adapted_frame() -> None:
     by_hand = 5.0 * (z / z.norm(dim=1, keepdim=True)) @ frame_of(msg[FRAME]).float().T * torch.tensor([2.0, 2, 0, 0])
     wanted = cross_entropy(by_hand, y, reduction="none")
     assert torch.allclose(method.objective(net, msg, data, context)(net, x, y).per_example, wanted, atol=1e-5)
-
-
-def test_without_frame_and_adaptation_it_is_fedavg_bit_for_bit() -> None:
-    finals = [
-        simulated(name, options)["w"]
-        for name, options in (("fedavg", {}), ("fedgela", {"etf": False, "adapt": False}), ("fedgela", {"etf": False}))
-    ]
-    assert same(finals[0], finals[1])
-    assert not same(finals[0], finals[2])
 
 
 def balanced() -> SiloShare:

@@ -16,7 +16,7 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
-from tests.support.federations import FED, SCHEMA, Given, same, shares, simulated
+from tests.support.federations import FED, SCHEMA, Given, same, shares
 
 COUNTS = torch.tensor([1, 16, 81, 256, 10000], dtype=torch.float64)
 G = torch.tensor([[2, 1, 0.5, 0, -1]], dtype=torch.float64)
@@ -83,31 +83,6 @@ def test_noisy_counts_cannot_take_an_example_its_own_class() -> None:
     for of in (calibrated_ce, published_ce, balanced_softmax):
         assert torch.equal(of(g, label(1), counts, 1.0), of(g, label(1), as_one, 1.0))
         assert torch.isfinite(of(g, label(1), counts, 1.0)).all()
-
-
-def test_balanced_softmax_t_rod_1_2_3_5() -> None:
-    zero, counts = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([90, 10, 0], dtype=torch.float64)
-    assert float(balanced_softmax(zero, label(0), counts)) == pytest.approx(0.1053605157, abs=1e-9)
-    assert float(balanced_softmax(zero, label(1), counts)) == pytest.approx(2.3025850930, abs=1e-9)
-    g = torch.tensor([[1, 2, 3]], dtype=torch.float64, requires_grad=True)
-    value = balanced_softmax(g, label(1), counts)
-    (slope,) = torch.autograd.grad(value.sum(), g)
-    assert float(value.detach()) == pytest.approx(1.4611501717, abs=1e-9)
-    assert slope[0].tolist() == pytest.approx([0.7680306833, -0.7680306833, 0], abs=1e-9)
-    counts = torch.tensor([90, 10, 1], dtype=torch.float64)
-    for gamma, expected in ((0, 1.4076059644), (0.5, 1.0862814128), (1, 1.5222977606)):
-        assert float(balanced_softmax(g.detach(), label(1), counts, gamma)) == pytest.approx(expected, abs=1e-9)
-    equal = balanced_softmax(g.detach(), label(1), torch.full((3,), 7.0))
-    assert float(equal) == pytest.approx(float(cross_entropy(g.detach(), label(1))), abs=1e-9)
-
-
-def test_tau_zero_is_fedavg_bit_for_bit() -> None:
-    finals = [
-        simulated(name, options)["w"]
-        for name, options in (("fedavg", {}), ("fedlc", {"tau": 0.0}), ("fedlc", {"tau": 1.0}))
-    ]
-    assert same(finals[0], finals[1])
-    assert not same(finals[0], finals[2])
 
 
 @pytest.mark.parametrize(("missing", "rests"), [("mask", True), ("floor", False)])

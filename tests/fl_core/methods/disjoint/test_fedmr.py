@@ -28,11 +28,6 @@ def run(method: str, options: Mapping[str, str | int | float | bool], share: flo
     return simulate(RunSetup.of(made), shares(), history), history
 
 
-def test_both_weights_at_zero_is_fedavg_bit_for_bit() -> None:
-    mine, _ = run("fedmr", {"mu1": 0.0, "mu2": 0.0})
-    assert same(mine["w"], run("fedavg", {})[0]["w"])
-
-
 def test_prototypes_off_is_intra_alone_bit_for_bit_and_nothing_else_travels() -> None:
     off, _ = run("fedmr", {"mu1": 1e-4, "prototypes": False})
     alone, _ = run("fedmr", {"mu1": 1e-4, "mu2": 0.0})

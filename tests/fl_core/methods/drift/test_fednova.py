@@ -13,10 +13,8 @@ from fl_core.methods.drift.fednova import FedNova
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
-from fl_core.rounds.capabilities import check_supported
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.enums import Capability
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Part, RoundContext, State
@@ -134,9 +132,6 @@ def test_server_momentum_adds_up_updates_and_an_empty_round_keeps_it() -> None:
 
 
 def test_momentum_of_sgd_is_no_obstacle_but_adam_is() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_supported(FedNova(), [Capability.ADAPTIVE_OPTIMIZER])
-    assert caught.value.code == "E-CFG-08"
     share, context = shares()[0], FED.for_silo(0, 0)
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     adam = PlainLocalData(

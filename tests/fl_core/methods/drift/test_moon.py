@@ -19,7 +19,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LocalResult, State
-from tests.support.federations import FED, SCHEMA, same, same_bundle, shares, simulated
+from tests.support.federations import FED, SCHEMA, same, same_bundle, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
@@ -97,16 +97,6 @@ def test_several_last_models_share_the_denominator() -> None:
     e = [torch.exp(cosine_similarity(z, v) / 0.3) for v in (g, a, b)]
     expected = -torch.log(e[0] / (e[0] + e[1] + e[2]))
     assert torch.allclose(model_contrast(z, g, torch.stack([a, b]), 0.3), expected, atol=1e-12)
-
-
-def test_mu_zero_is_fedavg_and_mixes_as_fedproc_bit_for_bit() -> None:
-    def final(name: str, **options: float | str) -> dict[str, Tensor]:
-        return dict(simulated(name, options)["w"])
-
-    plain, off, on = final("fedavg"), final("moon", mu=0.0), final("moon", mu=5.0)
-    assert same(plain, off)
-    assert not same(plain, on)
-    assert same(final("fedproc"), final("moon", mu=0.0, prototypes="mixture"))
 
 
 def test_first_round_of_a_silo_is_fedavg() -> None:

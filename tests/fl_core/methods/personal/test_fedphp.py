@@ -21,7 +21,7 @@ from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, RoundContext, State
-from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares, simulated
+from tests.support.federations import FED, SCHEMA, Given, same, same_bundle, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
 
@@ -122,15 +122,9 @@ def test_mmd_equals_a_loop_over_pairs_and_gives_finite_gradients_at_equal_points
     assert bool(torch.isfinite(slope).all())
 
 
-def test_first_round_is_fedavg_and_lam_zero_always_is() -> None:
+def test_first_round_is_fedavg() -> None:
     plain, ours = step(FedAvg(weights="uniform"), {}, model_of()), step(FedPHP(lam=0.5), {}, model_of())
     assert same_bundle(plain.bundle, ours.bundle)
-    finals = [
-        simulated(name, options)["w"]
-        for name, options in (("fedavg", {"weights": "uniform"}), ("fedphp", {"lam": 0.0}), ("fedphp", {"lam": 0.5}))
-    ]
-    assert same(finals[0], finals[1])
-    assert not same(finals[0], finals[2])
 
 
 @pytest.mark.parametrize("form", ["kl", "plain_kl", "ce_asym", "mmd"])
