@@ -14,6 +14,7 @@ from dataclasses import fields
 
 from fl_core.converter import Option, read_options
 from fl_core.extensions import loading as extensions
+from fl_core.methods.disjoint.analytic import Analytic
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.methods.disjoint.fedgela import FedGELA
@@ -66,6 +67,7 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedgela": FedGELA,
     "fednh": FedNH,
     "fedcd": FedCD,
+    "analytic": Analytic,
 }
 
 _WRITTEN: Mapping[str, Mapping[str, Option]] = {

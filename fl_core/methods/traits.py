@@ -19,12 +19,19 @@ class Traits:
     server_tracks_state: ClassVar[bool] = False
     bias_follows_classes: ClassVar[bool] = False
     even_norms: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+    """Whether updates hold float64 numbers, on a grid on which their sums are exact."""
     schedule: ClassVar[Mapping[str, float]] = {}
     """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
+        return 0
+
+    @property
+    def exchanges(self) -> int:
+        """Return how many rounds the method takes to end; 0 where every round brings it further."""
         return 0
 
     @property
