@@ -97,7 +97,7 @@ class Analytic(FedAvg):
     def unsupported(self) -> Mapping[Capability, str]:
         return {
             Capability.PARTIAL_PARTICIPATION: "set cohort=0: who is left out of the one sum is left out of the model",
-            Capability.DIFFERENTIAL_PRIVACY: "choose method=fednh or privacy=none: moments have no noisy release",
+            Capability.DIFFERENTIAL_PRIVACY: "moments have no noisy release: take method=fednh, or privacy=none",
         }
 
     def shared(self, name: str) -> bool:

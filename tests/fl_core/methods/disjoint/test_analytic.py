@@ -16,6 +16,8 @@ from sklearn.neighbors import NearestCentroid
 from torch import Tensor
 
 from consilium.testing.cases import TRAIN
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulate.runner import build_simulation
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import ConfigError
@@ -224,6 +226,27 @@ def test_a_class_without_examples_is_never_chosen_by_lda_and_ncm() -> None:
     for kind in ("lda", "ncm"):
         W = head(trained(Analytic(head=kind), [some]))
         assert (np.argmax(seen(rows) @ W[:, :-1].T + W[:, -1], axis=1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "rounds"),
+    [([], 1), (["method.ridge=0"], 2), (["method.class_weights=balanced", "method.ridge=0"], 3), (["rounds=4"], 4)],
+)
+def test_a_run_takes_as_many_rounds_as_there_are_exchanges(words: list[str], rounds: int) -> None:
+    assert compose_spec(["data=digits", "method=analytic", *words]).rounds == rounds
+
+
+def test_fewer_rounds_than_exchanges_are_refused_with_the_remedy() -> None:
+    spec = compose_spec(["data=digits", "federation=p5c2", "method=analytic", "method.ridge=0", "rounds=1"])
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*takes 2 rounds.*leave rounds out"):
+        build_simulation(spec)
+
+
+@pytest.mark.parametrize("method", ["fedgela", "fedbabu"])
+def test_a_method_that_would_train_nothing_of_frozen_features_is_refused_with_the_remedy(method: str) -> None:
+    spec = compose_spec(["data=digits", "federation=p5c2", f"method={method}", "model=random_features"])
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*model\.projection=\[64\].*method=analytic"):
+        build_simulation(spec)
 
 
 def test_a_head_without_a_bias_is_refused_with_the_remedy() -> None:
