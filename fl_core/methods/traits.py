@@ -20,7 +20,6 @@ class Traits:
     bias_follows_classes: ClassVar[bool] = False
     even_norms: ClassVar[bool] = True
     exact: ClassVar[bool] = False
-    """Whether updates hold float64 numbers, on a grid on which their sums are exact."""
     schedule: ClassVar[Mapping[str, float]] = {}
     """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
@@ -31,7 +30,6 @@ class Traits:
 
     @property
     def exchanges(self) -> int:
-        """Return how many rounds the method takes to end; 0 where every round brings it further."""
         return 0
 
     @property

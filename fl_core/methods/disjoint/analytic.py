@@ -145,7 +145,7 @@ class Analytic(FedAvg):
             found["n"] = data.class_counts().double()
         elif context.prototypes and about != NOTHING:
             found |= data.sum(BatchSums(lambda x, y: self._sums(net, asked, about, x, y)))
-        classwise = {name: found[name] for name in ("b", "right") if name in found}
+        classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
         parts = {
             MOMENTS: Part({"a": packed(found["a"])}, found["n"].sum().float()),
             CLASSES: Part(classwise, found["n"].float()),
