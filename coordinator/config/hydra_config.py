@@ -22,7 +22,7 @@ from fl_core.aggregation import options as aggregators
 from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError
 from fl_core.extensions import loading, registry
-from fl_core.methods import METHODS
+from fl_core.methods import METHODS, build_method
 from fl_core.models import MODELS
 from fl_core.suggest import suggest
 from fl_core.types.records import TrainConfig
@@ -52,7 +52,9 @@ def _store_dataclasses() -> None:
     store = ConfigStore.instance().store
     store("run_spec", _defaults(RunSpec) | {"train": _defaults(TrainConfig)})
     for name, method in METHODS.items():
-        schedule = {"train": dict(method.schedule)} if method.schedule else {}
+        schedule: dict[str, object] = {"train": dict(method.schedule)} if method.schedule else {}
+        if method().exchanges:
+            schedule["rounds"] = AUTO
         store(name, {"method": {"name": name, **_defaults(method)}, **schedule}, group="method", package="_global_")
     for name, model in MODELS.items():
         options = _defaults(model)
@@ -151,6 +153,9 @@ def _composed_spec(
         chosen["data"] = with_schema(chosen["data"])
     _move_weights(chosen)
     _choose_stem(chosen)
+    if chosen["rounds"] == AUTO:
+        method = dict(chosen["method"])  # type: ignore[call-overload]
+        chosen["rounds"] = build_method(method.pop("name"), method).exchanges
     return RunSpec.from_mapping(chosen)
 
 

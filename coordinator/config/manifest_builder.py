@@ -143,6 +143,12 @@ def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
     capabilities.check_supported(
         method, capabilities.required_capabilities(spec.train, len(names), spec.cohort, spec.quorum)
     )
+    if spec.rounds < method.exchanges:
+        raise ConfigError(
+            "E-CFG-08",
+            f"method {method.name} takes {method.exchanges} rounds with these options, found rounds={spec.rounds}: "
+            "leave rounds out",
+        )
     if method.without_prototypes and not any(m.prototypes for m in _members(spec, names)):
         return NamedOptions(choice.name, {**choice.options, **method.without_prototypes})
     return choice

@@ -13,6 +13,7 @@ from dataclasses import fields
 
 from fl_core.converter import Option, read_options
 from fl_core.extensions import registry
+from fl_core.methods.disjoint.analytic import Analytic
 from fl_core.methods.disjoint.creff import CReFF
 from fl_core.methods.disjoint.fedcd import FedCD
 from fl_core.methods.disjoint.fedgela import FedGELA
@@ -65,6 +66,7 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedgela": FedGELA,
     "fednh": FedNH,
     "fedcd": FedCD,
+    "analytic": Analytic,
 }
 
 

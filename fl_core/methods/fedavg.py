@@ -50,12 +50,17 @@ class Traits:
     server_tracks_state: ClassVar[bool] = False
     bias_follows_classes: ClassVar[bool] = False
     even_norms: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
     schedule: ClassVar[Mapping[str, float]] = {}
     """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
+        return 0
+
+    @property
+    def exchanges(self) -> int:
         return 0
 
     @property

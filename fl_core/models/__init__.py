@@ -20,6 +20,7 @@ from fl_core.converter import Option, read_options, shown
 from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 from fl_core.models.efficientnet import EfficientNetB0
+from fl_core.models.random_features import RandomFeatures
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56, WideResNet2810
 from fl_core.models.small import (
     CharLstm,
@@ -88,6 +89,7 @@ MODELS: Mapping[str, type[ModelOptions]] = {
     "efficientnet_b0": EfficientNetB0,
     "char_lstm": CharLstm,
     "spiral_mlp": SpiralMlp,
+    "random_features": RandomFeatures,
 }
 
 

@@ -116,7 +116,7 @@ class RunSetup:
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid."""
-        plain = frozenset({torch.float32})
+        plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
         on_grid = self.manifest.grid.ring == "ring32" or self.guards.silo
         return plain | {torch.int32, torch.int64} if on_grid else plain
 

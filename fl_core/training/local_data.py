@@ -37,6 +37,12 @@ EVAL_NUMBERS = EVAL_BATCH * 3 * 64 * 64
 NO_MICRO_BATCH = "expected train.micro_batch=0, since parts of a batch do not add up to it; lower train.batch_size"
 
 
+NOTHING_TO_TRAIN = (
+    "expected something that the method trains, found a model of which it leaves everything as it is: put a trained "
+    "layer between frozen features and head (model.projection=[64]), or take method=analytic, which trains nothing"
+)
+
+
 class _EmptyExamples(Examples):
     """No example, of the shape of others."""
 
@@ -83,7 +89,8 @@ class PlainLocalData:
         """Train `model` in place and return the steps taken.
 
         Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
-        which has no variance to normalise it by, and is not counted.
+        which has no variance to normalise it by, and is not counted. Raises ConfigError (E-CFG-08) without a parameter
+        that may move.
         """
         path = ("round", self._context.round, "silo", self._context.silo, "sgd", self._calls)
         self._calls += 1
@@ -91,6 +98,8 @@ class PlainLocalData:
         if self._config.augment:
             augment = rng.stream(self._context.seed, *path, "augment")
         named = {name: p for name, p in model.named_parameters() if options.only is None or options.only(name)}
+        if not any(p.requires_grad for p in named.values()):
+            raise ConfigError("E-CFG-08", NOTHING_TO_TRAIN)
         model.train()
         if self._config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

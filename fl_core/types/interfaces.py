@@ -116,6 +116,14 @@ class Method(Protocol):
     even_norms: ClassVar[bool]
     """Whether honest updates stay within 100 medians; where they do not, long updates are cut and none is refused."""
 
+    exact: ClassVar[bool]
+    """Whether updates hold float64 numbers, on a grid on which their sums are exact."""
+
+    @property
+    def exchanges(self) -> int:
+        """Say how many rounds the method takes to end; 0 where every round brings it further."""
+        ...
+
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
         """Count the float32 numbers that the method's options make it hold at once beside the model, at least."""
         ...

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 import pytest
-from consilium.testing.methods import CONTEXT, model_of
 
-from consilium.testing.methods import CHECKS, MethodCase
+from consilium.testing.methods import CHECKS, CONTEXT, MethodCase, model_of
 from fl_core.methods import METHODS
 from fl_core.types.enums import Capability, Coupling
 from fl_core.types.values import Weighing

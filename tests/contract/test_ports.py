@@ -42,7 +42,7 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     expected = simulate(RunSetup.of(agreed), shares(), history)
     run = world.finished(world.submit(agreed, request_id=method).id)
     found = world.model(run.id)
-    rounds = world.server.store.runs.rounds(run.id)
+    rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
     until(lambda: all(s.memory.ended.get(run.id) == "finished" for s in silos), "the end at every silo")
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)

@@ -128,5 +128,5 @@ def test_published_settings_can_be_built() -> None:
     found = {(s.paper, s.model, s.classes): s.facts().total_with_buffers for s in papers.SETTINGS}
     assert found["FedMR", "wrn28_10", 100] == 36_564_957
     assert found["FedMR", "efficientnet_b0", 8] == 4_874_581
-    ours = {"digits_cnn", "digits_linear", "digits_mlp", "spiral_mlp", "table_mlp"}
+    ours = {"digits_cnn", "digits_linear", "digits_mlp", "random_features", "spiral_mlp", "table_mlp"}
     assert {s.model for s in papers.SETTINGS} | ours == set(MODELS)

@@ -1,0 +1,287 @@
+"""Analytic: second moments of frozen features, summed once, and a head in closed form.
+
+He, Tong, Fang, Sun, Zeng, Li, Chen and Zhuang, "AFL: A Single-Round Analytic Approach for Federated Learning with
+Pre-trained Models", CVPR 2025; Fani, Camoriano, Caputo and Ciccone, "Accelerating Heterogeneous Federated Learning
+with Closed-form Classifiers", ICML 2024 (Fed3R). With z in R^(d+1) the feature of an example with a constant 1
+behind it, y its class and w_y a weight that all silos share,
+
+    A_k = sum_i w_{y_i} z_i z_i^T     B_k = sum_i w_{y_i} z_i e_{y_i}^T     n_k = examples per class
+    A = sum_k A_k,  B = sum_k B_k,  n = sum_k n_k,  N = sum_c w_c n_c,  s = mean square of a feature
+
+    ridge:  W = (A + lambda s N I)^-1 B                            the constant is not penalised
+    lda:    m_c = B_c / (w_c n_c),  S = (A - sum_c w_c n_c m_c m_c^T) / N + lambda s I    over the features
+            W_c = S^-1 m_c,  b_c = -m_c^T W_c / 2 + log(w_c n_c / N)
+    ncm:    the nearest class mean: W_c = m_c,  b_c = -|m_c|^2 / 2
+
+Exchanges, each with the same layout: counts of classes, where these give the weights w_c = N / (C n_c); the moments;
+and where lambda is chosen, the moments of four fifths of the examples, then those of the last fifth with how often a
+head of each lambda was right about them. A hash of the example says where it belongs, so every one is summed once.
+
+What is summed does not know how examples are divided, so the model is that of one hospital with all of them. To the
+last bit: entries of sqrt(w_y) z are rounded to multiples of 2^-14 and bounded by 32 before they are multiplied, so that
+sums are exact in float64 and on the grid of the round (fixed_point.py), in any order and in any division.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.errors import ConfigError
+from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared.prototypes import features_of
+from fl_core.training.local_data import eval_batch
+from fl_core.types import tensor_maps
+from fl_core.types.enums import Capability
+from fl_core.types.interfaces import LocalData
+from fl_core.types.values import BatchSums, Bundle, LocalResult, Part, RoundContext, State, Tensors
+from fl_core.validate import NonNegative
+
+MOMENTS, CLASSES = "moments", "classes"
+STEP, MAX_ENTRY = 2.0**-14, 32.0
+"""The grid of the entries, and their bound."""
+LAMBDAS = tuple(10.0**k for k in range(-6, 1))
+"""What lambda is chosen from."""
+FIT, ALL, REST, COUNT, NOTHING = "fit", "all", "rest", "count", "nothing"
+"""What an exchange is about: moments of some or all examples, classes alone; nothing once all is summed."""
+_CONSTANT = 1
+"""Entries behind the features."""
+_NEVER = -1e30
+"""The bias of a class that nobody has an example of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analytic(FedAvg):
+    """A linear head on features that nobody trains, solved from one sum: exact however classes are divided.
+
+    head: "ridge", "lda" or "ncm"   ridge: lambda, in units of the features' mean square; 0: of seven powers of ten the
+    one with the best balanced accuracy on a fifth of the training examples, in one more exchange
+    class_weights: "balanced" gives every class the same share, in one more exchange, which counts.
+
+    Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine;
+    between machines the solution differs as their libraries of linear algebra do. Nothing of the model's body is
+    trained or sent. Rounds beyond the exchanges change nothing.
+    """
+
+    name: ClassVar[str] = "analytic"
+    bias_follows_classes: ClassVar[bool] = False
+    exact: ClassVar[bool] = True
+    head: Literal["ridge", "lda", "ncm"] = "ridge"
+    ridge: NonNegative = 1e-3
+    class_weights: Literal["none", "balanced"] = "none"
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        return (CLASSES, MOMENTS)
+
+    @property
+    def exchanges(self) -> int:
+        return len(self._plan)
+
+    @property
+    def _plan(self) -> tuple[str, ...]:
+        counts = (COUNT,) if self.class_weights == "balanced" else ()
+        return (*counts, FIT, REST) if self._chooses else (*counts, ALL)
+
+    @property
+    def _chooses(self) -> bool:
+        return not self.ridge and self.head != "ncm"
+
+    @property
+    def unsupported(self) -> Mapping[Capability, str]:
+        return {
+            Capability.PARTIAL_PARTICIPATION: "set cohort=0: who is left out of the one sum is left out of the model",
+            Capability.DIFFERENTIAL_PRIVACY: "moments have no noisy release: take method=fednh, or privacy=none",
+        }
+
+    def shared(self, name: str) -> bool:
+        return name.startswith("head.")
+
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+        return 4 * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (feature_dim + _CONSTANT)
+
+    def init_server(self, model: nn.Module, context: RoundContext) -> State:
+        """Make the state; raises ConfigError (E-CFG-08) on a head that is not linear or has no bias."""
+        head = features_of(model).head
+        if not isinstance(head, nn.Linear) or head.bias is None:
+            raise ConfigError(
+                "E-CFG-08",
+                "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
+            )
+        everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + _CONSTANT
+        shapes = {"a": (width * (width + 1) // 2,), "b": (classes, width), "n": (classes,)}
+        candidates = {"candidates": torch.zeros(len(LAMBDAS), classes, width)} if self._chooses else {}
+        return {
+            "w": {name: torch.zeros_like(v) for name, v in everything.items() if self.shared(name)},
+            "frozen": {name: v for name, v in everything.items() if not self.shared(name)},
+            "asked": {"root": torch.ones(classes, dtype=torch.float64), **candidates},
+            "sums": {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()},
+        }
+
+    def broadcast(self, server: State) -> State:
+        return {"w": server["w"], "asked": server["asked"]}
+
+    def _about(self, context: RoundContext) -> str:
+        return self._plan[context.round] if context.round < len(self._plan) else NOTHING
+
+    def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
+        model.eval()
+        net, asked, about = features_of(model), msg["asked"], self._about(context)
+        width, classes = net.feature_dim + _CONSTANT, context.n_classes
+        found = {
+            "a": torch.zeros(width, width, dtype=torch.float64),
+            "b": torch.zeros(classes, width, dtype=torch.float64),
+            "n": torch.zeros(classes, dtype=torch.float64),
+        }
+        if self._chooses:
+            found["right"] = torch.zeros(classes, len(LAMBDAS), dtype=torch.float64)
+        if context.prototypes and about == COUNT:
+            found["n"] = data.class_counts().double()
+        elif context.prototypes and about != NOTHING:
+            found |= data.sum(BatchSums(lambda x, y: self._sums(net, asked, about, x, y)))
+        classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
+        parts = {
+            MOMENTS: Part({"a": packed(found["a"])}, found["n"].sum().float()),
+            CLASSES: Part(classwise, found["n"].float()),
+        }
+        return LocalResult(parts, silo)
+
+    @staticmethod
+    def _sums(net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
+        kept = torch.ones(len(y), dtype=torch.bool) if about == ALL else held_out(x) == (about == REST)
+        z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
+        root, own = asked["root"].to(z.device), nn.functional.one_hot(y, len(asked["root"])).double()
+        weighed = entries(z, root[y])
+        sums = {"a": weighed.T @ weighed, "b": own.T @ weighed, "n": own.sum(0)}
+        if about == REST:
+            heads = asked["candidates"].to(z.device)
+            logits = torch.einsum("nd,kcd->nkc", entries(z, torch.ones_like(root)[y]).float(), heads)
+            sums["right"] = own.T @ (logits.argmax(2) == y.unsqueeze(1)).double()
+        return sums
+
+    def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
+        counts, about = total[CLASSES].weight.double(), self._about(context)
+        if about == NOTHING or not bool(counts.sum() > 0):
+            return server
+        if about == COUNT:
+            root = torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
+            return {**server, "asked": {**server["asked"], "root": root}}
+        new = {"a": total[MOMENTS].total["a"], "b": total[CLASSES].total["b"], "n": counts}
+        sums = {name: server["sums"][name] + value.double() for name, value in new.items()}
+        chosen = self.ridge or LAMBDAS[len(LAMBDAS) // 2]
+        asked = dict(server["asked"])
+        if about == FIT:
+            heads = [self._solved(sums, asked["root"], ridge).float() for ridge in LAMBDAS]
+            asked["candidates"] = torch.stack(heads)
+        elif about == REST:
+            chosen = LAMBDAS[best(total[CLASSES].total["right"].double(), counts)]
+        W = self._solved(sums, asked["root"], chosen)
+        head = {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
+        return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, "sums": sums}
+
+    def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
+        A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
+        if self.head == "ridge":
+            return solve_ridge(A, B, ridge)
+        return solve_lda(A, B, weights, ridge) if self.head == "lda" else nearest_mean(B, weights)
+
+    def exported(self, server: State) -> Tensors:
+        return {**server["frozen"], **server["w"]}
+
+
+def best(right: Tensor, counts: Tensor) -> int:
+    """Return which candidate has the best balanced accuracy, the largest lambda of several.
+
+    right: (C, K) correct answers   counts: (C,) examples they were asked about.
+    """
+    there = counts > 0
+    accuracy = (right[there] / counts[there].unsqueeze(1)).mean(0)
+    return int(torch.nonzero(accuracy == accuracy.max())[-1])
+
+
+def held_out(x: Tensor) -> Tensor:
+    """Tell of each example (B, ...) whether it is of the fifth that lambda is chosen on: by a hash of its numbers."""
+    rows = x.detach().cpu().contiguous().flatten(1).numpy()
+    keys = [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little") for row in rows]
+    return torch.tensor([key % 5 == 0 for key in keys], dtype=torch.bool)
+
+
+def features(net: nn.Module, x: Tensor) -> Tensor:
+    """Return the features (B, d) of examples in a batch of one shape, whatever B is: a record's have the same bits."""
+    rows = eval_batch(x.shape[1:])
+    whole = torch.cat((x, x.new_zeros(-len(x) % rows, *x.shape[1:])))
+    with torch.no_grad():
+        found = [features_of(net).features(part) for part in torch.split(whole, rows)]
+    z = torch.cat(found) if found else features_of(net).features(x.new_zeros(rows, *x.shape[1:]))
+    return z[: len(x)]
+
+
+def entries(z: Tensor, root: Tensor) -> Tensor:
+    """Return sqrt(w) (z, 1) (B, d + 1) in float64, on the grid and within its bound; one that is not finite is 0."""
+    whole = torch.cat((z.double(), z.new_ones(len(z), _CONSTANT).double()), dim=1) * root.unsqueeze(1)
+    return (torch.round(whole.nan_to_num(0.0, 0.0, 0.0) / STEP) * STEP).clamp(-MAX_ENTRY, MAX_ENTRY)
+
+
+def packed(a: Tensor) -> Tensor:
+    """Return the lower triangle of a symmetric matrix (D, D) as one vector (D (D + 1) / 2,)."""
+    rows, columns = torch.tril_indices(*a.shape)
+    return a[rows, columns]
+
+
+def unpacked(triangle: Tensor) -> Tensor:
+    """Return the symmetric matrix of what `packed` made."""
+    size = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
+    rows, columns = torch.tril_indices(size, size)
+    a = triangle.new_zeros(size, size)
+    a[rows, columns] = triangle
+    return torch.tril(a) + torch.tril(a, -1).T
+
+
+def solve_ridge(A: Tensor, B: Tensor, ridge: float) -> Tensor:
+    """Return W (C, d + 1): least squares on one-hot targets with lambda N |W|^2, the constant's row left out.
+
+    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature.
+    """
+    size = len(A) - _CONSTANT
+    penalty = torch.full((len(A),), ridge * float(A.diagonal()[:size].mean()), dtype=A.dtype)
+    penalty[size:] = 0.0
+    return _solve(A + torch.diag(penalty), B.T).T
+
+
+def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float) -> Tensor:
+    """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen."""
+    means, size, total = _means(B, weights), len(A) - _CONSTANT, weights.sum()
+    S = (A[:size, :size] - means.T @ (weights.unsqueeze(1) * means)) / total
+    S = S + ridge * float(A.diagonal()[:size].mean() / total) * torch.eye(size, dtype=A.dtype)
+    W = _solve(S, means.T).T
+    bias = torch.where(weights > 0, torch.log(weights / total) - (means * W).sum(1) / 2, _NEVER)
+    return torch.cat((W, bias.unsqueeze(1)), dim=1)
+
+
+def nearest_mean(B: Tensor, weights: Tensor) -> Tensor:
+    """Return W (C, d + 1) whose logits are largest for the nearest class mean; classes without examples come last."""
+    means = _means(B, weights)
+    bias = -means.square().sum(1) / 2
+    return torch.cat((means, torch.where(weights > 0, bias, _NEVER).unsqueeze(1)), dim=1)
+
+
+def _means(B: Tensor, weights: Tensor) -> Tensor:
+    return B[:, :-_CONSTANT] / weights.clamp(min=1e-300).unsqueeze(1)
+
+
+def _solve(S: Tensor, right: Tensor) -> Tensor:
+    """Solve a symmetric system in float64; where it is not positive definite, on its positive eigenvalues alone."""
+    factor, failed = torch.linalg.cholesky_ex(S)
+    if not int(failed):
+        return torch.cholesky_solve(right, factor)
+    values, vectors = torch.linalg.eigh(S)
+    kept = values > values.abs().max() * len(S) * torch.finfo(S.dtype).eps
+    inverse = torch.where(kept, 1.0 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values))
+    solved: Tensor = vectors @ (inverse.unsqueeze(1) * (vectors.T @ right))
+    return solved

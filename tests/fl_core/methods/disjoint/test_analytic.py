@@ -1,0 +1,256 @@
+"""Closed forms against scikit-learn, and sums that do not know how examples are divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import Ridge
+from sklearn.neighbors import NearestCentroid
+from torch import Tensor
+
+from consilium.testing.methods import TRAIN
+from coordinator.config.hydra_config import compose_spec
+from coordinator.simulate.runner import build_simulation
+from fl_core.aggregation.aggregator import Aggregator
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.errors import ConfigError
+from fl_core.methods import build_method
+from fl_core.methods.disjoint import analytic
+from fl_core.methods.disjoint.analytic import LAMBDAS, MAX_ENTRY, STEP, Analytic
+from fl_core.models import build_model
+from fl_core.rounds.layout import derive_layout
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
+from fl_core.types.records import Schema
+from fl_core.types.values import Examples, RoundContext, State
+
+CLASSES, RECORDS = 4, 200
+SCHEMA = Schema((6,), tuple("abcd"))
+
+
+class Rows(Examples):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.labels = x, y
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.labels[index]
+
+
+def records(n: int = RECORDS, seed: int = 0) -> Rows:
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randint(CLASSES, (n,), generator=draw)
+    x = torch.randn(n, *SCHEMA.shape, generator=draw) + 0.7 * y.unsqueeze(1) * torch.tensor([1.0, -1, 1, 0, 0, 2])
+    return Rows(x, y)
+
+
+def model() -> torch.nn.Module:
+    return build_model("random_features", {"width": 24}, SCHEMA, seed=3)
+
+
+def trained(method: Analytic, parts: Sequence[Rows], rounds: int = 0) -> State:
+    """Run the exchanges over these silos, through the grid of a run."""
+    network = model()
+    layout = derive_layout(method, network, SCHEMA)
+    context = RoundContext(len(parts), CLASSES, rounds=rounds or method.exchanges, cohort=len(parts))
+    server = method.init_server(model(), context)
+    grid = FixedPointFormat("ring64", len(parts))
+    for t in range(context.rounds):
+        now = RoundContext(len(parts), CLASSES, context.rounds, t, len(parts))
+        sums = Aggregator({name: layout[name] for name in method.sends}, grid)
+        for k, part in enumerate(parts):
+            data = PlainLocalData(RoundData(part, part, TRAIN, now.for_silo(k, 0)))
+            sums.add(method.local(model(), method.broadcast(server), {}, data, now.for_silo(k, 0)).bundle, k)
+        assert sums.clipped == 0
+        server = method.merge(server, FixedPoint(grid).incoming(sums.total(), len(parts), t), now)
+    return server
+
+
+def head(server: State) -> np.ndarray:
+    return torch.cat((server["w"]["head.weight"], server["w"]["head.bias"].unsqueeze(1)), dim=1).double().numpy()
+
+
+def seen(rows: Rows) -> np.ndarray:
+    """The features as the sums have them: on the grid."""
+    z = analytic.features(model().eval(), rows.x)
+    return analytic.entries(z, torch.ones(len(z), dtype=torch.float64))[:, :-1].numpy()
+
+
+def test_two_records_by_hand() -> None:
+    A = torch.zeros(3, 3, dtype=torch.float64)
+    A[:2, :2] = torch.diag(torch.tensor([1.0, 4.0]))  # z = (1, 0) and (0, 2), the constant left out
+    B = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]], dtype=torch.float64)
+    A[2, 2] = 1.0
+    W = analytic.solve_ridge(A, B, ridge=1 / 2.5)  # lambda N = 1: the mean of the diagonal is 2.5
+    assert torch.allclose(W, torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.4, 0.0]], dtype=torch.float64), atol=1e-15)
+
+
+def test_ridge_is_scikit_learns_with_an_intercept() -> None:
+    rows = records()
+    server = trained(Analytic(ridge=0.01), [rows])
+    z, target = seen(rows), np.eye(CLASSES)[rows.labels.numpy()]
+    alpha = 0.01 * float(np.mean((z**2).sum(0)))
+    reference = Ridge(alpha=alpha, fit_intercept=True, solver="cholesky").fit(z, target)
+    exact = Analytic(ridge=0.01)._solved(server["sums"], torch.ones(CLASSES, dtype=torch.float64), 0.01).numpy()
+    wanted = np.concatenate((reference.coef_, reference.intercept_[:, None]), axis=1)
+    assert np.abs(exact - wanted).max() <= 1e-9 * np.abs(wanted).max()
+    assert np.allclose(head(server), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_lda_is_scikit_learns_with_the_same_shrinkage() -> None:
+    rows, ridge = records(), 0.05
+    server = trained(Analytic(head="lda", ridge=ridge), [rows])
+    z = seen(rows)
+    shift = ridge * float((z**2).mean())
+
+    class Shrunk:
+        def fit(self, found: np.ndarray) -> Shrunk:
+            centred = found - found.mean(0)
+            self.covariance_ = centred.T @ centred / len(found) + shift * np.eye(found.shape[1])
+            return self
+
+    reference = LinearDiscriminantAnalysis(solver="lsqr", covariance_estimator=Shrunk()).fit(z, rows.labels.numpy())
+    exact = Analytic(head="lda")._solved(server["sums"], torch.ones(CLASSES, dtype=torch.float64), ridge).numpy()
+    wanted = np.concatenate((reference.coef_, reference.intercept_[:, None]), axis=1)
+    assert np.abs(exact - wanted).max() <= 1e-8 * np.abs(wanted).max()
+
+
+def test_the_nearest_class_mean_is_scikit_learns() -> None:
+    rows, fresh = records(), seen(records(seed=9))
+    W = head(trained(Analytic(head="ncm"), [rows]))
+    reference = NearestCentroid().fit(seen(rows), rows.labels.numpy())
+    assert (np.argmax(fresh @ W[:, :-1].T + W[:, -1], axis=1) == reference.predict(fresh)).all()
+
+
+def test_balanced_weights_are_those_of_repeated_records() -> None:
+    """Twice as many copies of the rare class are the same as a weight of two."""
+    rows = records()
+    rare = Rows(rows.x[rows.labels < 2][:60], rows.labels[rows.labels < 2][:60])
+    n = torch.bincount(rare.labels, minlength=CLASSES).double()
+    server = trained(Analytic(class_weights="balanced", ridge=0.01), [rare])
+    z, root = seen(rare), np.sqrt(float(n.sum()) / (CLASSES * n[rare.labels].numpy()))
+    weighed = np.concatenate((z, np.ones((len(z), 1))), axis=1) * root[:, None]
+    A = weighed.T @ weighed
+    penalty = np.diag([0.01 * np.diag(A)[:-1].mean()] * (len(A) - 1) + [0.0])
+    wanted = np.linalg.solve(A + penalty, (weighed * root[:, None]).T @ np.eye(CLASSES)[rare.labels.numpy()]).T
+    assert np.allclose(head(server), wanted, atol=2e-3 * np.abs(wanted).max())  # rounding is after the root
+
+
+METHODS = (
+    {},
+    {"head": "lda"},
+    {"head": "ncm"},
+    {"class_weights": "balanced"},
+    {"ridge": 0.0, "class_weights": "balanced"},
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(options=st.sampled_from(METHODS), seed=st.integers(0, 10_000), silos=st.integers(1, 12))
+def test_any_division_of_the_same_examples_gives_the_same_model(options: dict, seed: int, silos: int) -> None:
+    """Empty silos and silos of one class included; to the last bit."""
+    rows, draw = records(), torch.Generator().manual_seed(seed)
+    order = torch.randperm(RECORDS, generator=draw)
+    owner = torch.randint(silos, (RECORDS,), generator=draw) if seed % 2 else rows.labels % silos
+    parts = [Rows(rows.x[order[owner[order] == k]], rows.labels[order[owner[order] == k]]) for k in range(silos)]
+    method = build_method("analytic", options)
+    one, many = trained(method, [rows]), trained(method, parts)
+    for group in ("w", "sums"):
+        assert all(torch.equal(one[group][name], many[group][name]) for name in one[group])
+
+
+def test_less_one_silo_is_never_having_had_it() -> None:
+    """Sums are exact: what remains after subtraction is what the others give."""
+    rows = records()
+    parts = [Rows(rows.x[rows.labels == c], rows.labels[rows.labels == c]) for c in range(CLASSES)]
+    whole, one, rest = (trained(Analytic(), silos)["sums"] for silos in (parts, parts[:1], parts[1:]))
+    assert all(torch.equal(whole[name] - one[name], rest[name]) for name in whole)
+
+
+def test_lambda_is_chosen_on_examples_that_it_was_not_fitted_to_and_all_are_summed() -> None:
+    rows = records()
+    server, chosen = trained(Analytic(ridge=0.0), [rows]), []
+    fit = ~analytic.held_out(rows.x)
+    assert 0 < int((~fit).sum()) < RECORDS / 2
+    for ridge in LAMBDAS:
+        W = head(trained(Analytic(ridge=ridge), [Rows(rows.x[fit], rows.labels[fit])]))
+        found = np.argmax(seen(rows)[~fit.numpy()] @ W[:, :-1].T + W[:, -1], axis=1)
+        y = rows.labels[~fit].numpy()
+        chosen.append(np.mean([(found[y == c] == c).mean() for c in range(CLASSES) if (y == c).any()]))
+    winner = LAMBDAS[max(k for k, score in enumerate(chosen) if score == max(chosen))]
+    whole = trained(Analytic(ridge=winner), [rows])
+    assert all(torch.equal(server["w"][name], whole["w"][name]) for name in whole["w"])
+    assert all(torch.equal(server["sums"][name], whole["sums"][name]) for name in whole["sums"])
+
+
+def test_rounds_beyond_the_exchanges_change_nothing() -> None:
+    assert Analytic().exchanges == 1
+    assert Analytic(class_weights="balanced", ridge=0.0).exchanges == 3
+    once, often = trained(Analytic(), [records()]), trained(Analytic(), [records()], rounds=3)
+    assert all(torch.equal(once["w"][name], often["w"][name]) for name in once["w"])
+
+
+def test_a_record_has_the_same_features_whoever_is_in_its_batch() -> None:
+    rows, network = records(1500), model().eval()
+    whole = analytic.features(network, rows.x)
+    for some in (slice(0, 1), slice(700, 1211), slice(1499, 1500)):
+        assert torch.equal(analytic.features(network, rows.x[some]), whole[some])
+    back = analytic.features(network, rows.x.flip(0)).flip(0)
+    assert torch.equal(back, whole)
+
+
+def test_entries_are_bounded_and_on_the_grid_whatever_the_features_are() -> None:
+    z = torch.tensor([[math.nan, math.inf, -math.inf, 1e38, -1e38, 1e-40, 0.5]])
+    found = analytic.entries(z, torch.ones(1, dtype=torch.float64))
+    assert bool((found.abs() <= MAX_ENTRY).all())
+    assert bool((found / STEP == torch.round(found / STEP)).all())
+    assert found[0, -2:].tolist() == [0.5, 1.0]
+
+
+def test_a_silo_that_submits_no_prototypes_sends_zeros() -> None:
+    rows, context = records(), RoundContext(1, CLASSES, cohort=1).for_silo(0, 0, prototypes=False)
+    method = Analytic()
+    msg = method.broadcast(method.init_server(model(), context))
+    sent = method.local(model(), msg, {}, PlainLocalData(RoundData(rows, rows, TRAIN, context)), context).bundle
+    assert all(not v.any() for part in sent.values() for v in (*part.total.values(), part.weight))
+
+
+def test_a_class_without_examples_is_never_chosen_by_lda_and_ncm() -> None:
+    rows = records()
+    some = Rows(rows.x[rows.labels > 0], rows.labels[rows.labels > 0])
+    for kind in ("lda", "ncm"):
+        W = head(trained(Analytic(head=kind), [some]))
+        assert (np.argmax(seen(rows) @ W[:, :-1].T + W[:, -1], axis=1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "rounds"),
+    [([], 1), (["method.ridge=0"], 2), (["method.class_weights=balanced", "method.ridge=0"], 3), (["rounds=4"], 4)],
+)
+def test_a_run_takes_as_many_rounds_as_there_are_exchanges(words: list[str], rounds: int) -> None:
+    assert compose_spec(["data=digits", "method=analytic", *words]).rounds == rounds
+
+
+def test_fewer_rounds_than_exchanges_are_refused_with_the_remedy() -> None:
+    spec = compose_spec(["data=digits", "federation=p5c2", "method=analytic", "method.ridge=0", "rounds=1"])
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*takes 2 rounds.*leave rounds out"):
+        build_simulation(spec)
+
+
+@pytest.mark.parametrize("method", ["fedgela", "fedbabu"])
+def test_a_method_that_would_train_nothing_of_frozen_features_is_refused_with_the_remedy(method: str) -> None:
+    spec = compose_spec(["data=digits", "federation=p5c2", f"method={method}", "model=random_features"])
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*model\.projection=\[64\].*method=analytic"):
+        build_simulation(spec)
+
+
+def test_a_head_without_a_bias_is_refused_with_the_remedy() -> None:
+    network = build_model("random_features", {"width": 8, "head_bias": False}, SCHEMA, seed=0)
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*model\.head_bias=true"):
+        Analytic().init_server(network, RoundContext(1, CLASSES))
