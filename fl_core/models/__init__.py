@@ -168,7 +168,7 @@ def _facts(name: str, chosen: ModelOptions, schema: Schema) -> ModelFacts:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Draw no normal numbers: a tensor on the meta device has none, and torch imports its compiler to draw some there.
+    """Draw no numbers: a tensor on the meta device has none, and torch imports its compiler to draw some there.
 
     That takes nearly as long as importing torch.
     """
@@ -182,7 +182,7 @@ class _Undrawn(TorchFunctionMode):
     ) -> object:
         del types
         named = kwargs or {}
-        if func in (Tensor.normal_, nn.init.normal_):
+        if func in (Tensor.normal_, nn.init.normal_, Tensor.uniform_, nn.init.uniform_):
             return args[0] if args else named["tensor"]
         return func(*args, **named)
 

@@ -40,7 +40,7 @@ from fl_core.training.local_data import eval_batch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import BatchSums, Bundle, LocalResult, Part, RoundContext, State, Tensors
+from fl_core.types.values import BatchSums, Bundle, LocalResult, Part, PartRule, RoundContext, State, Tensors
 from fl_core.validate import NonNegative
 
 MOMENTS, CLASSES = "moments", "classes"
@@ -79,6 +79,10 @@ class Analytic(FedAvg):
     @property
     def sends(self) -> tuple[str, ...]:
         return (CLASSES, MOMENTS)
+
+    @property
+    def part_rules(self) -> Mapping[str, PartRule]:
+        return {MOMENTS: PartRule(), CLASSES: PartRule()}
 
     @property
     def exchanges(self) -> int:

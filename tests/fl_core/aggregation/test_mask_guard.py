@@ -147,7 +147,7 @@ def test_a_masked_run_over_the_wire_is_the_plain_run_bit_for_bit(
     history = RoundHistory()
     plain = simulate(RunSetup.of(replace(run, privacy=NamedOptions("none"))), shares(), history)
     assert all(same(model[group], plain[group]) for group in plain)
-    assert [r.correct for r in rounds] == [r.correct for r in history.records]
+    assert [r.record.correct for r in rounds] == [r.correct for r in history.records]
     assert all(not v.is_floating_point() for b in seen for p in b.values() for v in (*p.total.values(), p.weight))
     again = simulate(CompiledRun.of(run), shares(), RoundHistory())
     assert all(same(again[group], plain[group]) for group in plain)
