@@ -31,7 +31,7 @@ class RandomLayer(nn.Module):
     def __init__(self, inputs: int, width: int, length: float, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        weight = nn.init.normal_(torch.empty(width, inputs)) / length
+        weight = nn.init.normal_(torch.empty(width, inputs)).div_(length)  # in place: a quotient imports the compiler
         self.register_buffer("weight", weight)
         self.register_buffer("phase", nn.init.uniform_(torch.empty(width), 0.0, 2.0 * math.pi))
 
