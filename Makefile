@@ -47,7 +47,7 @@ check: setup  ## Style, types, layers, generated code, configuration, links of t
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m tests.regenerate --check
 	@$(BIN)/python -m tests.faults --check
-	@$(BIN)/python -m pytest -q tests/test_configs.py tests/test_style.py
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/test_configs.py tests/test_style.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
 
 docs: setup  ## The documentation as a site of files, in site/

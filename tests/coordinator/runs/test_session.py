@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -24,26 +25,28 @@ from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel,
 from tests.support.federations import NAMES, manifest
 
 
-def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(world: World) -> None:
-    line = Line(world, "north", HELLO)
-    until(lambda: line.kinds().count("pulse") >= 3, "pulses")
-    welcome = line.got[0].welcome
-    assert (welcome.protocol, welcome.pulse_seconds) == (PROTOCOL, FAST.pulse_s)
-    assert 225 <= welcome.recycle_seconds <= 300
-    assert welcome.signed_roster
-    info = next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
-    assert (info.state, info.software, info.activity, list(info.data.shape)) == (
-        "online",
-        "by hand 1.0",
-        pb.TRAINING,
-        [1, 8, 8],
-    )
-    line.close()
-    until(lambda: not online(world, "north")(), "north to leave")
-    known = Line(world, "north", pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, roster_version=3))
-    until(lambda: known.got, "a welcome")
-    assert known.got[0].welcome.signed_roster == b""
-    known.close()
+def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(tmp_path: Path) -> None:
+    unhurried = replace(FAST, pulse_s=2.0)  # a line by hand is dropped after three pulses without an answer
+    with running(tmp_path / "home", NAMES, unhurried) as world:
+        line = Line(world, "north", HELLO)
+        until(lambda: line.kinds().count("pulse") >= 2, "pulses")
+        welcome = line.got[0].welcome
+        assert (welcome.protocol, welcome.pulse_seconds) == (PROTOCOL, unhurried.pulse_s)
+        assert 225 <= welcome.recycle_seconds <= 300
+        assert welcome.signed_roster
+        info = next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
+        assert (info.state, info.software, info.activity, list(info.data.shape)) == (
+            "online",
+            "by hand 1.0",
+            pb.TRAINING,
+            [1, 8, 8],
+        )
+        line.close()
+        until(lambda: not online(world, "north")(), "north to leave")
+        known = Line(world, "north", pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, roster_version=3))
+        until(lambda: known.got, "a welcome")
+        assert known.got[0].welcome.signed_roster == b""
+        known.close()
 
 
 def test_sessions_that_begin_together_are_not_replaced_together(world: World) -> None:
