@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fl_core.rounds.manifest import RunManifest
     from privacy.compiled_run import CompiledRun
 
-LARGEST = 1 << 20
+MAX_BYTES = 1 << 20
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 _NOTHING = "nothing is accepted until then"
@@ -206,13 +206,13 @@ def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:
         if not stat.S_ISREG(facts.st_mode):
             raise closed(f"expected {file} to be a file, found {stat.filemode(facts.st_mode)}")
         with os.fdopen(fd, "rb", closefd=False) as source:
-            raw = source.read(LARGEST + 1)
+            raw = source.read(MAX_BYTES + 1)
     except OSError as error:
         raise closed(f"expected to read {file}, found {error.strerror}") from error
     finally:
         os.close(fd)
-    if len(raw) > LARGEST:
-        raise closed(f"expected at most {LARGEST} bytes in {file}, found more")
+    if len(raw) > MAX_BYTES:
+        raise closed(f"expected at most {MAX_BYTES} bytes in {file}, found more")
     return raw, facts
 
 

@@ -21,7 +21,7 @@ from benchmarks.epsilon_picture.limits import gaussian_picked, gaussian_right, r
 ROOT = Path(__file__).parents[2]
 AUDIT, PICTURE = ROOT / "benchmarks/audit/audit.json", ROOT / "docs/privacy/epsilon.png"
 DELTA = 1e-5
-LEAST, MOST, WITHOUT = 0.1, 20.0, 45.0
+MIN_EPSILON, MAX_EPSILON, WITHOUT = 0.1, 20.0, 45.0
 """The axis of epsilon, and where what has no privacy stands on it."""
 PLACES = {"epsilon 1": 1.0, "epsilon 8": 8.0, "no privacy": WITHOUT}
 TICKS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16)
@@ -52,7 +52,7 @@ def draw(found: Sequence[Attack], file: Path, points: int = 200) -> None:
     figure = Figure(figsize=(9.2, 6.0), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.add_subplot()
-    epsilons = np.geomspace(LEAST, MOST, points)
+    epsilons = np.geomspace(MIN_EPSILON, MAX_EPSILON, points)
     most = [100 * right(e, DELTA) for e in epsilons]
     picked = [100 * gaussian_picked(e, DELTA) for e in epsilons]
     noise = [100 * gaussian_right(e, DELTA) for e in epsilons]
@@ -99,7 +99,7 @@ def _dots(axis: Axes, attack: Attack, shift: float, colour: str) -> None:
 
 def _axes(axis: Axes) -> None:
     axis.set_xscale("log")
-    axis.set_xlim(LEAST, 70)
+    axis.set_xlim(MIN_EPSILON, 70)
     axis.set_xticks([*TICKS, WITHOUT], [*(f"{t:g}" for t in TICKS), "no\nprivacy"])
     axis.minorticks_off()
     axis.set_ylim(44, 101.5)

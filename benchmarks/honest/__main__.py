@@ -38,7 +38,7 @@ SETTINGS = {
 COHORTS = (3, 5, 0)
 RATES = (0.01, 0.1)
 """Learning rates: an ordinary one, and one with which training overshoots where classes are disjoint."""
-SMALLEST, LARGEST = 3, 300
+MIN_SIZE, MAX_SIZE = 3, 300
 """Training examples of the smallest and of the largest hospital where sizes are uneven."""
 
 
@@ -96,7 +96,7 @@ class Some(Examples):
 def uneven(shares: Sequence[SiloShare], seed: int) -> list[SiloShare]:
     """Deal the training examples again: from one hospital to the next the size grows by the same factor."""
     whole, last = ConcatExamples([share.train for share in shares]), len(shares) - 1
-    sizes = [round(SMALLEST * (LARGEST / SMALLEST) ** (k / last)) for k in range(len(shares))]
+    sizes = [round(MIN_SIZE * (MAX_SIZE / MIN_SIZE) ** (k / last)) for k in range(len(shares))]
     order = torch.from_numpy(rng.numpy_stream(seed, "uneven").permutation(len(whole)))
     parts = torch.split(order[: sum(sizes)], sizes)
     return [SiloShare(Some(whole, part), share.test) for part, share in zip(parts, shares, strict=True)]

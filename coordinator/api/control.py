@@ -1,4 +1,4 @@
-"""Control: one stream per silo for heartbeats, offers and answers."""
+"""Control: one stream per silo for pulses, offers and answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_STAGED = 1000
 _SOONEST = 0.75
 """Sessions that began together, as after a restart, are replaced over a quarter of the time that they last."""
 _PER_SESSION_S = 1.0
-_LONGEST_S = 3600.0
+_MAX_S = 3600.0
 """No silo takes a longer time than this for one that was meant."""
 
 
@@ -199,7 +199,7 @@ def session_seconds(asked: float, sessions: int) -> float:
 
     Guarantees: however many there are, hardly more than one of them is replaced in a second, up to an hour for each.
     """
-    longest = min(max(asked, _PER_SESSION_S * sessions), _LONGEST_S) if asked else 0.0
+    longest = min(max(asked, _PER_SESSION_S * sessions), _MAX_S) if asked else 0.0
     return longest * secrets.SystemRandom().uniform(_SOONEST, 1.0)
 
 

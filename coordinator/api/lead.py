@@ -133,7 +133,7 @@ class LeadService(rpc.LeadServicer):
                     await context.write(event)
                 if run.state.ended:
                     return
-                # Heartbeats are shown together, at most once a second.
+                # Pulses are shown together, at most once a second.
                 if (wait := next_live - time.monotonic()) <= 0:
                     live = await self._workers.run(self._live, run, last)
                     now: list[object] = [
@@ -153,7 +153,7 @@ class LeadService(rpc.LeadServicer):
 
     def _live(self, run: Run, last: int) -> pb.Event:
         live, info = self._members(run), self._info(run)
-        for silo in live:  # what was declared does not change with every heartbeat
+        for silo in live:  # what was declared does not change with every pulse
             silo.ClearField("data")
         event = pb.Event(number=last, run_id=run.id, kind="silo", round=run.closed, silos=live, info=info)
         event.at_unix = time.time()

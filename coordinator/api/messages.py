@@ -22,7 +22,7 @@ from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TO_WIRE
 
-_LONGEST_S = 1e12
+_MAX_S = 1e12
 """A deadline may be infinite, which JSON cannot say."""
 
 
@@ -71,7 +71,7 @@ def waiting_info(waiting: Waiting) -> pb.Waiting:
     silos = [
         pb.AwaitedSilo(
             name=a.name,
-            left_s=min(a.left, _LONGEST_S),
+            left_s=min(a.left, _MAX_S),
             online=a.offline is None,
             offline_s=a.offline or 0.0,
             classes=a.classes,

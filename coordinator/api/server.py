@@ -57,7 +57,7 @@ _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
 _MEMBER_THREADS, _LEAD_THREADS, _SESSION_THREADS = 8, 4, 4
 _MAINTENANCE_S = 5.0
 _FEW_DESCRIPTORS = 4096
-_MOST_CONNECTIONS = 1 << 20
+_MAX_CONNECTIONS = 1 << 20
 _OWN_DESCRIPTORS = 1024
 """Descriptors that no connection takes, where there are enough: databases, objects, logs."""
 
@@ -66,7 +66,7 @@ _OWN_DESCRIPTORS = 1024
 class Settings:
     """What an operator may set.
 
-    pulse_s, recycle_s: seconds between heartbeats, and until a silo opens a new session; parallel_runs: runs under
+    pulse_s, recycle_s: seconds between pulses, and until a silo opens a new session; parallel_runs: runs under
     way at once; quota: bytes of unfinished uploads per silo; limits: what one certificate may ask; metrics: where they
     are served, if anywhere.
     """
@@ -278,13 +278,13 @@ def _raise_descriptor_limit() -> int:
         soft = hard
     if soft != resource.RLIM_INFINITY and soft < _FEW_DESCRIPTORS:
         log.warning("this process may have %d files and connections open at once: raise its LimitNOFILE", soft)
-    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft
+    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft
 
 
 def _connections_of(descriptors: int) -> int:
     """Return how many connections there may be, so that the service's own files can always be opened."""
     own = min(_OWN_DESCRIPTORS, descriptors // 2)
-    return max(1, min(descriptors - own, _MOST_CONNECTIONS))
+    return max(1, min(descriptors - own, _MAX_CONNECTIONS))
 
 
 def _with_port(bind: str, port: int) -> str:

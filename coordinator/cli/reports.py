@@ -14,7 +14,7 @@ from coordinator.cli.options import Place
 from coordinator.cli.runs import Client
 from coordinator.lead import run_log
 from coordinator.lead.client import LeadClient
-from coordinator.lead.comparison import MOST_RUNS, ComparedRun, Comparison, comparison_json, score_rows
+from coordinator.lead.comparison import MAX_RUNS, ComparedRun, Comparison, comparison_json, score_rows
 from coordinator.lead.comparison import compare as compare_runs
 from coordinator.lead.curves import MEASURES
 from coordinator.lead.tables import size
@@ -96,8 +96,8 @@ def plot(
 
 
 def _details(home: Path, runs: Sequence[str]) -> list[pb.RunDetail]:
-    if len(runs) > MOST_RUNS:
-        raise ConfigError("E-CFG-02", f"expected at most {MOST_RUNS} runs, found {len(runs)}: name fewer")
+    if len(runs) > MAX_RUNS:
+        raise ConfigError("E-CFG-02", f"expected at most {MAX_RUNS} runs, found {len(runs)}: name fewer")
     with closing(LeadClient.open(home)) as client:
         return [client.show(run) for run in runs]
 

@@ -34,7 +34,7 @@ IMAGES = {"folder", "manifest"}
 """Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
 OWN = IMAGES | {"table"}
 """What hospitals bring themselves; a simulation needs its path."""
-_LARGEST = 2**53
+_MAX_INTEGER = 2**53
 _OF_SPEC = (
     "train",
     "rounds",
@@ -197,7 +197,7 @@ def _aggregator(spec: RunSpec) -> NamedOptions:
 def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:
     """Draw who submits prototypes. Only a private run keeps the declared sizes; 0: no usable one."""
     private = sizes is not None and profiles.is_private(_choice(spec.privacy))
-    declared = [int(n) if 0 < n < _LARGEST else 0 for n in sizes] if private and sizes else None
+    declared = [int(n) if 0 < n < _MAX_INTEGER else 0 for n in sizes] if private and sizes else None
     return make_members(names, spec.seed, spec.prototype_share, declared)
 
 

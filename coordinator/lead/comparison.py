@@ -19,7 +19,7 @@ from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import LAST, LEVEL, NOTHING, Estimate, Sums
 from protos.consilium.v1 import federation_pb2 as pb
 
-MOST_RUNS = 20
+MAX_RUNS = 20
 COMPARED = "balanced_accuracy"
 """The measure by which runs are held against each other."""
 BEHIND = "behind the best"
@@ -184,10 +184,10 @@ class Comparison:
 def compare(runs: Sequence[ComparedRun]) -> Comparison:
     """Compare runs; raises ConfigError (E-CFG-02) unless there are 2 to 20 different ones."""
     ids = [run.id for run in runs]
-    if not 2 <= len(ids) <= MOST_RUNS or len(set(ids)) < len(ids):
+    if not 2 <= len(ids) <= MAX_RUNS or len(set(ids)) < len(ids):
         raise ConfigError(
             "E-CFG-02",
-            f"expected 2 to {MOST_RUNS} different runs, found {', '.join(ids[:MOST_RUNS])}: name others",
+            f"expected 2 to {MAX_RUNS} different runs, found {', '.join(ids[:MAX_RUNS])}: name others",
         )
     keys = sorted({key for run in runs for key in run.configuration})
     values = {key: tuple(run.configuration.get(key) for run in runs) for key in keys}

@@ -32,7 +32,7 @@ from service_core.console import printable
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_CHARS = 16 << 20
-_MOST_ROUNDS = 200_000
+_MAX_ROUNDS = 200_000
 _STATE_COPIES, _STATE_EXTRA = 16, 64 << 20
 
 
@@ -46,7 +46,7 @@ def check_detail(detail: pb.RunDetail) -> RunManifest:
         raise _unsound("a run's id of letters, digits and hyphens", repr(info.run_id[:80]))
     if not _DIGEST.fullmatch(info.model_object):
         raise _unsound("the digest of a state", repr(info.model_object[:80]))
-    if len(detail.manifest_json) > _MANIFEST_CHARS or len(detail.rounds) > _MOST_ROUNDS:
+    if len(detail.manifest_json) > _MANIFEST_CHARS or len(detail.rounds) > _MAX_ROUNDS:
         raise _unsound("a manifest and its rounds", f"{len(detail.manifest_json)} and {len(detail.rounds)} of them")
     manifest = RunManifest.from_json(detail.manifest_json)
     if manifest.digest() != info.manifest_digest:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.lead.comparison import MOST_RUNS
+from coordinator.lead.comparison import MAX_RUNS
 from coordinator.lead.curves import Curve, curves, text
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
@@ -44,8 +44,8 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
         raise ConfigError(
             "E-CFG-02", f"--out: expected a .png or .svg file in a folder that is there, found {out}: name another file"
         )
-    if len({detail.info.run_id for detail in details}) < len(details) or len(details) > MOST_RUNS:
-        raise ConfigError("E-CFG-02", f"expected at most {MOST_RUNS} runs, each once, found {len(details)}: name fewer")
+    if len({detail.info.run_id for detail in details}) < len(details) or len(details) > MAX_RUNS:
+        raise ConfigError("E-CFG-02", f"expected at most {MAX_RUNS} runs, each once, found {len(details)}: name fewer")
     found = [curves(detail.rounds) for detail in details]
     drawn = [m for m in (measures or ("accuracy", "balanced_accuracy")) if any(m in each for each in found)]
     if not drawn or (measures and set(drawn) != set(measures)):

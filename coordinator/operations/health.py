@@ -20,7 +20,7 @@ from service_core.storage import disk
 PROBLEMS = ("database", "disk", "scheduler", "maintenance", "stopping")
 """The words for what keeps the service from its work."""
 _BUSY_S = 2.0
-_LEAST_PATIENCE_S = 15.0
+_MIN_PATIENCE_S = 15.0
 _ASK_S = 10.0
 _LOOK_S = 0.25
 
@@ -40,7 +40,7 @@ class Readiness:
     ) -> None:
         self._database = database
         self._scheduler_lives = scheduler_lives
-        self._patience_s = max(_LEAST_PATIENCE_S, 3 * every_s)
+        self._patience_s = max(_MIN_PATIENCE_S, 3 * every_s)
         self._clock = clock
         self._found: tuple[str, ...] = ()
         self._looked = clock()

@@ -45,7 +45,7 @@ RUN_PLANNED = Family(f"{_P}_run_rounds_planned", "gauge", "Rounds that such a ru
 LEFT_OUT = Family(
     f"{_P}_label_values_left_out",
     "gauge",
-    f"Silos, or such runs, beyond the {metrics.MOST_VALUES} that are shown",
+    f"Silos, or such runs, beyond the {metrics.MAX_VALUES} that are shown",
     ("label",),
 )
 ROUND_SECONDS = Family(
@@ -166,10 +166,10 @@ class _Looks:
 
     def _runs_left_out(self) -> int:
         counts = self._store.runs.counts()
-        return max(0, sum(counts[state] for state in LIVE) - metrics.MOST_VALUES)
+        return max(0, sum(counts[state] for state in LIVE) - metrics.MAX_VALUES)
 
     def runs(self) -> Iterable[Metric]:
         yield RUNS.samples(((state.value,), count) for state, count in self._store.runs.counts().items())
-        found = self._store.runs.progress(LIVE, metrics.MOST_VALUES)
+        found = self._store.runs.progress(LIVE, metrics.MAX_VALUES)
         yield RUN_CLOSED.samples(((run_id,), closed) for run_id, closed, _ in found)
         yield RUN_PLANNED.samples(((run_id,), planned) for run_id, _, planned in found)

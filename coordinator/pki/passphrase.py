@@ -18,7 +18,7 @@ from fl_core.errors import ConfigError, StateError
 from service_core.pki import certificates
 from service_core.storage import private_files
 
-SHORTEST = 12
+MIN_BYTES = 12
 
 
 @dataclass(slots=True)
@@ -82,10 +82,10 @@ def unlock(pem: bytes, where: Path) -> ec.EllipticCurvePrivateKey:
 
 def lock(pem: bytes, passphrase: bytes) -> bytes:
     """Encrypt a key (PKCS 8, PEM); raises ConfigError (E-CFG-02) on a passphrase that is too short."""
-    if len(passphrase) < SHORTEST:
+    if len(passphrase) < MIN_BYTES:
         raise ConfigError(
             "E-CFG-02",
-            f"expected a passphrase of at least {SHORTEST} bytes, found {len(passphrase)}: choose a longer one",
+            f"expected a passphrase of at least {MIN_BYTES} bytes, found {len(passphrase)}: choose a longer one",
         )
     return certificates.load_key(pem, "the authority's key").private_bytes(
         serialization.Encoding.PEM,

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _CODE = re.compile(r"E-[A-Z]+-\d\d")
 MISSED_PULSES = 3
 _ALIVE_PULSES = 2
-"""Heartbeats after which a silent session counts as dead and may be replaced."""
+"""Pulses after which a silent session counts as dead and may be replaced."""
 _LOST_MESSAGES_S = 300.0
 """A run's end is sent again to a silo that was last seen before the end, or less than this long after it."""
 

@@ -23,7 +23,7 @@ from coordinator.runs.update_checks import UpdateChecks, declared_sizes
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.aggregation.options import NormClipped
-from fl_core.aggregation.round_sum import FEWEST
+from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN
 from fl_core.errors import FederationError, RefusedError, StateError, UnavailableError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
@@ -68,11 +68,11 @@ class RunExecution:
         self.dispatcher.note_software(run.id, run.members)
         if preflight_is_due(run, self.store):
             ask_preflight(run, manifest, self.dispatcher, steering.excluded, all_answer=compiled.private)
-        if len(run.members) < FEWEST and self.store.runs.round(run.id, 0) is None:
+        if len(run.members) < MIN_UPDATES_FOR_MEDIAN and self.store.runs.round(run.id, 0) is None:
             may = "nothing bounds what one of them does to the model"
             if isinstance(compiled.aggregator, NormClipped):
                 may = "one of them may move the model by several times the length of its initial weights in a round"
-            text = f"fewer than {FEWEST} silos: {may}, and one update that is refused pauses the run"
+            text = f"fewer than {MIN_UPDATES_FOR_MEDIAN} silos: {may}, and one update that is refused pauses the run"
             self.store.runs.event(run.id, "warning", text=text)
         broadcasts = BroadcastCache(run.id, manifest.deadline_s, self.store, self.objects, self.delete_unused)
         server = self._begin(run, compiled, broadcasts)

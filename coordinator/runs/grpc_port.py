@@ -132,7 +132,7 @@ class GrpcPort:
                 self.dispatcher.offer(pending)
                 digest = pending.wait()
         update = checked(BundleFile(self.objects.verified(digest)), self.allowed)
-        self.closer.brought(self.name, update)
+        self.closer.record_classes(self.name, update)
         measured = self.checks.measured(task.contribution_id)
         return update if measured is None else MeasuredUpdate(update, measured)
 

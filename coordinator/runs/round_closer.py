@@ -118,7 +118,7 @@ class RoundCloser:
                 row.round, row.record.kind, row.cohort, self._clock(), rule, missed, declared, earlier
             )
 
-    def brought(self, name: str, update: Mapping[str, Part]) -> None:
+    def record_classes(self, name: str, update: Mapping[str, Part]) -> None:
         """Note the classes of an update that has come, and is not yet accepted."""
         if (found := classes_in(update, self._manifest)) is not None:
             with self._lock:

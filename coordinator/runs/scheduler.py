@@ -41,7 +41,7 @@ _LIVE = (RunState.WAITING, RunState.RUNNING)
 _HALTED = (RunState.PAUSED, RunState.FAILED)
 _FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37"})
 """Errors that pause a run: hospitals are missing, and the lead decides."""
-_MOST_HOURS = 24.0 * 365
+_MAX_HOURS = 24.0 * 365
 
 
 class _Active(NamedTuple):
@@ -163,7 +163,7 @@ class RunScheduler:
         Raises ConfigError (E-CFG-02) on a number that is none; StateError (E-RUN-11) when no round is open.
         """
         validate.positive("E-CFG-02", "", hours=hours)
-        validate.at_most("E-CFG-02", "", _MOST_HOURS, hours=hours)
+        validate.at_most("E-CFG-02", "", _MAX_HOURS, hours=hours)
         run = self._steerable(query, (RunState.RUNNING,))
         self.store.steering.extend(run.id, self._open_round(run), 3600 * hours)
         self.store.runs.event(run.id, "extended", self._open_round(run), text=f"by {hours:g} h")

@@ -1,4 +1,4 @@
-"""One silo's control stream: a queue of messages to send, and the silo's newest heartbeat."""
+"""One silo's control stream: a queue of messages to send, and the silo's newest pulse."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import PeerCertificate
 
 _RUN_CHARS = 128
-"""As many as the id of a run has at most: what a heartbeat names is shown to every lead."""
+"""As many as the id of a run has at most: what a pulse names is shown to every lead."""
 
 
 @dataclass(slots=True)
 class SiloActivity:
-    """What a silo does now, from its newest heartbeat."""
+    """What a silo does now, from its newest pulse."""
 
     activity: pb.Activity.ValueType = pb.IDLE
     run_id: str = ""
@@ -27,7 +27,7 @@ class SiloActivity:
     total: int = 0
 
     def update(self, pulse: pb.Pulse) -> bool:
-        """Take over a heartbeat; return whether anything has changed."""
+        """Take over a pulse; return whether anything has changed."""
         before = (self.activity, self.run_id, self.round, self.done, self.total)
         known = pulse.activity if pulse.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
         now = (known, pulse.run_id[:_RUN_CHARS], pulse.round, pulse.done, pulse.total)

@@ -44,7 +44,7 @@ SECONDS = 60.0
 """Between two checkpoints, where so many rounds take longer: a checkpoint costs a second at most."""
 KEPT = 2
 _FORMAT, _FACTS = 1, "checkpoint.json"
-_LARGEST = 1 << 30
+_MAX_BYTES = 1 << 30
 _NAME = re.compile(r"round-(\d{6,})")
 CONVERTER.register_structure_hook(ClinicalMetrics, lambda raw, _: ClinicalMetrics.of(raw))
 
@@ -106,7 +106,7 @@ class Checkpoint:
     def read(cls, folder: Path) -> Checkpoint:
         """Read one and hold every file against its digest."""
         with (folder / _FACTS).open("rb") as stream:
-            file = structure(_File, parse_json(stream.read(_LARGEST).decode()), _FACTS)
+            file = structure(_File, parse_json(stream.read(_MAX_BYTES).decode()), _FACTS)
         if file.format != _FORMAT:
             raise ValueError(f"format {shown(file.format)}, expected {_FORMAT}")
         if digest(file.body.encode()) != file.digest:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CONFIG, MANIFEST, SUMMARY, MODEL, PLOT = "config.yaml", "manifest.json", "summary.json", "model.safetensors", "plot.png"
 HISTORY, PARQUET = "history", "*.parquet"
-_LARGEST = 64 << 20
+_MAX_BYTES = 64 << 20
 """Bytes of a file of results that is read back; ours are far smaller."""
 
 
@@ -481,9 +481,9 @@ def _plain_yaml(text: str) -> object:
 
 def _read(file: Path) -> str:
     with file.open("rb") as stream:
-        raw = stream.read(_LARGEST + 1)
-    if len(raw) > _LARGEST:
-        raise ValueError(f"more than {_LARGEST} bytes")
+        raw = stream.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise ValueError(f"more than {_MAX_BYTES} bytes")
     return raw.decode()
 
 

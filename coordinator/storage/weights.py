@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coordinator.storage.uploads import UploadRegistry
 from fl_core.errors import ProtocolError, UnavailableError
-from fl_core.rounds.manifest import MOST_WEIGHTS_BYTES
+from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES
 from service_core.storage import disk
 from service_core.storage.object_store import ObjectStore
 
@@ -48,8 +48,8 @@ class WeightsUploads:
         """
         if not _DIGEST.fullmatch(digest):
             raise ProtocolError("E-WIRE-06", f"expected a digest in lower-case hex, found {digest[:80]!r}")
-        if not 0 < size <= MOST_WEIGHTS_BYTES:
-            raise ProtocolError("E-WIRE-06", f"expected at most {MOST_WEIGHTS_BYTES} bytes of weights, found {size}")
+        if not 0 < size <= MAX_WEIGHTS_BYTES:
+            raise ProtocolError("E-WIRE-06", f"expected at most {MAX_WEIGHTS_BYTES} bytes of weights, found {size}")
         with self._lock:
             with self._objects.lock:
                 if self._objects.holds(digest):

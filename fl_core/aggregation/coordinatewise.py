@@ -24,7 +24,7 @@ from fl_core.types.interfaces import Method
 from fl_core.types.values import Bundle, Layout
 
 Values = NDArray[np.float64]
-_LARGEST = 2.0**62
+_MAX_UNITS = 2.0**62
 
 
 def check_supported(method: Method, layout: Layout, aggregator: str) -> None:
@@ -75,7 +75,7 @@ class CoordinatewiseSum(RoundSum):
         scale = float(weights.sum()) * 2.0 ** self.sums.grid.frac_bits(name)
         for key, start, values in self._blocks(name, there, weights):
             found = self._combine(values) if shares is None else shares @ values
-            units = np.rint(np.clip(found * scale, -_LARGEST, _LARGEST)).astype(np.int64)
+            units = np.rint(np.clip(found * scale, -_MAX_UNITS, _MAX_UNITS)).astype(np.int64)
             self.sums.put(name, key, start, torch.from_numpy(units))
         for update in there:
             self.sums.add_weight(name, update[name].weight)

@@ -19,7 +19,7 @@ from fl_core.aggregation.update_check import BUFFERS, Measured, UpdateCheck
 from fl_core.errors import RefusedError
 from fl_core.types.values import Bundle, Part
 
-FEWEST = 3
+MIN_UPDATES_FOR_MEDIAN = 3
 """Updates without which a median protects nobody."""
 
 
@@ -186,7 +186,7 @@ class NormClippedSum(RoundSum):
             known, initial = self._history.reference(block, self._options.ceiling), self._history.initial.get(block)
             if known is not None:
                 found[block] = known
-            elif len(norms) >= FEWEST:
+            elif len(norms) >= MIN_UPDATES_FOR_MEDIAN:
                 found[block] = lower_median(norms) or initial or 0.0
             elif initial:
                 found[block] = initial
@@ -195,8 +195,8 @@ class NormClippedSum(RoundSum):
     def _has_no_comparison(self) -> bool:
         """Tell whether a median is missing that something of this round's updates would be held against."""
         new = [norms for block, norms in self._by_block().items() if block not in self._history.first]
-        late = 0 < len(self._late) < FEWEST and not self.check.noise
-        return late or any(len(norms) < FEWEST for norms in new)
+        late = 0 < len(self._late) < MIN_UPDATES_FOR_MEDIAN and not self.check.noise
+        return late or any(len(norms) < MIN_UPDATES_FOR_MEDIAN for norms in new)
 
     def _moved(self, references: Mapping[str, float]) -> frozenset[str]:
         """Name the blocks of which at least half of the updates are above the limit: the round changed, and no silo.
@@ -224,7 +224,7 @@ class NormClippedSum(RoundSum):
 
     def _medians(self, refused: Mapping[str, str]) -> dict[str, float]:
         accepted = self._by_block(refused)
-        return {block: lower_median(norms) for block, norms in accepted.items() if len(norms) >= FEWEST}
+        return {block: lower_median(norms) for block, norms in accepted.items() if len(norms) >= MIN_UPDATES_FOR_MEDIAN}
 
     def _refusal(self, name: str, ratio: float) -> str:
         times = f"{ratio:.3g} times" if math.isfinite(ratio) else "without bound above"
@@ -275,14 +275,14 @@ class NormClippedSum(RoundSum):
         return [key for key in found.total if key not in (rule.counts, rule.steps)]
 
     def _level_factors(self, norms: Mapping[str, float]) -> dict[str, float]:
-        if len(norms) < FEWEST:
+        if len(norms) < MIN_UPDATES_FOR_MEDIAN:
             return {}
         bound = self._options.clip_at * lower_median(list(norms.values()))
         return {name: bound / norm for name, norm in norms.items() if norm > bound}
 
     def _row_factors(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Cut rows at a multiple of the median of their contributors; of fewer than three, of all rows."""
-        if len(rows) < FEWEST or self.check.noise:
+        if len(rows) < MIN_UPDATES_FOR_MEDIAN or self.check.noise:
             return {}
         norms = torch.stack(list(rows.values()))  # (silos, C)
         every = norms[~norms.isnan()].tolist()
@@ -291,7 +291,9 @@ class NormClippedSum(RoundSum):
         overall, bounds = lower_median(every), list[float]()
         for row in norms.T:
             there = row[~row.isnan()].tolist()
-            bounds.append(self._options.rows * (lower_median(there) if len(there) >= FEWEST else overall))
+            bounds.append(
+                self._options.rows * (lower_median(there) if len(there) >= MIN_UPDATES_FOR_MEDIAN else overall)
+            )
         bound = torch.tensor(bounds, dtype=torch.float64)
         found = {}
         for name, row in rows.items():

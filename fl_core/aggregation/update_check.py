@@ -39,8 +39,8 @@ _SIGMAS = 12.0
 _COUNT_ROUNDING = 1e-6
 """Of float32, in which counts travel: exact up to 16 million."""
 _ROUNDING = 1e-4
-_FEWEST_TESTED = 20
-_FEWEST_LACKED = 0.2
+_MIN_TESTED = 20
+_MIN_LACKED = 0.2
 _KNOWN = 0.5
 _BLOCK = 1 << 15
 
@@ -302,9 +302,9 @@ def _sign(bias: Tensor, counts: Tensor) -> float:
     """
     held = counts > 0
     lacked = len(counts) - int(held.sum())
-    if bias.shape != counts.shape or not _FEWEST_LACKED * len(counts) <= lacked < len(counts):
+    if bias.shape != counts.shape or not _MIN_LACKED * len(counts) <= lacked < len(counts):
         return 0.0
-    if float(counts.sum()) < _FEWEST_TESTED:
+    if float(counts.sum()) < _MIN_TESTED:
         return 0.0
     share, change = counts.double() / counts.double().sum(), bias.double()
     covariance = ((change - change.mean()) * (share - share.mean())).mean()

@@ -25,7 +25,7 @@ from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 
 SHOWN, IN_A_LINE = 50, 5
-MOST_KINDS = 20
+MAX_KINDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ def _listed(names: Sequence[str]) -> str:
 def by_extension(paths: Iterable[Path]) -> dict[str, int]:
     """Count files by extension, the most frequent first; many kinds are summed up."""
     counts = Counter(path.suffix.lower()[:12] or "without extension" for path in paths).most_common()
-    kept, others = dict(counts[:MOST_KINDS]), sum(n for _, n in counts[MOST_KINDS:])
+    kept, others = dict(counts[:MAX_KINDS]), sum(n for _, n in counts[MAX_KINDS:])
     return kept | ({"others": others} if others else {})
 
 

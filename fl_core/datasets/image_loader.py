@@ -62,7 +62,7 @@ class Form(NamedTuple):
     window: Window | None = None
 
 
-class _Shelf:
+class _CacheFile:
     """The squares of one form, in a file without a name."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -85,7 +85,7 @@ class ImageLoader:
         self.folder, self.cache_bytes, self.threads = folder, cache_bytes, threads or cores()
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decode")
         self._lock = Lock()
-        self._shelves: OrderedDict[Form, _Shelf] = OrderedDict()
+        self._shelves: OrderedDict[Form, _CacheFile] = OrderedDict()
         self._unchecked = _LOOK_EVERY
         self._stopped = cache_bytes <= 0
 
@@ -150,7 +150,7 @@ class ImageLoader:
             if self._stopped or not self._make_room(pixels.nbytes, form):
                 return
             try:
-                shelf = self._shelves.get(form) or _Shelf(self.folder)
+                shelf = self._shelves.get(form) or _CacheFile(self.folder)
                 self._shelves[form] = shelf
                 if key in shelf.place or os.pwrite(shelf.file.fileno(), pixels.tobytes(), shelf.size) < pixels.nbytes:
                     return

@@ -25,7 +25,7 @@ from fl_core.errors import ConfigError, DataError
 from fl_core.types.columns import Column, check_columns
 
 SUFFIX = ".toml"
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def beside(table: Path) -> Path:
 def read_schema(file: Path) -> TableSchema:
     """Read a description; raises DataError: E-DATA-02 no such file, E-DATA-07 none that can be read or holds."""
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise DataError("E-DATA-07", f"expected a schema of at most {_MOST_BYTES} bytes in {file}: shorten it")
+        if file.stat().st_size > _MAX_BYTES:
+            raise DataError("E-DATA-07", f"expected a schema of at most {_MAX_BYTES} bytes in {file}: shorten it")
         raw: dict[str, object] = tomllib.loads(file.read_text(encoding="utf-8"))
         columns = raw.get("columns")
         if isinstance(columns, Mapping):

@@ -24,10 +24,10 @@ from fl_core.errors import ConfigError
 from fl_core.types import tensor_maps
 from fl_core.types.values import Tensors
 
-MOST_BYTES = 1 << 30
-MOST_VALUE = 2.0**24
+MAX_BYTES = 1 << 30
+MAX_VALUE = 2.0**24
 """Of a weight: beyond it the grid on which updates are summed clips."""
-_MOST_HEADER_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 16 << 20
 _COUNTER = "num_batches_tracked"
 _NAMED = 3
 """Tensors that a message names."""
@@ -74,8 +74,8 @@ def read_file(path: Path) -> WeightsFile:
         raise ConfigError(
             "E-CFG-02", f"expected a file of weights at {path}, found none: model.weights is a local path"
         )
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise ConfigError("E-CFG-02", f"expected at most {MOST_BYTES} bytes of weights in {path}, found {size}")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ConfigError("E-CFG-02", f"expected at most {MAX_BYTES} bytes of weights in {path}, found {size}")
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -99,7 +99,7 @@ class _UnsoundError(ValueError):
 
 def _from_safetensors(raw: bytes) -> tuple[Tensors, Mapping[str, object]]:
     length = int.from_bytes(raw[:8], "little")
-    if length > _MOST_HEADER_BYTES:  # to parse one takes many times its length in memory
+    if length > _MAX_HEADER_BYTES:  # to parse one takes many times its length in memory
         raise _UnsoundError(f"a header of {length} bytes: no model has so many tensors")
     try:
         tensors = load(raw)
@@ -118,7 +118,7 @@ def _from_torch(raw: bytes) -> Tensors:
                 size = sum(part.file_size for part in parts.infolist())
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # the last: of a newer ZIP than it reads
             raise _UnsoundError(f"a damaged file ({error}): copy or write it again") from error
-        if packed or size > MOST_BYTES:
+        if packed or size > MAX_BYTES:
             raise _UnsoundError("compressed parts, which torch.save never writes: save it again")
     try:
         found = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
@@ -232,8 +232,8 @@ def problem(weights: Tensors, model: nn.Module) -> str:
             return f"{name[:80]!r} of shape {_short(value.shape)} and {value.dtype}, where the model has {have}"
         if not bool(torch.isfinite(value).all()):
             return f"NaN or infinity in {name}"
-        if value.numel() and float(value.abs().max()) > MOST_VALUE:
-            return f"numbers above {MOST_VALUE:.0f} in {name}"
+        if value.numel() and float(value.abs().max()) > MAX_VALUE:
+            return f"numbers above {MAX_VALUE:.0f} in {name}"
         if name.endswith("running_var") and value.numel() and float(value.min()) < 0:
             return f"a negative variance in {name}"
     return ""

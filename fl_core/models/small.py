@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.errors import ConfigError
-from fl_core.models.split_model import MOST_LAYERS, HeadOptions, SplitModel, image_shape, kaiming
+from fl_core.models.split_model import MAX_LAYERS, HeadOptions, SplitModel, image_shape, kaiming
 from fl_core.types.records import Schema
 
-MOST_WIDTH = 4096
+MAX_WIDTH = 4096
 _EMBEDDING, _HIDDEN, _LAYERS = 8, 256, 2
 _VGG_FEATURES = 512
 # channels of the convolutions before each of the five poolings
@@ -95,11 +95,11 @@ class TableMlp(HeadOptions):
     hidden: tuple[int, ...] = (64, 32)
 
     def build(self, schema: Schema) -> SplitModel:
-        if not 1 <= len(self.hidden) <= MOST_LAYERS or not all(1 <= w <= MOST_WIDTH for w in self.hidden):
+        if not 1 <= len(self.hidden) <= MAX_LAYERS or not all(1 <= w <= MAX_WIDTH for w in self.hidden):
             raise ConfigError(
                 "E-CFG-02",
-                f"table_mlp.hidden: expected 1 to {MOST_LAYERS} widths from 1 to {MOST_WIDTH}, found "
-                f"{list(self.hidden)[:MOST_LAYERS]}: change it",
+                f"table_mlp.hidden: expected 1 to {MAX_LAYERS} widths from 1 to {MAX_WIDTH}, found "
+                f"{list(self.hidden)[:MAX_LAYERS]}: change it",
             )
         if len(schema.shape) != 1 or len(schema.classes) < 2:
             raise ConfigError(

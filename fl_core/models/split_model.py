@@ -16,7 +16,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.records import Schema
 from fl_core.types.values import Tensors
 
-MOST_LAYERS = 16
+MAX_LAYERS = 16
 """Of a projection: each is a module, which takes time even where it has no numbers."""
 
 
@@ -64,9 +64,9 @@ def assemble(
     No width: no projection. One: FedMR's Linear(1280, 640), FedGELA's Linear(512, 84). Two: FedCD's
     Linear(84, 84)-ReLU-Linear(84, 256).
     """
-    if len(projection) > MOST_LAYERS:
+    if len(projection) > MAX_LAYERS:
         raise ConfigError(
-            "E-CFG-02", f"model.projection: expected at most {MOST_LAYERS} widths, found {len(projection)}: take fewer"
+            "E-CFG-02", f"model.projection: expected at most {MAX_LAYERS} widths, found {len(projection)}: take fewer"
         )
     for width in projection:
         validate.at_least("E-CFG-02", "model", 1, projection=width)

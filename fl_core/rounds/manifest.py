@@ -17,15 +17,15 @@ from fl_core.converter import ConversionError, Option, parse_json, rename, shown
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.extensions.registry import Extension
 from fl_core.rounds import sampling
-from fl_core.types.clinical import BASIC, CLINICAL, METRICS_KINDS, MOST_CLASSES
+from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES, METRICS_KINDS
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Layout, PartSpec
 from fl_core.validate import Count, between, bounded, one_of
 
 FORMAT = 1
 PATIENCE_S = 60.0
-MOST_ROUNDS, MOST_THREADS, MOST_NAME_CHARS = 100_000, 1024, 200
-MOST_WEIGHTS_BYTES, MOST_SOURCE_CHARS = 1 << 30, 200
+MAX_ROUNDS, MAX_THREADS, MAX_NAME_CHARS = 100_000, 1024, 200
+MAX_WEIGHTS_BYTES, MAX_SOURCE_CHARS = 1 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -87,11 +87,11 @@ class Weights:
                 raise ConfigError(
                     "E-CFG-02", f"expected weights.{name} of 64 hex digits, found {shown(found)}: give the file again"
                 )
-        validate.between("E-CFG-02", "weights", 1, MOST_WEIGHTS_BYTES, size=self.size)
-        if len(self.source) > MOST_SOURCE_CHARS or not self.source.isprintable():
+        validate.between("E-CFG-02", "weights", 1, MAX_WEIGHTS_BYTES, size=self.size)
+        if len(self.source) > MAX_SOURCE_CHARS or not self.source.isprintable():
             raise ConfigError(
                 "E-CFG-02",
-                f"expected a source of at most {MOST_SOURCE_CHARS} visible characters on one line, found "
+                f"expected a source of at most {MAX_SOURCE_CHARS} visible characters on one line, found "
                 f"{shown(self.source)}: shorten it",
             )
 
@@ -145,7 +145,7 @@ class RunManifest:
     data: str
     schema: Schema
     train: TrainConfig
-    rounds: Annotated[int, bounded(between, 0, MOST_ROUNDS)]
+    rounds: Annotated[int, bounded(between, 0, MAX_ROUNDS)]
     seed: int
     members: tuple[Member, ...]
     layout: Layout
@@ -154,7 +154,7 @@ class RunManifest:
     cohort: Count = 0
     quorum: Count = 0
     deadline_s: float = 86400.0
-    threads: Annotated[int, bounded(between, 0, MOST_THREADS)] = 0
+    threads: Annotated[int, bounded(between, 0, MAX_THREADS)] = 0
     image_size: int | None = None
     personal: bool = False
     software: str = ""
@@ -214,16 +214,16 @@ class RunManifest:
         """
         validate.declared("E-CFG-02", "", self)
         self.train.check()
-        if self.metrics == CLINICAL and len(self.schema.classes) > MOST_CLASSES:
+        if self.metrics == CLINICAL and len(self.schema.classes) > MAX_CLASSES:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected at most {MOST_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
+                f"expected at most {MAX_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
                 f"square, found {len(self.schema.classes)}: set metrics={BASIC}",
             )
-        if len(self.name) > MOST_NAME_CHARS:
+        if len(self.name) > MAX_NAME_CHARS:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected name=... of at most {MOST_NAME_CHARS} characters, found {len(self.name)}: shorten",
+                f"expected name=... of at most {MAX_NAME_CHARS} characters, found {len(self.name)}: shorten",
             )
         if self.start is not None and self.start.weights is not None:
             self.start.weights.require_possible()

@@ -11,7 +11,7 @@ from torch import nn
 from fl_core.errors import ConfigError
 
 BACKEND = "inductor"
-MOST_VERSIONS = 64
+MAX_VERSIONS = 64
 """Versions of one piece of code, for other models and shapes, in one process."""
 
 
@@ -36,7 +36,7 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
         setattr(module, name, torch.compile(getattr(module, name), backend=BACKEND))
     try:
         # Without these torch computes as written once it has compiled often, and says so in its log alone.
-        with config.patch(recompile_limit=MOST_VERSIONS, fail_on_recompile_limit_hit=True):
+        with config.patch(recompile_limit=MAX_VERSIONS, fail_on_recompile_limit_hit=True):
             yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         reason = str(error).strip().splitlines()[:1]

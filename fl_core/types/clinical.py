@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 BASIC, CLINICAL = "basic", "clinical"
 METRICS_KINDS = (BASIC, CLINICAL)
 """What evaluations of a run send: correct answers per class, or all that is in `ClinicalMetrics` beside them."""
-SUGGESTED_CLASSES, MOST_CLASSES = 50, 100
+SUGGESTED_CLASSES, MAX_CLASSES = 50, 100
 """Classes up to which a run measures them unasked, and at all: they are C^2 + 256 C numbers in each update."""
 SCORE_BINS, SCORE_UNIT, SCORE_LIMIT = 128, 0.03, 16.0
 """Bins of a score s, 0 where a model knows nothing: equal width in asinh(s / 0.03), so 0.003 wide at 0 and 11 % of |s|

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fl_core.errors import ConfigError
 
-MOST_COLUMNS, MOST_CATEGORIES, MOST_CHARS = 4096, 1024, 200
+MAX_COLUMNS, MAX_CATEGORIES, MAX_CHARS = 4096, 1024, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Column:
     outside: Literal["refuse", "clip"] = "refuse"
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.name) <= MOST_CHARS or not self.name.isprintable() or self.name != self.name.strip():
+        if not 1 <= len(self.name) <= MAX_CHARS or not self.name.isprintable() or self.name != self.name.strip():
             raise ConfigError("E-CFG-02", f"expected a visible name of a column, found {self.name[:40]!r}: rename it")
         if self.numeric != (self.min is not None) or self.numeric != (self.max is not None):
             raise self._wrong("min and max for numbers and integers, and for them alone")
@@ -46,9 +46,9 @@ class Column:
                 raise self._wrong("finite numbers, min below max")
         if (self.type == "category") != bool(self.categories):
             raise self._wrong("categories for a category, and for it alone")
-        if len(set(self.categories)) != len(self.categories) or len(self.categories) > MOST_CATEGORIES:
-            raise self._wrong(f"at most {MOST_CATEGORIES} categories, each once")
-        if not all(1 <= len(c) <= MOST_CHARS and c.isprintable() and c == c.strip() for c in self.categories):
+        if len(set(self.categories)) != len(self.categories) or len(self.categories) > MAX_CATEGORIES:
+            raise self._wrong(f"at most {MAX_CATEGORIES} categories, each once")
+        if not all(1 <= len(c) <= MAX_CHARS and c.isprintable() and c == c.strip() for c in self.categories):
             raise self._wrong("categories of visible text, without spaces around")
 
     @property
@@ -66,8 +66,8 @@ class Column:
 def check_columns(columns: Sequence[Column]) -> None:
     """Raise ConfigError (E-CFG-02) on no column, too many, or two of one name."""
     names = [column.name for column in columns]
-    if not 1 <= len(names) <= MOST_COLUMNS or len(set(names)) != len(names):
-        raise ConfigError("E-CFG-02", f"expected 1 to {MOST_COLUMNS} columns of different names: correct the schema")
+    if not 1 <= len(names) <= MAX_COLUMNS or len(set(names)) != len(names):
+        raise ConfigError("E-CFG-02", f"expected 1 to {MAX_COLUMNS} columns of different names: correct the schema")
 
 
 def width(columns: Sequence[Column]) -> int:

@@ -13,8 +13,8 @@ from fl_core.types.columns import Column
 from fl_core.types.enums import TaskKind
 from fl_core.validate import HalfOpenUnit, Positive, at_most, between, bounded, one_of
 
-MOST_STEPS, LARGEST = 2**31 - 1, 1e12
-Strength = Annotated[float, bounded(between, 0, LARGEST)]
+MAX_STEPS, MAX_STRENGTH = 2**31 - 1, 1e12
+Strength = Annotated[float, bounded(between, 0, MAX_STRENGTH)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class TrainConfig:
     mixes examples.
     """
 
-    lr: Annotated[Positive, bounded(at_most, LARGEST)] = 0.01
+    lr: Annotated[Positive, bounded(at_most, MAX_STRENGTH)] = 0.01
     momentum: HalfOpenUnit = 0.9
     weight_decay: Strength = 1e-5
-    batch_size: Annotated[int, bounded(between, 1, MOST_STEPS)] = 128
-    epochs: Annotated[int, bounded(between, 1, MOST_STEPS)] = 10
+    batch_size: Annotated[int, bounded(between, 1, MAX_STEPS)] = 128
+    epochs: Annotated[int, bounded(between, 1, MAX_STEPS)] = 10
     lr_decay: Annotated[float, bounded(between, 0, 10)] = 1.0
-    max_steps: Annotated[int, bounded(between, 0, MOST_STEPS)] = 0
+    max_steps: Annotated[int, bounded(between, 0, MAX_STEPS)] = 0
     clip_norm: Strength = 0.0
     augment: bool = False
     optimizer: Annotated[str, bounded(one_of, ("sgd", "adam"))] = "sgd"
@@ -63,7 +63,7 @@ class TrainConfig:
     cudnn_benchmark: bool = False
     compile: bool = False
     augment_on_device: bool = False
-    micro_batch: Annotated[int, bounded(between, 0, MOST_STEPS)] = 0
+    micro_batch: Annotated[int, bounded(between, 0, MAX_STEPS)] = 0
 
     def check(self) -> None:
         """Raise ConfigError (E-CFG-02) on what no schedule can be, whoever made it."""

@@ -30,8 +30,8 @@ ORDERS: tuple[float, ...] = (
 )
 """Orders of RDP. Opacus' own list ends at 63, which overstates light plans by a factor of 3; above 1029 its binomials
 overflow."""
-_PRECISION, _MOST_NOISE = 1e-4, 1e6
-_LEAST_NOISE, _MOST_STEPS = 1e-6, 2**53
+_PRECISION, _MAX_NOISE = 1e-4, 1e6
+_MIN_NOISE, _MAX_STEPS = 1e-6, 2**53
 """Less noise counts as none, since its square vanishes; more steps are no exact float."""
 
 
@@ -44,10 +44,10 @@ class Mechanism:
     steps: int = 1
 
     def __post_init__(self) -> None:
-        if not (0 <= self.noise < math.inf and 0 < self.rate <= 1 and 0 < self.steps <= _MOST_STEPS):
+        if not (0 <= self.noise < math.inf and 0 < self.rate <= 1 and 0 < self.steps <= _MAX_STEPS):
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected 0 <= noise < inf, 0 < rate <= 1 and 1 to {_MOST_STEPS} steps, found noise {self.noise}, "
+                f"expected 0 <= noise < inf, 0 < rate <= 1 and 1 to {_MAX_STEPS} steps, found noise {self.noise}, "
                 f"rate {self.rate}, {self.steps} steps",
             )
 
@@ -89,7 +89,7 @@ def _analysis() -> Any:  # noqa: ANN401
 def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArray[np.float64]:
     total = np.zeros(len(orders))
     for m in aggregated(history):
-        if m.noise < _LEAST_NOISE:
+        if m.noise < _MIN_NOISE:
             return np.full(len(orders), math.inf)
         total += m.steps * _rdp_of_a_step(m.noise, m.rate, tuple(orders))
     return total
@@ -100,7 +100,7 @@ def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDAr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = np.atleast_1d(
-            _analysis().compute_rdp(q=rate, noise_multiplier=min(noise, _MOST_NOISE), steps=1, orders=list(orders))
+            _analysis().compute_rdp(q=rate, noise_multiplier=min(noise, _MAX_NOISE), steps=1, orders=list(orders))
         )
     # Of much noise the difference of logarithms can come out below 0, of little as no number at all; noise above a
     # bound, whose square would overflow, counts as that bound.
@@ -126,7 +126,7 @@ def epsilon_prv(history: Iterable[Mechanism], delta: float, error: float = 0.01)
     entries = aggregated(history)
     if not entries:
         return 0.0
-    if any(m.noise < _LEAST_NOISE for m in entries):
+    if any(m.noise < _MIN_NOISE for m in entries):
         return math.inf
     from opacus.accountants import PRVAccountant
 
@@ -137,13 +137,13 @@ def epsilon_prv(history: Iterable[Mechanism], delta: float, error: float = 0.01)
         return float(accountant.get_epsilon(delta=_valid(delta), eps_error=error))
 
 
-_LARGEST = 700.0
+_MAX_EXPONENT = 700.0
 """Below the logarithm of the largest float."""
 
 
 def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
     """Return what add-or-remove privacy means when one record is replaced: (2 eps, (1 + e^eps) delta)."""
-    factor = 1 + math.exp(epsilon) if epsilon < _LARGEST else math.inf
+    factor = 1 + math.exp(epsilon) if epsilon < _MAX_EXPONENT else math.inf
     return 2 * epsilon, min(1.0, factor * delta) if delta > 0 else 0.0
 
 
@@ -212,7 +212,7 @@ def solve_noise(epsilon: float, delta: float, history: Callable[[float], History
     high = 1.0
     while not fits(high):
         high *= 2
-        if high > _MOST_NOISE:
+        if high > _MAX_NOISE:
             raise ConfigError(
                 "E-PRIV-12",
                 f"expected room for training in (epsilon {epsilon:g}, delta {delta:g}), found none: the other releases "

@@ -21,7 +21,7 @@ from fl_core.validate import (
 )
 
 COUPLED = ("split", "micro", "off")
-MOST_RESERVED = 1000
+MAX_RESERVED = 1000
 Delta = Annotated[Positive, bounded(below, 1e-3)]
 Rng = Annotated[str, bounded(one_of, ("secure", "test"))]
 
@@ -44,7 +44,7 @@ class DpConfig:
     metric_noise: Positive = 20.0
     test_data: Annotated[str, bounded(one_of, ("private", "public"))] = "private"
     weights: Annotated[str, bounded(one_of, ("size", "uniform"))] = "size"
-    reserve_rounds: Annotated[int, bounded(between, 0, MOST_RESERVED)] = 1
+    reserve_rounds: Annotated[int, bounded(between, 0, MAX_RESERVED)] = 1
     rng: Rng = "secure"
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class RecordDpConfig(DpConfig):
         return self.clip + (2 * self.coupled_clip if coupled and self.coupled == "split" else 0.0)
 
 
-LEAST_NOMINAL = 100
+MIN_NOMINAL = 100
 """What every hospital of at most so many units declares of its size."""
 
 
@@ -123,4 +123,4 @@ def round_to_two_digits(n: int) -> int:
     A size above the true one is sound: it divides, and sets the sampling rate.
     """
     step = int(10 ** max(1, len(str(n)) - 2))
-    return max(LEAST_NOMINAL, -(-n // step) * step)
+    return max(MIN_NOMINAL, -(-n // step) * step)

@@ -43,7 +43,7 @@ GRID_SLACK = 1.002
 """What rounding to a grid may add to the standard deviation of a release."""
 ROUNDED = 2e-3
 """What rounding each record's contribution toward zero may take off a sum, and so move a ratio of two."""
-_LARGEST = 1e100
+_MAX_NUMBER = 1e100
 """Numbers beyond it are no counts, and their squares and sums no numbers."""
 
 
@@ -117,7 +117,7 @@ def accuracy(
     if noise is None:
         return _exact(right, of)
     rows = noise.draws * len(examples)
-    if rows < 1 or not (math.isfinite(right) and math.isfinite(of) and 0 < noise.std < _LARGEST):
+    if rows < 1 or not (math.isfinite(right) and math.isfinite(of) and 0 < noise.std < _MAX_NUMBER):
         return Estimate(withheld=NOISY)
     found = interval(right, of, noise.std, rows, noise.suppressed, level)
     if found is None:
@@ -207,7 +207,7 @@ def shown_scores(scores: Mapping[str, float], hidden: frozenset[str]) -> dict[st
 
 
 def _finite(value: float) -> float:
-    return value if abs(value) < _LARGEST else math.nan
+    return value if abs(value) < _MAX_NUMBER else math.nan
 
 
 def _exact(right: float, of: float) -> Estimate:

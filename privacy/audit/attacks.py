@@ -29,7 +29,7 @@ from privacy.mechanisms.record.class_sums import PrivacyUnits, class_sums
 
 CANDIDATES = 50
 """Images that a prototype's members are sought among, at most."""
-FEWEST = 5
+MIN_IMAGES = 5
 """And at least: classes with fewer others are left out."""
 HOSPITALS, PER_SILO = 8, 120
 CASES = ((1, 0.0), (5, 0.0), (20, 0.0), (60, 0.0), (1, 2.0), (1, 8.0), (20, 8.0))
@@ -140,12 +140,12 @@ def prototypes(
 
     found = []
     for n, z in cases:
-        if able := [c for c, pool in pools.items() if len(pool) >= n + FEWEST]:
+        if able := [c for c, pool in pools.items() if len(pool) >= n + MIN_IMAGES]:
             found.append(attacked(able, n, z))
     if not found:
         raise ConfigError(
             "E-PRIV-29",
-            f"expected a class of more than {FEWEST} images beside a third of all, found none in {target.name}: "
+            f"expected a class of more than {MIN_IMAGES} images beside a third of all, found none in {target.name}: "
             "audit more data, or leave the prototypes out",
         )
     return found

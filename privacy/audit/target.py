@@ -16,7 +16,7 @@ from fl_core.models.split_model import SplitModel, assemble
 from fl_core.types.records import Schema
 from fl_core.types.values import Examples, Losses
 
-LEAST, MOST = 100, 4000
+MIN_IMAGES, MAX_IMAGES = 100, 4000
 """Records that an audit needs to say anything, and the most that it takes: a random subset of more."""
 _BATCH = 256
 _FEATURES = 64
@@ -44,14 +44,14 @@ class AuditTarget:
 
     @classmethod
     def of(cls, data: SiloDataset, seed: int = 0) -> AuditTarget:
-        """Pool a hospital's training and test images, at most `MOST` of them, in memory.
+        """Pool a hospital's training and test images, at most `MAX_IMAGES` of them, in memory.
 
-        Raises ConfigError (E-PRIV-29) on fewer than `LEAST`, on anything but images, and on a single class.
+        Raises ConfigError (E-PRIV-29) on fewer than `MIN_IMAGES`, on anything but images, and on a single class.
         """
         if len(data.schema.shape) != 3:
             raise ConfigError("E-PRIV-29", f"expected images to audit, found examples of shape {data.schema.shape}")
         sizes = [len(data.train), len(data.test)]
-        chosen = torch.randperm(sum(sizes), generator=rng.stream(seed, "audit", "pool"))[:MOST].sort().values
+        chosen = torch.randperm(sum(sizes), generator=rng.stream(seed, "audit", "pool"))[:MAX_IMAGES].sort().values
         parts = [
             examples.batch(index)
             for examples, mine in (
@@ -61,10 +61,10 @@ class AuditTarget:
             for index in torch.split(mine, _BATCH)
         ]
         target = cls(data.origin, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), data.schema)
-        if len(target.y) < LEAST or len(target.classes) < 2:
+        if len(target.y) < MIN_IMAGES or len(target.classes) < 2:
             raise ConfigError(
                 "E-PRIV-29",
-                f"expected at least {LEAST} images of at least two classes, found {len(target.y)} of "
+                f"expected at least {MIN_IMAGES} images of at least two classes, found {len(target.y)} of "
                 f"{len(target.classes)} in {data.origin}: so few guesses refute nothing; audit more data",
             )
         return target

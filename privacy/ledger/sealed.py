@@ -23,7 +23,7 @@ from privacy.accounting.accountant import ORDERS, Filter, Mechanism, rdp
 from privacy.ledger.account import Account, PlannedRelease, plain, planned_of
 from privacy.ledger.event_chain import ChainHead
 
-PAD, MOST, _NONCE = 1024, 65536, 12
+PAD, MAX_BYTES, _NONCE = 1024, 65536, 12
 _ORDER = ORDERS[30]
 
 
@@ -64,7 +64,7 @@ def seal(secret: bytes, head: ChainHead, restored: int, figures: Figures) -> byt
     raw = zlib.compress(json.dumps(plain_figures, separators=(",", ":")).encode(), 9)
     raw = len(raw).to_bytes(4, "big") + raw
     raw += bytes(-len(raw) % PAD)
-    if len(raw) > MOST:
+    if len(raw) > MAX_BYTES:
         return b""
     nonce = os.urandom(_NONCE)
     return nonce + AESGCM(_key(secret)).encrypt(nonce, raw, f"{head} {restored}".encode())

@@ -22,7 +22,7 @@ RETRY = frozenset(
 """Statuses after which a silo tries again, without end. All others are answers: trying again gives the same."""
 
 
-_MOST_BYTES = 6000
+_MAX_BYTES = 6000
 """Of a text as it travels: with more than 8 KiB of metadata gRPC drops the status, and the reason with it."""
 
 
@@ -33,7 +33,7 @@ def to_status(error: FederationError) -> tuple[str, str]:
 
 def _fitting(text: str) -> str:
     """Cut a text whose bytes, three for each that is no visible ASCII, are too many for a status."""
-    left = _MOST_BYTES
+    left = _MAX_BYTES
     for place, char in enumerate(text):
         left -= 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode(errors="replace"))
         if left < 0:

@@ -167,9 +167,9 @@ class _Chain:
         begins = self.last is None and self.archived
         if not begins:
             if found.line.number != expected:
-                self._say_number(found, expected, rest)
+                self._raise_missing_line(found, expected, rest)
             if found.line.before != ("" if self.last is None else self.last.hash):
-                self._say_edited(found, rest)
+                self._raise_edited_line(found, rest)
         self.first = self.first or found
         self.last = found
         self.count += 1
@@ -180,7 +180,7 @@ class _Chain:
             if found.line.entry.what == RESTORED:
                 self.restored.append(RestoredAt(found.line.number, found.hash))
 
-    def _say_number(self, found: _Found, expected: int, rest: Iterator[tuple[str, int, bytes]]) -> NoReturn:
+    def _raise_missing_line(self, found: _Found, expected: int, rest: Iterator[tuple[str, int, bytes]]) -> NoReturn:
         if found.line.number < expected:
             _fail(f"expected line {expected}, found {found} there: it stands a second time, or out of its place")
         for name, place, raw in rest:
@@ -195,7 +195,7 @@ class _Chain:
                 )
         _fail(f"expected line {expected}, found {found} there: line {expected} is missing")
 
-    def _say_edited(self, found: _Found, rest: Iterator[tuple[str, int, bytes]]) -> NoReturn:
+    def _raise_edited_line(self, found: _Found, rest: Iterator[tuple[str, int, bytes]]) -> NoReturn:
         """Say which of two neighbours was edited: this one, unless the next, or the anchor, names its hash."""
         following = next(rest, None)
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from service_core.version import PROTOCOL
 
 _TIME, _PROTOCOL, _SOFTWARE, _PROBLEMS = (f"consilium-{word}" for word in ("time", "protocol", "software", "problems"))
-_LARGEST_VERSION = 10_000
+_MAX_VERSION = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Answer:
         except ValueError:
             there = math.nan
         protocol = said.get(_PROTOCOL, "")
-        number = int(protocol) if re.fullmatch(r"[0-9]{1,5}", protocol) else _LARGEST_VERSION
+        number = int(protocol) if re.fullmatch(r"[0-9]{1,5}", protocol) else _MAX_VERSION
         return cls(
             serving,
             there - (asked + answered) / 2 if math.isfinite(there) else None,
-            number if number < _LARGEST_VERSION else None,
+            number if number < _MAX_VERSION else None,
             "".join(c for c in said.get(_SOFTWARE, "") if c.isprintable())[:80],
             tuple(re.findall(r"[a-z]{1,20}", said.get(_PROBLEMS, ""))[:10]),
         )

@@ -26,7 +26,7 @@ from service_core.storage.private_files import Credentials
 from service_core.version import PROTOCOL
 
 log = logging.getLogger(__name__)
-MOST_VALUES = 100
+MAX_VALUES = 100
 """Values of one label, for instance silos, that are shown."""
 _LABEL_CHARS = 100
 _DURATIONS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0)
@@ -112,8 +112,8 @@ def code_label(code: str) -> str:
 
 
 def bounded(values: Sequence[T]) -> tuple[Sequence[T], int]:
-    """Return the first `MOST_VALUES` values, and how many were left out."""
-    return values[:MOST_VALUES], max(0, len(values) - MOST_VALUES)
+    """Return the first `MAX_VALUES` values, and how many were left out."""
+    return values[:MAX_VALUES], max(0, len(values) - MAX_VALUES)
 
 
 def build(family: Family, version: str) -> Metric:

@@ -27,7 +27,7 @@ from service_core.storage.private_files import replace_file, sync_folder
 FILE = "backup.json"
 FORMAT = 1
 _TRIES = 20
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 """Of `backup.json`: two million objects."""
 _LATEST = 253_402_300_799.0
 """The last second of the year 9999, after which no date is written."""
@@ -70,8 +70,8 @@ class BackupContents:
         """Read what a folder holds; raises StateError (E-STATE-25) on one that is no finished backup."""
         file = folder / FILE
         try:
-            if not file.is_file() or (size := file.stat().st_size) > _MOST_BYTES:
-                raise _unusable(folder, f"no {FILE} that is a file of at most {_MOST_BYTES} bytes")
+            if not file.is_file() or (size := file.stat().st_size) > _MAX_BYTES:
+                raise _unusable(folder, f"no {FILE} that is a file of at most {_MAX_BYTES} bytes")
             with file.open("rb") as opened:
                 found = structure(cls, parse_json(opened.read(size).decode("utf-8")), FILE)
         except (OSError, ValueError, ConversionError) as error:

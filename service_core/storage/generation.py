@@ -51,7 +51,7 @@ class Generation(NamedTuple):
     number: int
 
 
-class Noted(NamedTuple):
+class GenerationRecord(NamedTuple):
     """What the file says. checkpointed: the changes that are in the database's own file, whatever its log holds."""
 
     incarnation: str
@@ -66,7 +66,7 @@ class GenerationFile:
         self._database = database
         self.path = database.with_name(f"{database.name}.generation")
 
-    def read(self) -> Noted | None:
+    def read(self) -> GenerationRecord | None:
         """Return what was noted last; None where there is no file. Raises StateError (E-STATE-23) on a damaged one."""
         try:
             with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as file:
@@ -75,7 +75,7 @@ class GenerationFile:
             return None
         return self._parse(data)
 
-    def read_leniently(self) -> Noted | None:
+    def read_leniently(self) -> GenerationRecord | None:
         """Return what was noted last; None also where it cannot be read."""
         try:
             return self.read()
@@ -94,7 +94,7 @@ class GenerationFile:
                     return  # the home was restored under this process, which is told so at its next start
                 number = max(noted.number, now.number)
                 whole = max(noted.checkpointed, now.number) if checkpointed else noted.checkpointed
-                if (new := Noted(now.incarnation, number, whole)) != noted:
+                if (new := GenerationRecord(now.incarnation, number, whole)) != noted:
                     os.pwrite(file, _record(new), 0)
                     if checkpointed:
                         os.fsync(file)
@@ -104,7 +104,7 @@ class GenerationFile:
     def _create(self, now: Generation) -> None:
         """Make the file whole, unless another process makes it now."""
         aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
-        replace_file(aside, _record(Noted(*now)), 0o600)
+        replace_file(aside, _record(GenerationRecord(*now)), 0o600)
         try:
             with disk_errors(self.path):
                 os.link(aside, self.path)
@@ -115,7 +115,7 @@ class GenerationFile:
 
     def replace(self, now: Generation) -> None:
         """Write the file anew: on the disk on return."""
-        replace_file(self.path, _record(Noted(*now)), 0o600)
+        replace_file(self.path, _record(GenerationRecord(*now)), 0o600)
 
     def require_file(self) -> None:
         """Raise StateError (E-STATE-23) on a file that is missing or older by itself, sqlite3.Error on a damaged one.
@@ -182,10 +182,10 @@ class GenerationFile:
             "into an empty home; if there is nothing newer, run the command `restore --accept-loss`",
         )
 
-    def _parse(self, data: bytes) -> Noted:
+    def _parse(self, data: bytes) -> GenerationRecord:
         try:
             raw = json.loads(data)
-            found = Noted(str(raw["incarnation"]), int(raw["generation"]), int(raw["checkpointed"]))
+            found = GenerationRecord(str(raw["incarnation"]), int(raw["generation"]), int(raw["checkpointed"]))
             if raw["check"] != _check(found):
                 raise ValueError("its check is wrong")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -253,11 +253,11 @@ def _is_new(db: sqlite3.Connection) -> bool:
     return not db.execute("SELECT 1 FROM sqlite_master").fetchone()
 
 
-def _check(noted: Noted) -> str:
+def _check(noted: GenerationRecord) -> str:
     return digest(" ".join(map(str, noted)).encode())[:16]
 
 
-def _record(noted: Noted) -> bytes:
+def _record(noted: GenerationRecord) -> bytes:
     record = {
         "incarnation": noted.incarnation,
         "generation": noted.number,

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MOST_SERIES = 6
+MAX_SERIES = 6
 """Curves that a reader tells apart; further ones are in the table alone."""
-MOST_POINTS = 400
+MAX_POINTS = 400
 TABLE_ROWS = 60
 _LABEL_CHARS = 16
 _APART = 8.0
 """Percent of the height between two labels."""
-_LARGEST = 1e30
+_MAX_VALUE = 1e30
 """Beyond this a number is drawn as a gap, like one that is none."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 77.0, 5.0, 88.0
 
@@ -90,7 +90,7 @@ class ChartDrawing:
 
 
 def draw(chart: Chart) -> ChartDrawing:
-    shown = [(s.name, [_drawable(v) for v in s.values]) for s in chart.series[:MOST_SERIES]]
+    shown = [(s.name, [_drawable(v) for v in s.values]) for s in chart.series[:MAX_SERIES]]
     low, high = chart.limits or _limits([v for _, values in shown for v in values if v is not None])
     first, last = (chart.x[0], chart.x[-1]) if chart.x else (0.0, 1.0)
     if last == first:
@@ -127,7 +127,7 @@ def draw(chart: Chart) -> ChartDrawing:
 
 
 def _drawable(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) and abs(value) <= _LARGEST else None
+    return value if value is not None and math.isfinite(value) and abs(value) <= _MAX_VALUE else None
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
@@ -139,7 +139,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 def _path(across: Sequence[float], down: Sequence[float | None]) -> str:
     """Write the path, a new piece after each gap; a point between two gaps is a dot."""
-    step = max(1, math.ceil(len(across) / MOST_POINTS))
+    step = max(1, math.ceil(len(across) / MAX_POINTS))
     chosen = sorted({*range(0, len(across), step), len(across) - 1})
     path, open_ = "", False
     for k in chosen:

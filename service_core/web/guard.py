@@ -53,7 +53,7 @@ LINK_S = 600.0
 """How long an opening link works."""
 SESSION_S = 12 * 3600.0
 """How long a session lasts after its last request."""
-MOST = 16
+MAX_SESSIONS = 16
 """Sessions at once; the one that was used least recently makes room."""
 
 
@@ -92,7 +92,7 @@ class Sessions:
         age, self._link = self.clock() - self._link[1], None
         if age > LINK_S:
             return None
-        while len(self._open) >= MOST:
+        while len(self._open) >= MAX_SESSIONS:
             del self._open[min(self._open, key=lambda name: self._open[name].used)]
         cookie = secrets.token_urlsafe(32)
         self._open[cookie] = Session(secrets.token_urlsafe(32), self.clock())

@@ -16,7 +16,7 @@ from service_core.console import local_time, printable
 from service_core.web import chart
 
 OWN = Path(__file__).parent / "templates"
-MOST_CHARS = 2_000
+MAX_CHARS = 2_000
 """Characters of one text; what another side wrote may be longer, and is cut with three dots."""
 
 
@@ -44,7 +44,7 @@ def _visible(value: object) -> object:
     if isinstance(value, Markup):
         return value
     text = "–" if value is None else str(value)
-    return printable(text if len(text) <= MOST_CHARS else text[:MOST_CHARS] + "...")
+    return printable(text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + "...")
 
 
 def moment(unix: float | None) -> str:

@@ -17,7 +17,7 @@ from service_core.web.guard import RAW_HEADERS
 from service_core.web.loopback import BACKLOG
 
 log = logging.getLogger(__name__)
-MOST_CONNECTIONS = 128
+MAX_CONNECTIONS = 128
 _HEAD_BYTES = 16 << 10
 
 
@@ -91,7 +91,7 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.began = self.loop.time()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             oldest = min((c for c in self.connections if isinstance(c, _Protocol)), key=lambda c: c.began)
             self.connections.discard(oldest)
             oldest.transport.abort()

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Parameters = Mapping[str, str]
 POLL_S = 1.0
 """Seconds between two looks at the version, while a browser waits for news."""
-_MOST_STREAMS = 16
+_MAX_STREAMS = 16
 _QUIET_S = 15.0
 _STATIC = Path(__file__).parent / "static"
 _SHOWN_IN_PAGE = ("image/png", "image/jpeg")
@@ -189,7 +189,7 @@ class Application:
         return answer
 
     async def _changes(self, _: Request) -> Response:
-        if self._streams >= _MOST_STREAMS:
+        if self._streams >= _MAX_STREAMS:
             return PlainTextResponse("too many pages wait for news: close some\n", 503)
         return StreamingResponse(self._events(), media_type="text/event-stream")
 

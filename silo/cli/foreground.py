@@ -22,7 +22,7 @@ from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals
 from service_core.operations.logs import FIELDS, LogFormat
 from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
-from silo.operations.heartbeat import Heartbeat
+from silo.operations.liveness import Liveness
 from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home, Served
 from silo.training.trainer import RunRound
@@ -120,14 +120,14 @@ def serve(
     """
     own = SiloIdentity(settings.home.path).load()  # before anything is made in a home that is none
     with settings.home.make().locked():
-        printer, heartbeat = Printer(as_json, quiet=log_format is not None), Heartbeat(settings.home)
+        printer, liveness = Printer(as_json, quiet=log_format is not None), Liveness(settings.home)
         show = printer.show_event
         if log_format is not None:
             logs.set_up(log_format, settings.home.path)
             show = partial(log_event, silo=own.identity.name)
 
         def emit(event: Event) -> None:
-            heartbeat.note(event)
+            liveness.note(event)
             show(event)
 
         service = Service(settings, emit, run_round=run_round)
@@ -140,12 +140,12 @@ def serve(
                 service.start()
                 notify(READY)
                 while not signals.received and not service.wait(POLL_S):
-                    heartbeat.beat()
+                    liveness.beat()
                     printer.progress(service.doing())
                 notify(STOPPING)
                 service.leave("the silo is shutting down")
                 while not service.settled(POLL_S):
-                    heartbeat.beat()
+                    liveness.beat()
                     printer.progress(service.doing())
                 service.stop("the silo was stopped")
         finally:

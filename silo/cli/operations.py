@@ -162,7 +162,7 @@ def health(
     home: SiloHome,
 ) -> Reply:
     """Look whether this hospital's service lives, and is connected or trying; exit status 1 if not."""
-    from silo.operations.heartbeat import Health
+    from silo.operations.liveness import Health
 
     found = Health.of(home)
     healthy = found.alive and (found.connected or not connected)

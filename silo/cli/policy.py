@@ -89,12 +89,12 @@ def approve(
     A decision holds for one manifest: a run that changes asks again. What a run that waits would spend is said for all
     its rounds together, at most.
     """
-    from silo.reports.questions import Known, Question
+    from silo.reports.questions import PolicyAndLedger, Question
 
     with open_store(home.database) as store:
         found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
     waiting = any(a.decided is None for a in found)
-    known = Known.of(home) if waiting else None
+    known = PolicyAndLedger.of(home) if waiting else None
     spends = {a: Question.of(a, known).all_spends for a in found if known and a.decided is None}
     word = {None: "waits", True: "approved", False: "denied"}
     value = [

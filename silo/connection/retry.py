@@ -1,4 +1,4 @@
-"""Waiting well: back-off without end, a cancellation that reaches every wait, and a watch over idle streams."""
+"""Retry with back-off and cancellation, and a watch over idle streams."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from silo.connection.retry import Pace, passing, to_federation_error
 
 PULSE_FLOOR_S, PULSE_CEILING_S = 1.0, 300.0
 """The least and the most seconds from one pulse to the next, whatever a coordinator asks for."""
-_LEAST_S, _MOST_S = 0.5, 3600.0
+_MIN_S, _MAX_S = 0.5, 3600.0
 """What a coordinator may ask for at all, in seconds from pulse to pulse and from session to session."""
 MISSED_PULSES = 3
 """Pulses after whose absence the other side counts as dead."""
 _PER_S, _BURST = 50.0, 5000.0
 """Messages read per second and at once: others wait at the coordinator, and fill no memory or log here."""
-_MOST_UNREAD = 10_000
+_MAX_UNREAD = 10_000
 """Answers that a coordinator which reads nothing may let pile up."""
 
 ReportError = Callable[[FederationError], None]
@@ -97,7 +97,7 @@ class Session:
         if self.welcome is None:
             raise self.error or UnavailableError("E-NET-12", "expected a welcome, found the end of the session")
         try:
-            _check_times(self.welcome, min(_LEAST_S, self._pulse_floor))
+            _check_times(self.welcome, min(_MIN_S, self._pulse_floor))
         except ProtocolError as error:
             self._fail(error)
             raise
@@ -107,7 +107,7 @@ class Session:
     def send(self, message: pb.SiloMessage) -> None:
         """Put a message on the stream; on one that has ended it is lost, and what it said is said in the next."""
         self._outgoing.put(message)
-        if self._outgoing.qsize() > _MOST_UNREAD:
+        if self._outgoing.qsize() > _MAX_UNREAD:
             self._fail(UnavailableError("E-NET-12", "the coordinator reads nothing of this session"))
 
     def send_pulse(self) -> None:
@@ -195,10 +195,10 @@ class Session:
 def _check_times(welcome: pb.Welcome, least: float) -> None:
     """Raise ProtocolError (E-WIRE-06) on times that no coordinator asks for; recycle_seconds 0: never."""
     for name, asked in (("pulse_seconds", welcome.pulse_seconds), ("recycle_seconds", welcome.recycle_seconds or 1.0)):
-        if not least <= asked <= _MOST_S:
+        if not least <= asked <= _MAX_S:
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected {name} from {least:g} to {_MOST_S:g} in a welcome, found {asked:g}: ask the lead; is this "
+                f"expected {name} from {least:g} to {_MAX_S:g} in a welcome, found {asked:g}: ask the lead; is this "
                 "the right coordinator?",
             )
 

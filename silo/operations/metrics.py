@@ -48,7 +48,7 @@ USED = Family(
 LEFT_OUT = Family(
     f"{_P}_label_values_left_out",
     "gauge",
-    f"Collections beyond the {metrics.MOST_VALUES} that are shown",
+    f"Collections beyond the {metrics.MAX_VALUES} that are shown",
     ("label",),
 )
 FAMILIES = (

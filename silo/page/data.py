@@ -18,7 +18,7 @@ from service_core.storage import private_files
 from silo.storage.home import Home, Served
 
 FILE = "data-check.json"
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 _PROBLEMS, _FILES, _CLASSES = 20, 5, 200
 """So much of a report is shown."""
 
@@ -109,7 +109,7 @@ class DataCheck:
         """Return the newest result for what is served; None before the first."""
         try:
             with (self._home.path / FILE).open("rb") as file:
-                raw = json.loads(file.read(_MOST_BYTES))
+                raw = json.loads(file.read(_MAX_BYTES))
             if Served(**raw["served"]) != self._home.served():
                 return None
             return _report(raw)

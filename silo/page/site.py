@@ -24,11 +24,11 @@ from service_core.web.rendering import moment
 from service_core.web.site import Action, ChangedError, Download, Parameters, Site, View
 from silo.identity.identity import SiloIdentity
 from silo.operations.doctor import Examination
-from silo.operations.heartbeat import Health
+from silo.operations.liveness import Health
 from silo.page.data import FILE as DATA_CHECK
 from silo.page.data import DataCheck
 from silo.reports.leaving import leaving
-from silo.reports.questions import Known, Question
+from silo.reports.questions import PolicyAndLedger, Question
 from silo.reports.spending import Spending, spending
 from silo.storage.approvals import Approval
 from silo.storage.home import SERVED, Home
@@ -44,11 +44,11 @@ FILE = "page.html"
 LINES, RUNS = 15, 20
 PAGE = "page"
 _APPROVE = "approve"
-_MOST = 25
+_MAX_SHOWN = 25
 """Runs that are shown of those that wait, and of those that were decided about."""
 SUMMARY = "audit.json"
-_MOST_BYTES = 16 << 20
-_MOST_PICTURES = 24
+_MAX_BYTES = 16 << 20
+_MAX_PICTURES = 24
 FINDINGS_S = 60.0
 """How long the doctor's findings count as new."""
 CHECK = "check"
@@ -158,13 +158,13 @@ class HospitalPage:
     def _decisions(self) -> Decisions:
         return Decisions(self.home, self.store, self._known)
 
-    def _known(self) -> Known:
+    def _known(self) -> PolicyAndLedger:
         report = self.data.report()
-        found = Known.of(self.home, report.fingerprint if report else "", self._ledger)
+        found = PolicyAndLedger.of(self.home, report.fingerprint if report else "", self._ledger)
         self._ledger = found.ledger
         return found
 
-    def _spending(self, known: Known) -> list[Spending]:
+    def _spending(self, known: PolicyAndLedger) -> list[Spending]:
         ledger = known.ledger
         if ledger is None:
             return []
@@ -237,16 +237,16 @@ class Decisions:
 
     home: Home
     store: Store
-    known: Callable[[], Known]
+    known: Callable[[], PolicyAndLedger]
 
-    def waiting(self, known: Known) -> tuple[dict[str, Question], int]:
+    def waiting(self, known: PolicyAndLedger) -> tuple[dict[str, Question], int]:
         """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
         found = [a for a in self.store.approvals.all() if a.decided is None]
-        return {_id(a): Question.of(a, known) for a in found[:_MOST]}, max(0, len(found) - _MOST)
+        return {_id(a): Question.of(a, known) for a in found[:_MAX_SHOWN]}, max(0, len(found) - _MAX_SHOWN)
 
     def decided(self) -> list[Approval]:
         """Return the newest decisions, the newest question first."""
-        return [a for a in reversed(self.store.approvals.all()) if a.decided is not None][:_MOST]
+        return [a for a in reversed(self.store.approvals.all()) if a.decided is not None][:_MAX_SHOWN]
 
     def action(self, approve: bool) -> Action:
         return Action(self._digest, lambda form: self._decide(form, approve))
@@ -301,7 +301,7 @@ def pictures(folder: Path | None) -> list[Picture]:
         ]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return []
-    return made[:_MOST_PICTURES]
+    return made[:_MAX_PICTURES]
 
 
 def picture(folder: Path | None, id: str) -> Download | None:
@@ -329,5 +329,5 @@ def _read(path: Path) -> bytes | None:
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return None
-        content = file.read(_MOST_BYTES + 1)
-    return content if len(content) <= _MOST_BYTES else None
+        content = file.read(_MAX_BYTES + 1)
+    return content if len(content) <= _MAX_BYTES else None

@@ -36,7 +36,7 @@ _BYTES_PER_NUMBER, _BYTES_PER_TENSOR, _FRAME_BYTES = 4, 512, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
+class UpdateContents:
     """What an update of a run may hold, by its manifest: numbers of each part, and tensors in all."""
 
     parts: Mapping[str, int]
@@ -46,7 +46,7 @@ class Leaves:
         return json.dumps({"parts": dict(self.parts), "tensors": self.tensors}, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Leaves | None:
+    def from_json(cls, text: str) -> UpdateContents | None:
         """Read what was noted of a run; None where an earlier version noted nothing."""
         if not text:
             return None
@@ -101,7 +101,7 @@ NO_UPDATES = Unprotected()
 
 
 @dataclass(frozen=True, slots=True)
-class RunLeaving:
+class RunDisclosure:
     """What left for one run.
 
     privacy: what it promises, empty where not noted   last: when the newest was ready to be sent   larger: updates that
@@ -117,7 +117,7 @@ class RunLeaving:
     largest: int
     last: float | None
     waiting: int
-    leaves: Leaves | None
+    leaves: UpdateContents | None
     privacy: str = ""
 
     @property
@@ -133,10 +133,10 @@ class RunLeaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class DisclosureSummary:
     """What left for all runs, the newest run first; unprotected: of any records."""
 
-    runs: tuple[RunLeaving, ...]
+    runs: tuple[RunDisclosure, ...]
     unprotected: Unprotected = NO_UPDATES
 
     @property
@@ -173,18 +173,18 @@ class Leaving:
         return "No image has left this hospital"
 
 
-def leaving(store: Store) -> Leaving:
+def leaving(store: Store) -> DisclosureSummary:
     """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
     listed = store.unprotected()
     runs = [update.run_id for update in listed if update.splits is not None]
     unprotected = Unprotected(len(runs), len(set(runs)), unknown=len(listed) - len(runs))
-    return Leaving(tuple(_of_run(run) for run in reversed(store.history())), unprotected)
+    return DisclosureSummary(tuple(_of_run(run) for run in reversed(store.history())), unprotected)
 
 
-def _of_run(run: RunRecord) -> RunLeaving:
+def _of_run(run: RunRecord) -> RunDisclosure:
     sent = [t for t in run.tasks if t.receipt or t.refused is not None]
     waiting = [t for t in run.tasks if t.staged is not None and t.included is None and t not in sent]
-    return RunLeaving(
+    return RunDisclosure(
         run_id=run.run_id,
         name=run.name,
         state=run.state,
@@ -194,6 +194,6 @@ def _of_run(run: RunRecord) -> RunLeaving:
         largest=max((t.size for t in sent), default=0),
         last=max((t.staged for t in sent if t.staged is not None), default=None),
         waiting=len(waiting),
-        leaves=Leaves.from_json(run.leaves),
+        leaves=UpdateContents.from_json(run.leaves),
         privacy=run.privacy,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fl_core.errors import ConfigError, FederationError, RefusedError
-from silo.reports.leaving import Leaves
+from silo.reports.leaving import UpdateContents
 from silo.reports.run_request import Comparison, RunRequest
 from silo.reports.spending import Preview, preview
 from silo.storage.approvals import Approval
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PolicyAndLedger:
     """What a request is held against: policy and ledger, or why they cannot be read; the data's fingerprint."""
 
     policy: Policy | None
@@ -31,7 +31,7 @@ class Known:
     fingerprint: str = ""
 
     @classmethod
-    def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None) -> Known:
+    def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None) -> PolicyAndLedger:
         """Read both as they are now. ledger: one that is open already; it reads what is new."""
         policy, policy_error, ledger_error = None, "", ""
         try:
@@ -68,7 +68,7 @@ class Question:
     digest: str
 
     @classmethod
-    def of(cls, approval: Approval, known: Known) -> Question:
+    def of(cls, approval: Approval, known: PolicyAndLedger) -> Question:
         request = _request(approval)
         comparisons: tuple[Comparison, ...] = ()
         if request is not None and known.policy is not None:
@@ -89,7 +89,7 @@ class Question:
         return cls(approval, request, comparisons, previews, spends, digest)
 
     @property
-    def leaves(self) -> Leaves | None:
+    def leaves(self) -> UpdateContents | None:
         return None if self.request is None else self.request.leaves
 
     @property
@@ -104,7 +104,7 @@ def _request(approval: Approval) -> RunRequest | None:
         return None  # shown by its sentence alone
 
 
-def _spends(request: RunRequest | None, known: Known) -> tuple[tuple[Preview, ...] | None, str]:
+def _spends(request: RunRequest | None, known: PolicyAndLedger) -> tuple[tuple[Preview, ...] | None, str]:
     """Return what a run would spend, and a sentence about it."""
     if request is None:
         return None, "What it would spend is not known: an earlier version of this software was asked."

@@ -12,7 +12,7 @@ from fl_core.types.clinical import CLINICAL
 from privacy.accounting.accountant import Mechanism
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
-from silo.reports.leaving import Leaves
+from silo.reports.leaving import UpdateContents
 
 
 class Comparison(NamedTuple):
@@ -73,8 +73,8 @@ class RunRequest:
         return self.epsilon is not None
 
     @property
-    def leaves(self) -> Leaves:
-        return Leaves(self.parts, self.tensors)
+    def leaves(self) -> UpdateContents:
+        return UpdateContents(self.parts, self.tensors)
 
     def mechanisms(self) -> dict[str, list[Mechanism]]:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}

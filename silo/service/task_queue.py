@@ -19,7 +19,7 @@ from silo.storage.store import Store
 
 Send = Callable[[pb.SiloMessage], None]
 _Name = tuple[TaskKey, str, str]
-_MOST = 1000
+_MAX_TASKS = 1000
 """Tasks that wait, and refusals and runs that are remembered: a coordinator asks for some, and may name any number."""
 PREFLIGHTS_PER_MIN, PREFLIGHTS_AT_ONCE = 10, 30
 """Preflights that are looked at; one more is refused unseen (E-WIRE-17)."""
@@ -181,8 +181,10 @@ class TaskQueue:
 
     def _require_room(self, key: TaskKey, waiting: Collection[TaskKey]) -> None:
         """Note a run that this silo is asked for; raises ProtocolError (E-WIRE-06) when too much waits already."""
-        if key not in waiting and len(waiting) >= _MOST:
-            raise ProtocolError("E-WIRE-06", f"expected at most {_MOST} tasks that wait, found one more: {key} is left")
+        if key not in waiting and len(waiting) >= _MAX_TASKS:
+            raise ProtocolError(
+                "E-WIRE-06", f"expected at most {_MAX_TASKS} tasks that wait, found one more: {key} is left"
+            )
         self._asked[key.run_id] = None
         _drop_oldest(self._asked)
 
@@ -353,7 +355,7 @@ class TaskQueue:
 
 
 def _drop_oldest(found: dict[Any, Any]) -> None:
-    while len(found) > _MOST:
+    while len(found) > _MAX_TASKS:
         del found[next(iter(found))]
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
-from fl_core.rounds.manifest import MOST_WEIGHTS_BYTES, RESTART, RunManifest, Weights
+from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
@@ -35,7 +35,7 @@ from silo.training.hospital_controls import HospitalControls
 from silo.training.run_request import leaves_of, privacy_of
 from silo.training.trainer import PreparedRun, Trainer
 
-LONGEST_S = 86_400.0
+MAX_S = 86_400.0
 _REMEMBERED = 1000
 
 
@@ -60,7 +60,7 @@ class ResponseTiming:
 
     def __post_init__(self) -> None:
         for what, found, least, most in (
-            ("seconds of --answer-after", self.after, 0.0, LONGEST_S),
+            ("seconds of --answer-after", self.after, 0.0, MAX_S),
             ("seconds of --pulse-floor", self.pulse_floor, 0.01, PULSE_CEILING_S),
         ):
             if not least <= found <= most:
@@ -104,7 +104,7 @@ class ResponseTiming:
 
 
 IDLE_S = 1.0
-MOST_KILLS = 2
+MAX_KILLS = 2
 """Times that the service may be killed in the middle of one task before the run is given up here."""
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class TaskRunner:
         kills = self.outbox.store.kills(task.key.run_id, task.offer.attempt)
         if kills == 0:
             return None
-        again = kills < MOST_KILLS
+        again = kills < MAX_KILLS
         error = RefusedError(
             "E-RUN-46",
             f"expected a service that lives through its task, found that it was killed {counted(kills, 'time')} in the "
@@ -319,7 +319,7 @@ class TaskRunner:
     def _prepare(self, task: Task) -> PreparedRun:
         run = self._admitted_run(task, task.offer.manifest_digest)
         prepared = self.trainer.prepare(run, self._fetch_weights(task))
-        if not self.outbox.store.fix_data(task.key.run_id, prepared.data_version):
+        if not self.outbox.store.pin_data_version(task.key.run_id, prepared.data_version):
             raise DataError(
                 "E-DATA-10",
                 f"expected the data that run {task.key.run_id} began with, found {prepared.dataset.origin} changed",
@@ -355,7 +355,7 @@ class TaskRunner:
     def _fetch_weights(self, task: Task | PreflightTask) -> Callable[[Weights], Tensors]:
         def fetch(weights: Weights) -> Tensors:
             progress = self._progress(task, pb.FETCHING)
-            path = self.transfer.fetch(weights.object, weights.size, task.stop, progress, MOST_WEIGHTS_BYTES)
+            path = self.transfer.fetch(weights.object, weights.size, task.stop, progress, MAX_WEIGHTS_BYTES)
             return codec.read_weights(path)
 
         return fetch

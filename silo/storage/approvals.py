@@ -15,7 +15,7 @@ from service_core.storage.sqlite import Database
 from silo.storage.schema import approvals
 
 LATEST = "latest"
-MOST_UNDECIDED = 20
+MAX_UNDECIDED = 20
 """Questions of one coordinator, whose home this is, that wait at once: the first to ask stay, and later ones wait."""
 
 
@@ -50,7 +50,7 @@ class Approvals:
     def ask(self, run_id: str, manifest_digest: str, name: str, about: str, request: str = "") -> bool | None:
         """Return the decision about a run; one that nobody was asked about waits from now on.
 
-        Raises RefusedError (E-WIRE-17) on one more than `MOST_UNDECIDED`.
+        Raises RefusedError (E-WIRE-17) on one more than `MAX_UNDECIDED`.
         """
         key = {"run_id": run_id, "manifest_digest": manifest_digest}
         asked = upsert(approvals).values(**key, name=name, about=about, asked=self._clock(), request=request)
@@ -59,10 +59,10 @@ class Approvals:
             if known is not None:
                 return Approval(**known._mapping).decided
             waiting = select(func.count()).select_from(approvals).where(approvals.c.decided.is_(None))
-            if db.execute(waiting).scalar_one() >= MOST_UNDECIDED:
+            if db.execute(waiting).scalar_one() >= MAX_UNDECIDED:
                 raise RefusedError(
                     "E-WIRE-17",
-                    f"expected at most {MOST_UNDECIDED} runs that wait for the hospital's decision, found one more: "
+                    f"expected at most {MAX_UNDECIDED} runs that wait for the hospital's decision, found one more: "
                     "have it decide about them (silo approve), then ask again",
                 )
             db.execute(asked)

@@ -56,9 +56,9 @@ ASKED = "asked"
 """The state of a run that asked whether this silo is ready, and has offered it no task yet."""
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
-MOST_UNTRAINED = 20
+MAX_UNTRAINED = 20
 """Runs that asked and of which nothing was ever trained here: of more, those that asked first lapse."""
-MOST_CLOSED = 50
+MAX_CLOSED = 50
 """Rounds of a run, closed without a task of this silo, that are remembered."""
 KEPT_STATES = 2
 """Committed states of a run: so far may a restored coordinator lie back."""
@@ -156,7 +156,7 @@ class Store:
                     db.execute(delete(bases).where(bases.c.number == old.number))
             return _drop_lapsed(db, but=run_id)
 
-    def fix_data(self, run_id: str, version: str) -> bool:
+    def pin_data_version(self, run_id: str, version: str) -> bool:
         """Note the version of the data that a run begins with; return whether this is the one that was noted."""
         this = run_data.c.run_id == run_id
         with self.database.write() as db:
@@ -293,7 +293,7 @@ class Store:
                     return True
                 untrained = tasks.c.run_id == key.run_id, tasks.c.contribution_id == "", tasks.c.closed.is_not(None)
                 newest = select(_PLACE).select_from(tasks).where(*untrained).order_by(_PLACE.desc())
-                db.execute(delete(tasks).where(*untrained, _PLACE.not_in(newest.limit(MOST_CLOSED - 1))))
+                db.execute(delete(tasks).where(*untrained, _PLACE.not_in(newest.limit(MAX_CLOSED - 1))))
             now = self._clock()
             _put(db, tasks, _primary(key), {"closed": now, "included": included})
             if row is not None and row.state_digest is not None and _commits(row, included):
@@ -417,10 +417,10 @@ class Store:
 
 
 def _drop_lapsed(db: Connection, but: str) -> int:
-    """Drop the runs of which nothing was ever trained here beyond the newest `MOST_UNTRAINED`; return how many."""
+    """Drop the runs of which nothing was ever trained here beyond the newest `MAX_UNTRAINED`; return how many."""
     trained = select(tasks.c.run_id).where(tasks.c.contribution_id != "")
     untrained = select(runs.c.run_id).where(runs.c.run_id.not_in(trained), runs.c.run_id != but)
-    lapsed = list(db.scalars(untrained.order_by(_PLACE.desc()).offset(MOST_UNTRAINED - 1)))
+    lapsed = list(db.scalars(untrained.order_by(_PLACE.desc()).offset(MAX_UNTRAINED - 1)))
     for table in (runs, run_data, bases, tasks, states) if lapsed else ():
         db.execute(delete(table).where(table.c.run_id.in_(lapsed)))
     return len(lapsed)

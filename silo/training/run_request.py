@@ -7,18 +7,18 @@ import math
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from privacy.compiled_run import CompiledRun
-from silo.reports.leaving import NO_PRIVACY, Leaves
+from silo.reports.leaving import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest
 from silo.reports.spending import charges_of
 
 
-def leaves_of(manifest: RunManifest) -> Leaves:
+def leaves_of(manifest: RunManifest) -> UpdateContents:
     """Count the numbers of an update, by part: its sums and their weights."""
     parts = {
         name: sum(math.prod(shape) for shape in spec.shapes.values()) + math.prod(spec.weight_shape)
         for name, spec in manifest.layout.items()
     }
-    return Leaves(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()))
+    return UpdateContents(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()))
 
 
 def privacy_of(run: CompiledRun) -> str:

@@ -19,7 +19,7 @@ from benchmarks.epsilon_picture import __main__ as picture
 from benchmarks.epsilon_picture import limits
 from privacy.accounting.accountant import replace_one
 from privacy.accounting.record_config import RecordDpConfig
-from privacy.mechanisms.noise.discrete_gaussian import LEAST, TOTAL_VARIATION
+from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA, TOTAL_VARIATION
 from privacy.mechanisms.noise.grid import SLACK
 from privacy.mechanisms.silo.config import SiloDpConfig, analytic_delta, analytic_noise
 from privacy.policy import Policy
@@ -169,8 +169,8 @@ def test_what_mechanics_adds_to_delta_follows_from_the_error_of_one_number() -> 
             assert value <= float(cell) < 1.05 * value
     flat = " ".join(TEXT["mechanics.md"].split())
     assert f"noise is scaled to {1 + SLACK:g} times the sensitivity" in flat
-    assert f"least {LEAST:g} units of the grid" in flat
-    assert math.exp(-2 * math.pi**2 * LEAST**2) < 1e-137
+    assert f"least {MIN_SIGMA:g} units of the grid" in flat
+    assert math.exp(-2 * math.pi**2 * MIN_SIGMA**2) < 1e-137
 
 
 # ---- what the pages name ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _STATES = {
     "aborted": ("off", "aborted"),
     "failed": ("bad", "failed"),
 }
-MOST_ROWS = 200
+MAX_ROWS = 200
 """Hospitals and runs in a table; the commands list all."""
 
 

@@ -10,7 +10,7 @@ from statistics import median
 from coordinator.lead import accuracy, tables
 from coordinator.lead.curves import Curve, text
 from coordinator.lead.page.overview import State, away, run_state
-from coordinator.lead.page.run_record import MOST_ROUNDS, TITLES, RunRecord
+from coordinator.lead.page.run_record import MAX_ROUNDS, TITLES, RunRecord
 from coordinator.lead.page.service_watch import FollowedRun
 from fl_core.converter import ConversionError, parse_json
 from fl_core.types.records import judgements
@@ -19,7 +19,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import span
 
 _TROUBLE = ("refused", "lost", "cut", "forgetting", "waiting", "warning", "excluded", "extended", "ended")
-_MOST_TROUBLE, _MOST_HOSPITALS = 50, 200
+_MAX_TROUBLE, _MAX_HOSPITALS = 50, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
             for n, c in curves.items()
         ),
         aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
-        rounds_left_out=max(0, len(record.detail.rounds) - MOST_ROUNDS),
-        hospitals=tuple(hospitals[:_MOST_HOSPITALS]),
-        hospitals_left_out=max(0, len(hospitals) - _MOST_HOSPITALS),
+        rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
+        hospitals=tuple(hospitals[:_MAX_HOSPITALS]),
+        hospitals_left_out=max(0, len(hospitals) - _MAX_HOSPITALS),
         trouble=_trouble(followed.events),
     )
 
@@ -147,7 +147,7 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
 def _trouble(events: Sequence[pb.Event]) -> tuple[pb.Event, ...]:
     """Choose the events that somebody may have to look into, the newest first."""
     found = [e for e in events if e.kind in _TROUBLE and not (e.kind == "ended" and e.text == "finished")]
-    return tuple(reversed(found[-_MOST_TROUBLE:]))
+    return tuple(reversed(found[-_MAX_TROUBLE:]))
 
 
 def _privacy(manifest: str) -> str:
@@ -166,8 +166,8 @@ def _privacy(manifest: str) -> str:
 
 # ---- the open round --------------------------------------------------------------------------------------------------
 
-MOST_BARS = 200
-_LONGEST_S = 1e9
+MAX_BARS = 200
+_MAX_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def open_round(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Eve
     passed = _bounded(now - waiting.opened_unix) if waiting.opened_unix else 0.0
     bars = list(_bars(info, members, events, max(passed, 1.0)))
     rule = f"{waiting.there} updates are there, {waiting.needed} close it"
-    shown = tuple(bars[:MOST_BARS])
+    shown = tuple(bars[:MAX_BARS])
     return OpenRound(waiting.round + 1, waiting.opened_unix, rule, shown, len(bars) - len(shown))
 
 
@@ -238,4 +238,4 @@ def _awaited(silo: pb.AwaitedSilo) -> Bar:
 
 def _bounded(seconds: float) -> float:
     """Return a duration that can be written; what is none is 0."""
-    return min(seconds, _LONGEST_S) if seconds > 0 else 0.0
+    return min(seconds, _MAX_S) if seconds > 0 else 0.0

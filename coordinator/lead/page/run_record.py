@@ -13,7 +13,7 @@ from coordinator.lead.curves import Curve, by_class, curves_of_sums
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import clinical_report
 from service_core.console import span
-from service_core.web.chart import MOST_SERIES, Chart, Series
+from service_core.web.chart import MAX_SERIES, Chart, Series
 
 TITLES = {
     "accuracy": "accuracy",
@@ -23,10 +23,10 @@ TITLES = {
     "pm_l": "personal, all",
     "pm_v": "personal, even",
 }
-MOST_ROUNDS = 60
-_MOST_NAMES, _MOST_PACES = 100, 200
-_MOST_CLASSES = 4 * MOST_SERIES
-_LONGEST_S = 1e9
+MAX_ROUNDS = 60
+_MAX_NAMES, _MAX_PACES = 100, 200
+_MAX_CLASSES = 4 * MAX_SERIES
+_MAX_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class RunRecord:
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:
         """Draw the accuracy of each class, as many in one chart as a reader tells apart."""
-        curves = zip(self.compared.classes, by_class(self.detail.rounds, _MOST_CLASSES), strict=False)
+        curves = zip(self.compared.classes, by_class(self.detail.rounds, _MAX_CLASSES), strict=False)
         found = [(name, curve) for name, curve in curves if curve.measured]
-        groups = [dict(found[k : k + MOST_SERIES]) for k in range(0, len(found), MOST_SERIES)]
+        groups = [dict(found[k : k + MAX_SERIES]) for k in range(0, len(found), MAX_SERIES)]
         charts = [chart_of("Of the test images of each class, classified correctly", group) for group in groups]
         return tuple(chart for chart in charts if chart is not None)
 
@@ -85,14 +85,14 @@ class RunRecord:
         if not x:
             return None
         longest = {name: max(took[k].get(name) or 0.0 for k in x) for name in self.compared.members}
-        slow = sorted(longest, key=longest.__getitem__, reverse=True)[:_MOST_PACES]
+        slow = sorted(longest, key=longest.__getitem__, reverse=True)[:_MAX_PACES]
         series = [Series(name, [took[k].get(name) for k in x]) for name in slow]
         return Chart("Seconds until each hospital's update was there", "round", x, series)
 
     @cached_property
     def rounds(self) -> tuple[RoundRow, ...]:
         """The newest rounds, the last one first."""
-        return tuple(_round(r) for r in reversed(self.detail.rounds[-MOST_ROUNDS:]))
+        return tuple(_round(r) for r in reversed(self.detail.rounds[-MAX_ROUNDS:]))
 
     @property
     def not_measured(self) -> str:
@@ -143,11 +143,11 @@ def _round(info: pb.RoundInfo) -> RoundRow:
         accuracy=measured["accuracy"].text(),
         balanced=measured["balanced_accuracy"].text(),
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
-        judged=tuple(tables.judged_updates(info)[:_MOST_NAMES]),
+        judged=tuple(tables.judged_updates(info)[:_MAX_NAMES]),
         bytes_up=sum(a.bytes for a in info.arrivals),
         seconds=span(took) if info.closed_unix and took >= 0 else "",
     )
 
 
 def _seconds(value: float) -> float | None:
-    return value if math.isfinite(value) and 0 <= value <= _LONGEST_S else None
+    return value if math.isfinite(value) and 0 <= value <= _MAX_S else None

@@ -21,13 +21,13 @@ _PATIENCE_S = 3.0
 """How long a page waits for newer facts before it shows those that there are."""
 _LOOKED_S = 30.0
 """A run is followed for so long after somebody looked at it."""
-_MOST_RUNS, _MOST_EVENTS = 12, 2000
+_MAX_RUNS, _MAX_EVENTS = 12, 2000
 _COUNTDOWN_S = 10.0
 """Pages with a countdown are shown anew so often."""
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class ServiceUnreachable:
     """Since when the service has given no answer, and why."""
 
     since: float
@@ -51,7 +51,7 @@ class Snapshot:
     silos: Sequence[pb.SiloInfo] = ()
     invitations: Sequence[pb.InvitationInfo] = ()
     runs: Sequence[pb.RunInfo] = ()
-    away: Away | None = None
+    away: ServiceUnreachable | None = None
 
     def run(self, run_id: str) -> pb.RunInfo | None:
         return next((run for run in self.runs if run.run_id == run_id), None)
@@ -170,14 +170,14 @@ class ServiceWatch:
             return found
         self._disconnect()
         since = before.away.since if before.away else self._clock()
-        return replace(before, away=Away(since, why))
+        return replace(before, away=ServiceUnreachable(since, why))
 
     def _fetch(self, client: LeadClient, found: Snapshot) -> None:
         """Fetch the runs that somebody looks at, as far as they have changed."""
         now = time.monotonic()
         with self._lock:
             self._looked = {name: at for name, at in self._looked.items() if now - at < _LOOKED_S}
-            wanted = sorted(self._looked, key=self._looked.__getitem__)[-_MOST_RUNS:]
+            wanted = sorted(self._looked, key=self._looked.__getitem__)[-_MAX_RUNS:]
             kept = {name: self._followed[name] for name in wanted if name in self._followed}
         for name in wanted:
             info, known = found.run(name), kept.get(name)
@@ -189,7 +189,7 @@ class ServiceWatch:
             if same and info.state not in ("waiting", "running"):
                 continue
             fresh = client.events(name, known.last if known else 0)
-            events = [*(known.events if known else ()), *fresh][-_MOST_EVENTS:]
+            events = [*(known.events if known else ()), *fresh][-_MAX_EVENTS:]
             kept[name] = FollowedRun(record, events, events[-1].number if events else 0)
         with self._lock:
             self._followed = kept

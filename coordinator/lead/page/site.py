@@ -32,7 +32,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 COMMAND = "coordinator page"
 PLACES = ("a", "b", "c", "d")
 """Names of the runs that are compared, in the address."""
-_MOST_HOURS = 24 * 365
+_MAX_HOURS = 24 * 365
 Order = Callable[[LeadClient, Parameters], str]
 
 
@@ -76,12 +76,12 @@ class LeadPage:
             **self._about(found),
             "headline": head,
             "text": below,
-            "hospitals": hospitals[: overview.MOST_ROWS],
-            "hospitals_left_out": max(0, len(hospitals) - overview.MOST_ROWS),
-            "invitations": [i for i in found.invitations if i.expires_unix > now][: overview.MOST_ROWS],
-            "runs": found.runs[: overview.MOST_ROWS],
-            "runs_left_out": max(0, len(found.runs) - overview.MOST_ROWS),
-            "certificates": overview.certificates(found.silos, self.own, now)[: overview.MOST_ROWS],
+            "hospitals": hospitals[: overview.MAX_ROWS],
+            "hospitals_left_out": max(0, len(hospitals) - overview.MAX_ROWS),
+            "invitations": [i for i in found.invitations if i.expires_unix > now][: overview.MAX_ROWS],
+            "runs": found.runs[: overview.MAX_ROWS],
+            "runs_left_out": max(0, len(found.runs) - overview.MAX_ROWS),
+            "certificates": overview.certificates(found.silos, self.own, now)[: overview.MAX_ROWS],
         }
 
     def _run(self, parameters: Parameters) -> Mapping[str, object]:
@@ -103,7 +103,7 @@ class LeadPage:
         chosen = list(dict.fromkeys(parameters[name] for name in PLACES if parameters.get(name)))
         chosen_runs = [self._followed(run_id)[2].record.compared for run_id in chosen]
         found = self.watch.current()
-        offered = [run.run_id for run in found.runs[: overview.MOST_ROWS]]
+        offered = [run.run_id for run in found.runs[: overview.MAX_ROWS]]
         preset = dict(zip(PLACES, offered[1::-1], strict=False)) if len(chosen) < 2 else {}
         choice = {name: parameters.get(name) or preset.get(name, "") for name in PLACES}
         about = {**self._about(found), "runs": offered, "choice": choice}
@@ -194,8 +194,8 @@ def _extend(client: LeadClient, form: Parameters) -> str:
         hours = float(text)
     except ValueError:
         hours = math.nan
-    if not 0 < hours <= _MOST_HOURS:
-        raise ConfigError("E-CFG-02", f"expected hours above 0, at most {_MOST_HOURS}, found {text[:20]!r}: correct it")
+    if not 0 < hours <= _MAX_HOURS:
+        raise ConfigError("E-CFG-02", f"expected hours above 0, at most {_MAX_HOURS}, found {text[:20]!r}: correct it")
     info = client.extend(form["run"], hours)
     return f"Everybody who is awaited in the open round of {info.run_id} has {hours:g} hours more."
 

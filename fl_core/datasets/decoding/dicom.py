@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fl_core.datasets.decoding.limits import MOST_BYTES, UnreadableError, require_pixels
+from fl_core.datasets.decoding.limits import MAX_BYTES, UnreadableError, require_pixels
 
 if TYPE_CHECKING:
     from pydicom import Dataset
@@ -140,8 +140,8 @@ def _read(path: Path) -> _Frame:
     from pydicom.pixels.decoders.base import get_decoder
 
     _silence()
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise UnreadableError(f"{size} bytes, more than {MOST_BYTES}: make it smaller")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise UnreadableError(f"{size} bytes, more than {MAX_BYTES}: make it smaller")
     syntax = read_file_meta_info(path).get("TransferSyntaxUID")
     if syntax is None or not syntax.is_transfer_syntax:
         raise UnreadableError("DICOM without a transfer syntax that is known: export it again")

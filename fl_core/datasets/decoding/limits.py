@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MOST_PIXELS = 1 << 26
+MAX_PIXELS = 1 << 26
 """Of one image, 8192 x 8192: decoded and turned it takes half a gigabyte."""
-MOST_BYTES = 1 << 29
-"""Of one image file: MOST_PIXELS in colour of 16 bits, without compression."""
+MAX_BYTES = 1 << 29
+"""Of one image file: MAX_PIXELS in colour of 16 bits, without compression."""
 
 
 class UnreadableError(Exception):
@@ -19,5 +19,5 @@ class UnreadableError(Exception):
 def require_pixels(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise UnreadableError(f"{width} x {height} pixels: restore the file")
-    if width * height > MOST_PIXELS:
-        raise UnreadableError(f"{width} x {height} pixels, more than {MOST_PIXELS}: make it smaller")
+    if width * height > MAX_PIXELS:
+        raise UnreadableError(f"{width} x {height} pixels, more than {MAX_PIXELS}: make it smaller")

@@ -28,7 +28,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fl_core.datasets.decoding import dicom
 from fl_core.datasets.decoding.dicom import Window
-from fl_core.datasets.decoding.limits import MOST_BYTES, MOST_PIXELS, UnreadableError, require_pixels
+from fl_core.datasets.decoding.limits import MAX_BYTES, MAX_PIXELS, UnreadableError, require_pixels
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", *dicom.SUFFIXES})
 _FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "TIFF", "WEBP")
@@ -56,7 +56,7 @@ def open_image(path: Path, window: Window | None = None) -> Image.Image:
     """Decode a file to the last byte, turned upright, in RGB of 8 bits. window: of DICOM's grey values, see `dicom`.
 
     Raises UnreadableError on what no decoder reads to the end, and on pixels without a rule. One of more than
-    MOST_PIXELS pixels is not decoded.
+    MAX_PIXELS pixels is not decoded.
     """
     if dicom.is_dicom(path):
         return Image.fromarray(dicom.rendered(path, window)).convert("RGB")
@@ -89,8 +89,8 @@ def _content(kind: str, size: tuple[int, int], numbers: bytes, depth: int) -> Co
 def _decoded(path: Path) -> Iterator[Image.Image]:
     """Open a file, check what its header says, and decode it; errors inside become UnreadableError as well."""
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise UnreadableError(f"{size} bytes, more than {MOST_BYTES}: make it smaller")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise UnreadableError(f"{size} bytes, more than {MAX_BYTES}: make it smaller")
         with Image.open(path, formats=_FORMATS) as file:
             if file.mode not in _EIGHT_BIT | _DEEP:
                 raise UnreadableError(f"pixels of mode {file.mode}, for which there is no rule: convert the file")
@@ -103,7 +103,7 @@ def _decoded(path: Path) -> Iterator[Image.Image]:
         raise
     except (*_BROKEN, MemoryError, Image.DecompressionBombError) as error:
         if isinstance(error, Image.DecompressionBombError):
-            raise UnreadableError(f"more than {MOST_PIXELS} pixels: make it smaller") from error
+            raise UnreadableError(f"more than {MAX_PIXELS} pixels: make it smaller") from error
         if isinstance(error, UnidentifiedImageError):
             raise UnreadableError("no image in a format that is read here, whatever its name says") from error
         raise UnreadableError(str(error).replace(str(path), path.name) or type(error).__name__) from error

@@ -14,7 +14,7 @@ from fl_core import rng
 from fl_core.datasets.partition.by_class import TRIES, Indices, Labels
 from fl_core.errors import ConfigError
 
-SMALLEST = 5
+MIN_EXAMPLES = 5
 HELD_OUT = 0.2
 Shares = NDArray[np.float64]
 
@@ -103,9 +103,9 @@ def _drawn(
             for k, end in enumerate(ends):
                 parts[k].append(index[(ends[k - 1] if k else 0) : end])
         whole = [np.concatenate(shares).astype(np.int64) for shares in parts]
-        if min(map(len, whole)) >= SMALLEST:
+        if min(map(len, whole)) >= MIN_EXAMPLES:
             return whole
     raise ConfigError(
         "E-CFG-08",
-        f"no draw of {TRIES} gave each of the silos {SMALLEST} of {len(labels)} examples: ask for fewer silos",
+        f"no draw of {TRIES} gave each of the silos {MIN_EXAMPLES} of {len(labels)} examples: ask for fewer silos",
     )

@@ -38,7 +38,7 @@ FORMS = (
     *("dirichlet-0.3-100-two", "persilo-0.5-100", "label-2-100", "map-100", "users-50"),
 )
 VARIANTS = ("two", "swap", "once")
-_LONGEST = 4096
+_MAX_CHARS = 4096
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _NOBODY: Indices = np.empty(0, np.int64)
 
@@ -195,9 +195,9 @@ def parse_federation(text: str) -> Partitioner:
 
 def require_short(text: str) -> None:
     """Raise ConfigError (E-CFG-01) on a text longer than any path: its numbers could be too long to be read."""
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_CHARS:
         raise ConfigError(
-            "E-CFG-01", f"expected at most {_LONGEST} characters that name data, found {len(text)}: {text[:40]}..."
+            "E-CFG-01", f"expected at most {_MAX_CHARS} characters that name data, found {len(text)}: {text[:40]}..."
         )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fl_core.errors import DataError
 
 Row = Mapping[str, str]
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 """Of one table."""
 
 
@@ -71,8 +71,8 @@ def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) ->
 def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Give a CSV file's rows that hold anything, one after the other, with stripped cells and the line of their end."""
     try:
-        if (size := file.stat().st_size) > MOST_BYTES:
-            raise DataError("E-DATA-07", f"expected at most {MOST_BYTES} bytes in {file}, found {size}: divide it")
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise DataError("E-DATA-07", f"expected at most {MAX_BYTES} bytes in {file}, found {size}: divide it")
         with file.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.reader(stream, strict=True)
             for cells in reader:

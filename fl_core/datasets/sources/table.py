@@ -22,7 +22,7 @@ from torch import Tensor
 from fl_core.datasets.checks import CheckProblem, CheckReport, problem
 from fl_core.datasets.examples import SPLITS, SiloDataset, TensorExamples, fingerprint
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
-from fl_core.datasets.sources.csv_reader import MOST_BYTES, lines_of
+from fl_core.datasets.sources.csv_reader import MAX_BYTES, lines_of
 from fl_core.datasets.table_schema import TableSchema, beside, read_schema
 from fl_core.errors import DataError
 from fl_core.types.columns import Column, width
@@ -186,8 +186,8 @@ class _Rows:
     def add(self, line: int, cells: Cells) -> None:
         if len(cells) != self._cells:
             return self._fault(line, "more or fewer cells than the header has")
-        if len(self._facts) >= MOST_ROWS:
-            raise DataError("E-DATA-07", f"expected at most {MOST_ROWS} rows, found more: divide the table")
+        if len(self._facts) >= MAX_ROWS:
+            raise DataError("E-DATA-07", f"expected at most {MAX_ROWS} rows, found more: divide the table")
         numbers: list[float] = []
         canonical: list[str] = []
         for column, parse, k in zip(self.schema.columns, self._parsers, self._inputs, strict=True):
@@ -284,7 +284,7 @@ def _half(name: str) -> Split:
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
-MOST_ROWS = 20_000_000
+MAX_ROWS = 20_000_000
 _PARQUET = (".parquet", ".pq")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "no": -1.0, "0": -1.0, "0.0": -1.0}
@@ -353,8 +353,8 @@ def _parquet(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tup
         raise DataError("E-DATA-02", f"expected a Parquet file at {file}, found none: check the path") from error
     except (OSError, ValueError, ArrowException) as error:
         raise DataError("E-DATA-07", f"expected a Parquet file at {file}, found another: export it again") from error
-    if rows > MOST_ROWS or size > MOST_BYTES:
-        raise DataError("E-DATA-07", f"expected at most {MOST_ROWS} rows and {MOST_BYTES} bytes in {file}: divide it")
+    if rows > MAX_ROWS or size > MAX_BYTES:
+        raise DataError("E-DATA-07", f"expected at most {MAX_ROWS} rows and {MAX_BYTES} bytes in {file}: divide it")
     read = [name for name in wanted if name in names]
 
     def body() -> Iterator[tuple[int, Cells]]:

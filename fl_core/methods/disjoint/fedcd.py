@@ -519,7 +519,7 @@ def _filled(points: Tensor, size: Tensor, draw: torch.Generator) -> Tensor:
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
-SMALLEST = 1e-12
+MIN_REST = 1e-12
 
 
 def hpc(cosine: Tensor, own: Tensor, per_class: int, there: Tensor, alpha: float, tau: float) -> Tensor:
@@ -555,11 +555,11 @@ def target(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
     """Return KL(b_T || b_S): true class against all others."""
     own = y.unsqueeze(1)
     log_t, log_s = (logits.log_softmax(1).gather(1, own).squeeze(1) for logits in (teacher, student))
-    rest_t, rest_s = ((1.0 - log_p.exp()).clamp(min=SMALLEST) for log_p in (log_t, log_s))
+    rest_t, rest_s = ((1.0 - log_p.exp()).clamp(min=MIN_REST) for log_p in (log_t, log_s))
     return log_t.exp() * (log_t - log_s) + rest_t * (rest_t.log() - rest_s.log())
 
 
-def others(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
+def non_target_kd(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
     """Return KL(q_T || q_S) among the other classes; 0 where there is only one."""
     own = torch.zeros_like(teacher, dtype=torch.bool).scatter_(1, y.unsqueeze(1), value=True)
     log_t, log_s = (logits.masked_fill(own, float("-inf")).log_softmax(1) for logits in (teacher, student))
@@ -568,7 +568,7 @@ def others(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
 
 
 def dkd(teacher: Tensor, student: Tensor, y: Tensor, xi: float) -> Tensor:
-    return target(teacher, student, y) + xi * others(teacher, student, y)
+    return target(teacher, student, y) + xi * non_target_kd(teacher, student, y)
 
 
 # ---- adaptive class-level aggregation (section 3.6) ------------------------------------------------------------------

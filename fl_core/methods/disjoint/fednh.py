@@ -84,7 +84,7 @@ class FedNH(FedAvg):
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         w, part = server[PROTOTYPES]["w"], total[PROTOTYPES]
-        return {**super().merge(server, total, context), PROTOTYPES: {"w": turned(w, part, self.rho)}}
+        return {**super().merge(server, total, context), PROTOTYPES: {"w": rotated_head(w, part, self.rho)}}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         return self._received(model, msg)
@@ -122,7 +122,7 @@ class FedNH(FedAvg):
         return Part.of({"w": normalize(sums["sum"], dim=1, eps=EPS)}, sums["count"].clamp(min=0.0))
 
 
-def turned(w: Tensor, part: Part, rho: float) -> Tensor:
+def rotated_head(w: Tensor, part: Part, rho: float) -> Tensor:
     """Return the prototypes (C, d) after a round; rows of weight 0, or that cancel out, keep their bytes."""
     a = normalize(part.total["w"].double(), dim=1, eps=EPS)  # the weights cancel: a mean has its sum's direction
     moved = rho * w.double() + (1.0 - rho) * a

@@ -5,7 +5,7 @@ it is as private as the Gaussian of that standard deviation (theorem 4: Delta^2 
 Poisson sample: the moments that Renyi privacy of integer order is made of are sums over a lattice, which a shift by an
 integer vector maps to itself, so they are the Gaussian's; at other orders they differ by below exp(-2 pi^2 sigma^2).
 
-Up to sigma = `LARGEST_TABLE` a number is one look into an alias table (Walker, ACM TOMS 1977) whose probabilities are
+Up to sigma = `MAX_TABLE` a number is one look into an alias table (Walker, ACM TOMS 1977) whose probabilities are
 integers of 128 bits more than its index. Above, N = k N1 + N2 with sigma_2 = 2 k and sigma^2 = k^2 sigma_1^2 +
 sigma_2^2, which differs from the discrete Gaussian by a factor within 1 +- 1e-32 (Micciancio and Walter, CRYPTO 2017).
 """
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fl_core.errors import ConfigError
 
-LEAST, MOST = 4.0, 2.0**40
+MIN_SIGMA, MAX_SIGMA = 4.0, 2.0**40
 """Standard deviations that noise is drawn with, in units of the grid; below, a sum of several is not one."""
-LARGEST_TABLE = 2400.0
+MAX_TABLE = 2400.0
 STEP = 256
 """k of the two-level sum."""
 TOTAL_VARIATION = 2.0**-120
@@ -66,11 +66,11 @@ class _Alias:
 
 
 def discrete_gaussian(source: Bytes, n: int, sigma: float) -> Tensor:
-    """Draw n integers (n,) int64. Raises ConfigError (E-PRIV-20) on a sigma outside [LEAST, MOST]."""
-    if not LEAST <= sigma <= MOST:
+    """Draw n integers (n,) int64. Raises ConfigError (E-PRIV-20) on a sigma outside [MIN_SIGMA, MAX_SIGMA]."""
+    if not MIN_SIGMA <= sigma <= MAX_SIGMA:
         raise ConfigError(
             "E-PRIV-20",
-            f"expected noise between {LEAST:g} and 2^40 units of the grid, found {sigma:g}: choose another clip or "
+            f"expected noise between {MIN_SIGMA:g} and 2^40 units of the grid, found {sigma:g}: choose another clip or "
             "scale",
         )
     drawn = np.empty(n, dtype=np.int64)
@@ -89,7 +89,7 @@ def sum_gap(n: int, sigma: float) -> float:
 
 
 def _drawn(source: Bytes, n: int, sigma: float) -> NDArray[np.int64]:
-    if sigma <= LARGEST_TABLE:
+    if sigma <= MAX_TABLE:
         return _table(sigma).draw(source, n)
     inner = 2.0 * STEP
     outer = math.sqrt((sigma - inner) * (sigma + inner)) / STEP

@@ -27,9 +27,9 @@ from fl_core.types.records import Schema
 from fl_core.types.values import ClassSums, Losses, LossFn
 from privacy.mechanisms.record.model_check import validate
 
-LARGEST = 64
+MAX_BATCH = 64
 """Batches of a run are probed at their own size up to this one."""
-SMALLEST = (1, 2, 3)
+SMALL_BATCHES = (1, 2, 3)
 WORK = 64_000_000
 """Multiplications of one forward pass over the largest batch: it is smaller where a network is larger."""
 HEAVY = 20_000_000
@@ -38,7 +38,7 @@ PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 """Precisions, and how far a gradient may move for rounding, relative to its largest entry (at least 1)."""
 
 
-def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_size: int = LARGEST) -> None:
+def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_size: int = MAX_BATCH) -> None:
     """Raise RefusedError (E-PRIV-16) when what one example adds depends on others, or when the loss draws.
 
     On made-up examples, in float64, or in float32 where the loss itself holds models in float32. Raises ConfigError
@@ -60,7 +60,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
                 if dtype is PROBES[-1][0]:
                     raise
                 continue
-            sizes = [2] if heavy else sorted({*SMALLEST, min(batch_size, LARGEST, max(3, WORK // max(1, work)))})
+            sizes = [2] if heavy else sorted({*SMALL_BATCHES, min(batch_size, MAX_BATCH, max(3, WORK // max(1, work)))})
             for n in sizes:
                 probe.check(n, once=heavy)
             if not heavy:

@@ -32,7 +32,7 @@ from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoi
 from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import BIT, SiloDpConfig
 
-LARGEST = 20_000
+MAX_NUMBERS = 20_000
 """Coordinates beyond which noise buries what a few silos can tell: it needs privacy.allow_large=true."""
 _FINE_BITS = 20
 """Bits of the noise's standard deviation below its grid: finer digits of the run's grid are not used."""
@@ -219,10 +219,10 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
             f"expected a declared size of {missing[0]} in a private run, found none: silo serve --nominal-size N, or "
             "privacy.weights=uniform",
         )
-    if (found := coordinates(manifest.layout)) > LARGEST and not terms.allow_large:
+    if (found := coordinates(manifest.layout)) > MAX_NUMBERS and not terms.allow_large:
         raise ConfigError(
             "E-PRIV-16",
-            f"expected at most {LARGEST} numbers under silo-level privacy, found {found}: the noise would be "
+            f"expected at most {MAX_NUMBERS} numbers under silo-level privacy, found {found}: the noise would be "
             "many times the signal; send prototypes or a head alone (method=fedproto), choose privacy=dp_record, "
             "or accept it with privacy.allow_large=true",
         )

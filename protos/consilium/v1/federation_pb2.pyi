@@ -468,7 +468,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Pulse(_message.Message):
-    """Heartbeat, both ways. The fields after `activity` say how far the current task is."""
+    """Pulse, both ways. The fields after `activity` say how far the current task is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -47,15 +47,15 @@ def test_an_answer_above_four_mebibytes_reaches_the_lead(world: World) -> None:
     assert {len(silo.data.classes) for silo in found.silos} == {10_000}
 
 
-@pytest.mark.fault("a hospital", "lies in its heartbeats", "leads are shown no more than there can be")
-def test_a_heartbeat_of_nonsense_keeps_no_lead_out(world: World) -> None:
+@pytest.mark.fault("a hospital", "lies in its pulses", "leads are shown no more than there can be")
+def test_a_pulse_of_nonsense_keeps_no_lead_out(world: World) -> None:
     line = Line(world, "north", HELLO, silent=True)
     line.say(pulse=pb.Pulse(activity=99, run_id="x" * 1_000_000, round=2**32 - 1, done=2**64 - 1, total=1))
 
     def shown() -> pb.SiloInfo:
         return next(s for s in world.lead().Silos(pb.SilosRequest()).silos if s.name == "north")
 
-    until(lambda: shown().done, "the heartbeat")
+    until(lambda: shown().done, "the pulse")
     info = shown()
     assert len(info.run_id) <= 128
     assert info.activity == pb.ACTIVITY_UNSPECIFIED

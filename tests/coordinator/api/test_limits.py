@@ -168,9 +168,7 @@ def revoke_elsewhere(world: World) -> None:
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["after its hello", "before its hello"])
-def test_a_revoked_hospitals_session_ends_within_5_s_however_far_apart_heartbeats_are(
-    tmp_path: Path, said: bool
-) -> None:
+def test_a_revoked_hospitals_session_ends_within_5_s_however_far_apart_pulses_are(tmp_path: Path, said: bool) -> None:
     assert Limits().check_s + 2 * control._LAST_WORD_S < 5
     rare = replace(FAST, pulse_s=300.0, limits=Limits(check_s=0.1))
     with running(tmp_path / "home", NAMES, rare) as world:
@@ -180,7 +178,7 @@ def test_a_revoked_hospitals_session_ends_within_5_s_however_far_apart_heartbeat
         else:
             until(lambda: world.server._streams._open, "the stream")
         revoke_elsewhere(world)
-        assert line.failure() == (DENIED, "E-ID-12")  # within a minute: no heartbeat comes before five
+        assert line.failure() == (DENIED, "E-ID-12")  # within a minute: no pulse comes before five
         assert line.kinds()[-1] == "refusal"
         until(lambda: world.server.dispatcher.activity_of("north") is None, "north away")
 

@@ -11,7 +11,7 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import build_manifest, manifest_from
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.clinical import BASIC, CLINICAL, MOST_CLASSES
+from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES
 from fl_core.types.records import Schema
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
@@ -78,7 +78,7 @@ def test_words_that_are_no_metrics_are_refused() -> None:
 
 
 def test_a_manifest_of_more_classes_than_tables_are_kept_for_is_refused() -> None:
-    many = Schema((1, 8, 8), tuple(map(str, range(MOST_CLASSES + 1))))
+    many = Schema((1, 8, 8), tuple(map(str, range(MAX_CLASSES + 1))))
     with pytest.raises(ConfigError, match=r"E-CFG-02.*at most 100 classes"):
         replace(frozen(), schema=many).require_possible()
     replace(frozen("metrics=basic"), schema=many).require_possible()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from coordinator.lead.comparison import BEHIND, COMPARED, MOST_RUNS, ComparedRun, Comparison, flatten, score_rows
+from coordinator.lead.comparison import BEHIND, COMPARED, MAX_RUNS, ComparedRun, Comparison, flatten, score_rows
 from coordinator.lead.comparison import compare as compare_runs
 from coordinator.lead.page.site import comparison_facts
 from fl_core.errors import ConfigError, ProtocolError
@@ -49,7 +49,7 @@ def test_scores_stand_side_by_side_with_what_makes_them_incomparable() -> None:
     assert "b (paused)" in notes
 
 
-@pytest.mark.parametrize("runs", [[A], [A, A], [], [detail(str(k), []) for k in range(MOST_RUNS + 1)]], ids=len)
+@pytest.mark.parametrize("runs", [[A], [A, A], [], [detail(str(k), []) for k in range(MAX_RUNS + 1)]], ids=len)
 def test_fewer_than_two_runs_or_the_same_twice_or_too_many_are_refused(runs: list[pb.RunDetail]) -> None:
     with pytest.raises(ConfigError, match="E-CFG-02"):
         compare(runs)

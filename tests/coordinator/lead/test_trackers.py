@@ -77,7 +77,7 @@ def test_a_tracker_that_is_none_a_missing_package_and_a_password_are_said(monkey
 
 
 def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path) -> None:
-    class Away:
+    class ServiceUnreachable:
         def log(self, *_: object) -> None:
             raise UnavailableError("E-NET-01", "away")
 
@@ -86,7 +86,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Pat
 
     told: list[str] = []
     good = trackers.open_tracker(f"tensorboard:{tmp_path}", "run-1", {})
-    tracking = trackers.Tracking([Away(), good], told.append)
+    tracking = trackers.Tracking([ServiceUnreachable(), good], told.append)
     for number in range(2):
         tracking.note(closed(number))
     tracking.end("finished")

@@ -174,7 +174,7 @@ def test_nothing_listens_without_the_option_and_a_taken_port_stops_the_start(tmp
 
 
 def test_more_hospitals_than_are_shown_are_counted(world: World, monkeypatch) -> None:
-    monkeypatch.setattr(coordinator_metrics.metrics, "MOST_VALUES", 2)
+    monkeypatch.setattr(coordinator_metrics.metrics, "MAX_VALUES", 2)
     found = Scrape.of(at(world))
     assert found[name("members")] == 3
     assert len(found.labels(name("silo_connected"))) == 2

@@ -234,5 +234,5 @@ def test_damaged_compressed_and_oversized_files_are_refused_before_they_are_open
     for text in (b"", b"{", b"[]", b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}', b"[" * 90_000):
         huge.write_bytes(len(text).to_bytes(8, "little") + text)
         assert "expected a state dict" in refused(huge) or "missing" in refused(huge)
-    monkeypatch.setattr(pretrained, "MOST_BYTES", 50)
+    monkeypatch.setattr(pretrained, "MAX_BYTES", 50)
     assert "at most 50 bytes" in refused(own(tmp_path / "big.safetensors"))

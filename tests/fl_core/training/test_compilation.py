@@ -88,7 +88,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch: pytest.Mon
 def test_more_versions_than_are_kept_are_an_error_and_no_silent_change_of_kernels(
     runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "MOST_VERSIONS", 1)
+    monkeypatch.setattr(compilation, "MAX_VERSIONS", 1)
 
     class Net(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from tests.support import some
 from tests.support.privacy import examples, hospital_level, model_of, plan_of, private, private_data
 
 DRAWS = 1000
-LOWEST = 0.936
+MIN_COVERAGE = 0.936
 """0.95 minus two standard errors of so many draws."""
 
 
@@ -83,7 +83,7 @@ def test_the_interval_holds_the_true_accuracy_19_times_of_20(case: str, share: f
         assert 0 <= found.low <= found.point <= found.high <= 1
         assert found.high - found.low <= WIDEST
         wrong += not found.low - 1e-9 <= share <= found.high + 1e-9
-    assert wrong <= (1 - LOWEST) * DRAWS
+    assert wrong <= (1 - MIN_COVERAGE) * DRAWS
     assert given_out > DRAWS / 2 or case == "one row"
 
 

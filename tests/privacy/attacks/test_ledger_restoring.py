@@ -15,7 +15,7 @@ from privacy.ledger.admission import ATTEMPTS
 from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import LastSeen, charge_unknown_spending
-from privacy.ledger.sealed import MOST, PAD, Figures, seal, unseal
+from privacy.ledger.sealed import MAX_BYTES, PAD, Figures, seal, unseal
 
 SKIN, LUNG = "skin/train", "lung/train"
 SMALL, LARGE = Mechanism(40.0), Mechanism(9.0)
@@ -177,7 +177,7 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
     assert (len(sealed) - 12 - 16) % PAD == 0
     many = {f"c{n}": [Mechanism(1 + random.random(), 0.3, 7) for _ in range(500)] for n in range(20)}
     assert seal(ledger.chain.secret, head, 0, Figures(many, {}, {})) == b""
-    assert MOST >= 1 << 16
+    assert MAX_BYTES >= 1 << 16
 
 
 def test_what_a_coordinator_claims_may_be_any_number(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coordinator.lead.page.exports import csv_bytes
 from service_core.web import rendering
-from service_core.web.chart import MOST_POINTS, MOST_SERIES, TABLE_ROWS, Chart, Series, draw
+from service_core.web.chart import MAX_POINTS, MAX_SERIES, TABLE_ROWS, Chart, Series, draw
 from service_core.web.rendering import make_environment, moment, size
 
 ANY = st.none() | st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([1e38, -1e38, 1e-40, 0.0, -0.0, 1.0])
@@ -50,14 +50,14 @@ def test_whatever_the_numbers_are_the_drawing_stays_in_its_field(values) -> None
     assert all(-0.1 <= t.at <= 100.1 for t in (*found.x_ticks, *found.y_ticks))
     places = sorted(c.label_at for c in found.curves)
     assert all(b - a > 7.9 for a, b in pairwise(places))
-    assert found.curves_left_out == max(0, len(values) - MOST_SERIES)
+    assert found.curves_left_out == max(0, len(values) - MAX_SERIES)
 
 
 def test_long_runs_are_bounded_and_say_what_is_left_out() -> None:
     x = list(range(10_000))
     found = draw(Chart("A", "round", x, [Series("n" * 2000, [float(k) for k in x])]))
     points = _points(found.curves[0].path)
-    assert len(points) <= MOST_POINTS + 1
+    assert len(points) <= MAX_POINTS + 1
     assert points[-1][0] == 1000
     assert (len(found.rows), found.rows_left_out) == (TABLE_ROWS, 10_000 - TABLE_ROWS)
     assert len(found.curves[0].label) <= 16

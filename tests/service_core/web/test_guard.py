@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service_core.web.guard import BODY_BYTES, HEADERS, LINK_S, MOST, SESSION_S, Sessions
+from service_core.web.guard import BODY_BYTES, HEADERS, LINK_S, MAX_SESSIONS, SESSION_S, Sessions
 from service_core.web.serve import PageServer
 from service_core.web.site import Action, ChangedError, Download, MissingError, Site, View
 from tests.support import until
@@ -276,11 +276,11 @@ def test_a_new_link_ends_the_one_before_and_sessions_are_bounded() -> None:
     sessions = Sessions(clock=lambda: now)
     old = sessions.new_link()
     opened = []
-    for _ in range(MOST + 1):
+    for _ in range(MAX_SESSIONS + 1):
         now += 1
         opened.append(sessions.enter(sessions.new_link()) or "")
     assert sessions.enter(old) is None
-    assert [bool(sessions.find(cookie)) for cookie in opened] == [False] + [True] * MOST
+    assert [bool(sessions.find(cookie)) for cookie in opened] == [False] + [True] * MAX_SESSIONS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only 127.0.0.1 is there")

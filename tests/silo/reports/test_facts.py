@@ -20,8 +20,8 @@ from privacy.policy import Policy
 from privacy.policy_terms import PRIVATE_PROFILES
 from privacy.profiles import PROFILES
 from protos.wire.codec import pack_bundle
-from silo.reports.leaving import Leaves
-from silo.reports.questions import Known, Question
+from silo.reports.leaving import UpdateContents
+from silo.reports.questions import PolicyAndLedger, Question
 from silo.reports.run_request import RunRequest
 from silo.reports.spending import preview, spending, unprotected, version_of
 from silo.storage.approvals import Approval
@@ -48,7 +48,7 @@ def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method)
     assert size <= found.most_bytes
     assert 4 * found.numbers <= size
     assert all(word for word in found.words())
-    assert Leaves.from_json(found.to_json()) == found
+    assert UpdateContents.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize("mode", ["plain", "secagg"])
@@ -173,7 +173,7 @@ def test_several_data_sets_need_the_fingerprint_of_the_one_that_is_served(tmp_pa
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "null", '{"charges": null}', '{"method": 1}', "[" * 9999])
 def test_a_request_that_cannot_be_read_is_shown_by_its_sentence_alone(tmp_path, text) -> None:
     asked = Approval("run", "m" * 64, "name", "what it asks", 1.0, None, text)
-    found = Question.of(asked, Known.of(Home(tmp_path / "home")))
+    found = Question.of(asked, PolicyAndLedger.of(Home(tmp_path / "home")))
     assert (found.request, found.previews, found.comparisons) == (None, None, ())
     assert "not known" in found.spends
 
@@ -184,7 +184,7 @@ def test_the_names_that_a_policy_knows_are_those_of_the_private_profiles() -> No
 
 def test_reading_a_home_without_a_ledger_makes_none(tmp_path) -> None:
     home = Home(tmp_path / "home")
-    assert Known.of(home) == Known(Policy(), "", None, "")
+    assert PolicyAndLedger.of(home) == PolicyAndLedger(Policy(), "", None, "")
     assert not home.path.exists()
 
 
@@ -192,7 +192,7 @@ def test_a_known_error_is_kept_as_words(tmp_path) -> None:
     budgeted(tmp_path / "home", policy=SECURE)
     home = Home(tmp_path / "home")
     home.ledger_key.write_bytes(b"x" * 32)
-    found = Known.of(home)
+    found = PolicyAndLedger.of(home)
     assert found.ledger is None
     assert found.ledger_error.startswith("E-BUDGET-")
 

@@ -32,7 +32,7 @@ class Asked:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    monkeypatch.setattr(task_queue, "_MOST", 10)
+    monkeypatch.setattr(task_queue, "_MAX_TASKS", 10)
     made = Asked(tmp_path)
     yield made
     made.store.close_database()
@@ -113,7 +113,7 @@ class _Silent:
 
 @pytest.mark.fault("a coordinator", "reads no answer of a hospital", "its session is ended with E-NET-12")
 def test_answers_that_nobody_reads_end_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_MOST_UNREAD", 50)
+    monkeypatch.setattr(session, "_MAX_UNREAD", 50)
     stub = _Silent()
     line = Session(stub, Asking(), lambda: None, lambda _: None)
     line.open(pb.Hello(), 10.0)

@@ -20,8 +20,8 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
 from silo.events import Event
 from silo.service.task_queue import PREFLIGHTS_AT_ONCE, PREFLIGHTS_PER_MIN, TaskQueue
-from silo.storage.approvals import MOST_UNDECIDED
-from silo.storage.store import MOST_CLOSED, MOST_UNTRAINED, Store
+from silo.storage.approvals import MAX_UNDECIDED
+from silo.storage.store import MAX_CLOSED, MAX_UNTRAINED, Store
 from tests.support import until
 from tests.support.fake_coordinator import Hospital
 from tests.support.hospital import B, M, key, opened, stage
@@ -185,7 +185,7 @@ def flooded(folder: Path, kind: str, patient: bool = False) -> Iterator[Flooded]
         made.hospital.host.stop()
 
 
-MOST_BYTES, WAL_BYTES = 1 << 20, 5 << 20
+MAX_BYTES, WAL_BYTES = 1 << 20, 5 << 20
 """Of a home's growth, however many preflights come; and with a database's log that is full, which is used again."""
 
 
@@ -207,9 +207,9 @@ def test_a_flood_of_preflights_grows_no_home_and_the_real_run_goes_on(tmp_path: 
         if able:
             hospital.ask_real()
         left = hospital.pour(number)
-        assert left.bytes < MOST_BYTES, left.largest
-        assert left.runs <= MOST_UNTRAINED
-        assert left.waiting <= MOST_UNDECIDED
+        assert left.bytes < MAX_BYTES, left.largest
+        assert left.runs <= MAX_UNTRAINED
+        assert left.waiting <= MAX_UNDECIDED
         assert left.events <= 12
         assert set(left.answers) <= hospital.kind.codes | {"E-WIRE-17"}
         if able:
@@ -222,8 +222,8 @@ def test_a_liar_who_waits_until_each_question_is_looked_at_grows_no_home_either(
     with flooded(tmp_path / "home", kind, patient=True) as hospital:
         left = hospital.pour(300)
         assert left.bytes < WAL_BYTES, left.largest
-        assert left.runs <= MOST_UNTRAINED
-        assert left.waiting <= MOST_UNDECIDED
+        assert left.runs <= MAX_UNTRAINED
+        assert left.waiting <= MAX_UNDECIDED
         assert left.events <= 10 + 5  # ten refusals, and the 16th, 32nd, ... 256th
         assert set(left.answers) <= hospital.kind.codes
 
@@ -273,7 +273,7 @@ def test_runs_that_asked_and_offered_nothing_lapse_and_those_that_trained_stay(t
     for k in range(100):
         store.record_run(f"asked-{k}", "asked", M)
     for k in range(100):
-        store.fix_data(f"offered-{k}", "v1")
+        store.pin_data_version(f"offered-{k}", "v1")
         store.record_run(f"offered-{k}", "offered", M, B)
         store.end_run(f"offered-{k}", "failed", "")
     assert [r.run_id for r in store.history()] == ["run-1", *(f"offered-{k}" for k in range(80, 100))]
@@ -293,7 +293,7 @@ def test_rounds_that_are_closed_without_end_are_a_few_rows_and_none_of_a_run_tha
     store.record_run("run-1", "known", M)
     for k in range(100):
         store.close(key(k), included=False)
-    assert [k for k in range(100) if store.closed(key(k))] == list(range(100 - MOST_CLOSED, 100))
+    assert [k for k in range(100) if store.closed(key(k))] == list(range(100 - MAX_CLOSED, 100))
 
 
 def test_the_first_question_stays_on_top_and_those_beyond_a_bound_are_refused(store: Store) -> None:
@@ -301,9 +301,9 @@ def test_the_first_question_stays_on_top_and_those_beyond_a_bound_are_refused(st
     approvals.ask("decided", M, "before", "fedavg")
     approvals.decide("decided", False)
     approvals.ask(REAL, M, "real", "fedavg")
-    for k in range(MOST_UNDECIDED - 1):
+    for k in range(MAX_UNDECIDED - 1):
         assert approvals.ask(f"run-{k}", M, "real", "fedavg") is None
-    for k in range(MOST_UNDECIDED - 1, 100):
+    for k in range(MAX_UNDECIDED - 1, 100):
         with pytest.raises(RefusedError, match="E-WIRE-17"):
             approvals.ask(f"run-{k}", M, "real", "fedavg")
     assert approvals.ask(REAL, M, "real", "fedavg") is None  # asked again, it waits on

@@ -10,7 +10,7 @@ from coordinator.lead.page import overview
 from coordinator.lead.page.overview import DAY_S, OwnCertificates, State
 from coordinator.lead.page.run_facts import headline, open_round, run_facts
 from coordinator.lead.page.run_record import RunRecord
-from coordinator.lead.page.service_watch import Away, FollowedRun, Snapshot
+from coordinator.lead.page.service_watch import FollowedRun, ServiceUnreachable, Snapshot
 from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import detail, measured
@@ -31,8 +31,8 @@ def waiting(**silos: bool) -> pb.RunInfo:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (Snapshot(away=Away(5.0, "x")), "The coordinator does not answer"),
-        (Snapshot(1.0, [HERE], away=Away(1e9, "x")), "The coordinator has not answered since 2001"),
+        (Snapshot(away=ServiceUnreachable(5.0, "x")), "The coordinator does not answer"),
+        (Snapshot(1.0, [HERE], away=ServiceUnreachable(1e9, "x")), "The coordinator has not answered since 2001"),
         (Snapshot(1.0, [pb.SiloInfo(name="east", alarm="two keys")]), "Somebody else may have the key of east"),
         (Snapshot(1.0, [HERE, GONE], runs=[waiting(north=True, south=False)]), "Round 7 of run-1 waits for south"),
         (Snapshot(1.0, [HERE], runs=[waiting(north=True)]), "run-1 is in round 7 of 9"),

@@ -99,9 +99,7 @@ def test_a_service_that_does_not_answer_holds_no_page(service: MadeUpService, mo
     watch.stop()
 
 
-def test_the_version_changes_with_the_facts_and_not_with_heartbeats(
-    watch: ServiceWatch, service: MadeUpService
-) -> None:
+def test_the_version_changes_with_the_facts_and_not_with_pulses(watch: ServiceWatch, service: MadeUpService) -> None:
     watch.current(fresh=True)
     first = watch.version()
     service.silo_list.silos[0].last_seen_unix = 5.0

@@ -84,7 +84,7 @@ def test_the_content_decides_and_not_the_extension(tmp_path: Path) -> None:
 def test_a_file_above_the_limit_of_bytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = write_image(tmp_path / "a.png")
     with path.open("r+b") as file:
-        file.truncate(pixels.MOST_BYTES + 1)  # sparse
+        file.truncate(pixels.MAX_BYTES + 1)  # sparse
     refuses(path, "bytes, more than")
 
 

@@ -114,7 +114,7 @@ def test_cd_4_decoupled_distillation() -> None:
         torch.tensor([0]),
     )
     assert float(fedcd.target(teacher, student, y)) == pytest.approx(0.0871767, abs=1e-6)
-    assert float(fedcd.others(teacher, student, y)) == pytest.approx(0.1483417, abs=1e-6)
+    assert float(fedcd.non_target_kd(teacher, student, y)) == pytest.approx(0.1483417, abs=1e-6)
     assert float(fedcd.dkd(teacher, student, y, 8.0)) == pytest.approx(1.2739107, abs=1e-6)
     assert float(fedcd.dkd(teacher, student, y, 0.5)) == pytest.approx(0.1613476, abs=1e-6)
     assert float(fedcd.kd(teacher, student)) == pytest.approx(0.1613476, abs=1e-6)
@@ -122,7 +122,7 @@ def test_cd_4_decoupled_distillation() -> None:
 
 def test_cd_4_with_two_classes_the_others_say_nothing_and_gradients_are_finite() -> None:
     teacher, student = double(3.0, -40.0).view(1, 2), double(-1.0, 60.0).view(1, 2).requires_grad_()
-    assert fedcd.others(teacher, student, torch.tensor([0])).tolist() == [0]
+    assert fedcd.non_target_kd(teacher, student, torch.tensor([0])).tolist() == [0]
     fedcd.dkd(teacher, student, torch.tensor([0]), 8.0).sum().backward()
     assert torch.isfinite(student.grad).all()
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from coordinator.config.hydra_config import compose_spec
-from fl_core.methods.disjoint.fednh import FedNH, turned
+from fl_core.methods.disjoint.fednh import FedNH, rotated_head
 from fl_core.methods.shared import class_vectors
 from fl_core.methods.shared.class_vectors import FixedHead
 from fl_core.methods.shared.prototypes import PROTOTYPES
@@ -47,9 +47,9 @@ def played(
 def test_nh_2_server_step() -> None:
     w = torch.tensor([[1.0, 0.0]])
     clients = [Part.of({"w": torch.tensor([m])}, torch.tensor([n])) for n, m in ((30.0, [0.0, 1]), (10.0, [1.0, 0]))]
-    assert turned(w, clients[0] + clients[1], 0.9)[0].tolist() == pytest.approx([0.994855, 0.101307], abs=1e-6)
+    assert rotated_head(w, clients[0] + clients[1], 0.9)[0].tolist() == pytest.approx([0.994855, 0.101307], abs=1e-6)
     equal = [Part.of({"w": p.mean()["w"]}, torch.tensor([1.0])) for p in clients]
-    assert turned(w, equal[0] + equal[1], 0.9)[0].tolist() == pytest.approx([0.997357, 0.072652], abs=1e-6)
+    assert rotated_head(w, equal[0] + equal[1], 0.9)[0].tolist() == pytest.approx([0.997357, 0.072652], abs=1e-6)
 
 
 def test_nh_2_the_silos_mean_is_brought_to_length_1_before_it_is_mixed_in() -> None:
@@ -61,13 +61,13 @@ def test_nh_2_the_silos_mean_is_brought_to_length_1_before_it_is_mixed_in() -> N
     bare = normalize(torch.tensor([0.925, 0.075], dtype=torch.float64), dim=0)
     assert bare.tolist() == pytest.approx([0.996729, 0.080816], abs=1e-6)
     part = Part({"w": torch.tensor([[10.0, 30.0]])}, torch.tensor([40.0]))
-    assert turned(torch.tensor([[1.0, 0.0]]), part, 0.9)[0].tolist() != pytest.approx(bare.tolist(), abs=1e-4)
+    assert rotated_head(torch.tensor([[1.0, 0.0]]), part, 0.9)[0].tolist() != pytest.approx(bare.tolist(), abs=1e-4)
 
 
 def test_classes_that_nobody_reports_or_that_cancel_out_keep_their_prototype() -> None:
     w = normalize(torch.rand(3, 4), dim=1)
     part = Part({"w": torch.stack([torch.zeros(4), torch.ones(4), torch.zeros(4)])}, torch.tensor([0.0, 2.0, 2.0]))
-    after = turned(w, part, 0.0)
+    after = rotated_head(w, part, 0.0)
     assert torch.equal(after[[0, 2]], w[[0, 2]])
     assert torch.allclose(after[1], torch.full((4,), 0.5))
 

@@ -13,7 +13,7 @@ from scipy import stats
 from fl_core.errors import ConfigError
 from privacy.accounting.accountant import ORDERS, Mechanism, rdp
 from privacy.mechanisms.noise import discrete_gaussian
-from privacy.mechanisms.noise.discrete_gaussian import LARGEST_TABLE, LEAST, MOST, STEP, TOTAL_VARIATION, sum_gap
+from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MAX_TABLE, MIN_SIGMA, STEP, TOTAL_VARIATION, sum_gap
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 
 
@@ -106,12 +106,12 @@ def test_renyi_divergence_of_a_sampled_discrete_gaussian_is_that_which_is_accoun
 
 
 def test_noise_outside_what_can_be_drawn_is_refused() -> None:
-    for sigma in (LEAST * 0.99, MOST * 1.01, math.nan, math.inf, -5.0, 0.0):
+    for sigma in (MIN_SIGMA * 0.99, MAX_SIGMA * 1.01, math.nan, math.inf, -5.0, 0.0):
         with pytest.raises(ConfigError, match="E-PRIV-20"):
             SeededNoise(0).discrete_gaussian((3,), sigma)
-    assert SeededNoise(0).discrete_gaussian((2, 3), LEAST).shape == (2, 3)
-    assert SeededNoise(0).discrete_gaussian((0, 3), LARGEST_TABLE).shape == (0, 3)
-    assert SeededNoise(0).discrete_gaussian((2,), MOST).dtype == torch.int64
+    assert SeededNoise(0).discrete_gaussian((2, 3), MIN_SIGMA).shape == (2, 3)
+    assert SeededNoise(0).discrete_gaussian((0, 3), MAX_TABLE).shape == (0, 3)
+    assert SeededNoise(0).discrete_gaussian((2,), MAX_SIGMA).dtype == torch.int64
 
 
 def test_a_sum_of_discrete_gaussians_is_one_from_four_grid_units_on() -> None:

@@ -24,7 +24,7 @@ def since_boot() -> float:
 
 
 @dataclass(slots=True)
-class Heartbeat:
+class Liveness:
     """Writes the file. Events may come on any thread, beats on one."""
 
     home: Home

@@ -14,7 +14,7 @@ import pytest
 from service_core.operations.exit_status import READY, notify
 from silo.cli.service import run
 from silo.events import event
-from silo.operations.heartbeat import FILE, Health, Heartbeat, since_boot
+from silo.operations.liveness import FILE, Health, Liveness, since_boot
 from silo.storage.home import Home
 from tests.support import until
 from tests.support.fake_coordinator import enrolled
@@ -28,7 +28,7 @@ def home(tmp_path):
 
 
 def test_it_is_connected_or_says_since_when_and_why_not(home, capsys):
-    heart = Heartbeat(home)
+    heart = Liveness(home)
     heart.beat()
     assert run(["health", "--home", str(home.path)]) == 0
     assert run(["health", "--home", str(home.path), "--connected"]) == 1
@@ -43,7 +43,7 @@ def test_it_is_connected_or_says_since_when_and_why_not(home, capsys):
 
 
 def test_without_a_service_it_is_not_alive(tmp_path):
-    Heartbeat(Home(tmp_path)).beat()
+    Liveness(Home(tmp_path)).beat()
     assert not Health.of(Home(tmp_path)).alive
     assert run(["health", "--home", str(tmp_path)]) == 1
 
@@ -51,7 +51,7 @@ def test_without_a_service_it_is_not_alive(tmp_path):
 @pytest.mark.fault("a service", "hangs, or the machine was started anew", "silo health says that it does not live")
 @pytest.mark.parametrize("age", [31.0, 1e9, -1.0, float("nan"), float("inf")])
 def test_a_beat_of_another_time_is_none(home, age):
-    Heartbeat(home, lambda: 100.0).beat()
+    Liveness(home, lambda: 100.0).beat()
     assert Health.of(home, lambda: 110.0).alive
     assert not Health.of(home, lambda: 100.0 + age).alive
 
@@ -68,7 +68,7 @@ def test_a_disk_that_takes_nothing_ends_no_service(home, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
-        Heartbeat(home).beat()
+        Liveness(home).beat()
     assert not Health.of(home).alive
 
 
