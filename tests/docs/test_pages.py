@@ -118,3 +118,9 @@ def test_the_readme_takes_two_screens_and_leads_to_every_page() -> None:
 def test_a_benchmarks_readme_is_one_screen() -> None:
     pages = (ROOT / "benchmarks").glob("*/README.md")
     assert [page for page in pages if len(page.read_text().splitlines()) > 60] == []
+
+
+def test_the_index_of_decisions_has_each_of_them_once() -> None:
+    index = (ROOT / "docs/adr/README.md").read_text()
+    for record in sorted((ROOT / "docs/adr").glob("0*.md")):
+        assert len(re.findall(rf"^\| \[{record.name[:4]}\]\({record.name}\)", index, re.MULTILINE)) == 1, record.name
