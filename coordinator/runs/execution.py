@@ -67,7 +67,8 @@ class RunExecution:
         steering = self.store.steering.of(run.id)
         self.dispatcher.note_software(run.id, run.members)
         if preflight_is_due(run, self.store):
-            ask_preflight(run, manifest, self.dispatcher, steering.excluded, all_answer=compiled.private)
+            named = 0 if compiled.private else steering.quorum or manifest.quorum
+            ask_preflight(run, manifest, self.dispatcher, steering.excluded, compiled.private, named)
         if len(run.members) < MIN_UPDATES_FOR_MEDIAN and self.store.runs.round(run.id, 0) is None:
             may = "nothing bounds what one of them does to the model"
             if isinstance(compiled.aggregator, NormClipped):
@@ -192,12 +193,18 @@ def preflight_is_due(run: Run, store: Store) -> bool:
 
 
 def ask_preflight(
-    run: Run, manifest: RunManifest, dispatcher: Dispatcher, excluded: Collection[str] = (), all_answer: bool = True
+    run: Run,
+    manifest: RunManifest,
+    dispatcher: Dispatcher,
+    excluded: Collection[str] = (),
+    all_answer: bool = True,
+    quorum: int = 0,
 ) -> None:
     """Ask the silos of a run at once, and return when all are ready.
 
     excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
-    run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task.
+    run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task
+    quorum: that the lead named, with which the run begins although others refuse; 0: a refusal stops it.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
     names those that did not answer and must; RunInterrupted when the run was aborted or the service stops.
@@ -223,8 +230,13 @@ def ask_preflight(
         failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id))
     if not all_answer:
         failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
-    if failures:
-        raise _combined_error(failures, len(names))
+    if not failures:
+        return
+    error = _combined_error(failures, len(names))
+    if not 0 < quorum <= len(run.members) - len(excluded) - len(failures):
+        raise error
+    text = f"begun with the quorum of {quorum} that was named, although {len(failures)} refused: {error}"
+    dispatcher.store.runs.event(run.id, "warning", text=text)
 
 
 def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:

@@ -53,9 +53,10 @@ def kinds(dispatcher: Dispatcher) -> list[str]:
 class Asking:
     """`execution.ask` on a thread of its own."""
 
-    def __init__(self, dispatcher: Dispatcher, of: RunManifest) -> None:
+    def __init__(self, dispatcher: Dispatcher, of: RunManifest, quorum: int = 0) -> None:
         self.error: BaseException | None = None
         self._run, self._of, self._dispatcher = stored(dispatcher, of), of, dispatcher
+        self._quorum = quorum
         self.thread = threading.Thread(target=self._ask)
         asked = session()
         dispatcher.attach(asked)
@@ -64,7 +65,8 @@ class Asking:
 
     def _ask(self) -> None:
         try:
-            execution.ask_preflight(self._run, self._of, self._dispatcher, all_answer=CompiledRun.of(self._of).private)
+            private = CompiledRun.of(self._of).private
+            execution.ask_preflight(self._run, self._of, self._dispatcher, all_answer=private, quorum=self._quorum)
         except BaseException as error:  # kept for the test
             self.error = error
 
@@ -161,6 +163,23 @@ def test_a_run_without_privacy_is_stopped_by_a_silo_that_cannot_do_it(dispatcher
     assert isinstance(error, RefusedError)
     assert error.code == "E-RUN-36"
     assert "north: E-RUN-38" in error.message
+
+
+def test_a_run_without_privacy_begins_with_a_quorum_that_was_named_although_others_refuse(
+    dispatcher: Dispatcher,
+) -> None:
+    asking = Asking(dispatcher, PLAIN, quorum=2)
+    dispatcher.preflight(session(), said(ready=False, code="E-POLICY-15", reason="not this code"))
+    assert asking.over() is None
+    (event,) = [e for e in dispatcher.store.runs.events("run-1", 0) if e.kind == "warning"]
+    assert "begun with the quorum of 2 that was named, although 1 refused" in event.text
+    assert "north: E-POLICY-15" in event.text
+
+
+def test_a_named_quorum_that_the_others_do_not_make_stops_the_run(dispatcher: Dispatcher) -> None:
+    asking = Asking(dispatcher, PLAIN, quorum=3)
+    dispatcher.preflight(session(), said(ready=False, code="E-POLICY-15", reason="not this code"))
+    assert isinstance(asking.over(), RefusedError)
 
 
 def test_a_run_without_privacy_waits_for_no_hospital_that_must_decide_first(dispatcher: Dispatcher) -> None:
