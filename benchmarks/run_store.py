@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+import torch
 
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulate.results import Result
@@ -47,6 +50,12 @@ class Kept(Protocol):
 
 
 Item = TypeVar("Item", bound=Kept)
+
+
+def machine() -> str:
+    """Name what decides the last bits of a run: processor, its vector instructions, Python and torch."""
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{processor}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def seeded(spec: RunSpec, seed: int) -> RunSpec:

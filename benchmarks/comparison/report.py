@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, stdev
 
-import torch
 from scipy.stats import t as student
 
 from benchmarks import run_store
@@ -123,7 +121,7 @@ def _how(asked: Comparison, found: Mapping[str, Tuned]) -> list[str]:
         *words,
         "",
         f"`python -m benchmarks.comparison {asked.name}`; median {median(seconds):.1f} CPU seconds a run; "
-        f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
+        f"{run_store.machine()}.",
         "",
     ]
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-
-import torch
 
 from benchmarks import run_store
 from benchmarks.paper.measures import MEASURES
@@ -92,7 +89,7 @@ def markdown(results: Results) -> str:
         lines += ["", *_gains(results, settings)]
     if table.measures != ("numbers",):
         lines += ["", run_store.judged_text(_by_method(results))]
-    lines += ["", f"`python -m benchmarks.paper table={table.name} scale={table.scale}`; {machine()}.", ""]
+    lines += ["", f"`python -m benchmarks.paper table={table.name} scale={table.scale}`; {run_store.machine()}.", ""]
     return "\n".join(lines)
 
 
@@ -129,10 +126,6 @@ def _name(setting: Setting) -> str:
 
 def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
-
-
-def machine() -> str:
-    return f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def write_csv(results: Results, file: Path) -> None:
