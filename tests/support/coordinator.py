@@ -21,7 +21,7 @@ import torch
 from coordinator.api.server import CoordinatorServer, Settings
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
-from coordinator.runs.session import SiloSession
+from coordinator.runs.dispatcher import SiloSession
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from fl_core import datasets

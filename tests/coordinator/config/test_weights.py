@@ -361,7 +361,7 @@ def test_a_full_disk_says_disk_and_the_upload_goes_on_where_it_was(
 
     monkeypatch.setattr("coordinator.lead.client._WATCH_PATIENCE_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr("service_core.storage.partial_file.write_all", full)
+        patch.setattr("service_core.storage.object_store.write_all", full)
         with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
             client.send_weights(digest, file)
     assert client._lead.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == sent[0]

@@ -21,7 +21,7 @@ from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 from silo.storage.home import Home
 from silo.training.hospital_controls import describe_request
 from tests.support import some, until
