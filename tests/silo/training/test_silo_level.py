@@ -192,16 +192,6 @@ def test_a_hospital_may_require_the_profile_that_hides_it(make, tmp_path):
     hospital.sent()
 
 
-def test_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read(make, tmp_path, monkeypatch):
-    ledger_of(tmp_path)
-    hospital = make()
-    hospital.start()
-    watched = Watched(monkeypatch)
-    hospital.offer(state=message(hospital.manifest, 3.0))
-    assert hospital.refused().code == "E-PRIV-15"
-    assert watched.read == 0
-
-
 def test_an_approval_says_whom_epsilon_is_for():
     assert describe_request(CompiledRun.of(hospital_level())).endswith(
         "epsilon 8 at delta 1e-05 for the whole hospital"
