@@ -145,9 +145,13 @@ class UnsoundError(Exception):
 class Account:
     """The state of a ledger after some of its events.
 
-    collections: name -> (unit, since)   single: those of which a version has no groups   units: name -> digest of the
-    digests of its units   forgiven: heads of others that were accepted as lost   restored: how often that was
-    refusals: (coordinator, code) -> how often by the last event about it.
+    Attributes:
+        collections: name -> (unit, since)
+        single: those of which a version has no groups
+        units: name -> digest of the digests of its units
+        forgiven: heads of others that were accepted as lost
+        restored: how often that was
+        refusals: (coordinator, code) -> how often by the last event about it
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
