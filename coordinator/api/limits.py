@@ -135,7 +135,7 @@ class Gate:
             host = address.rpartition(":")[0]
             self._take("address", host, limits.joins_per_address, "attempts to enrol from one address")
         elif method == "Renew":
-            self._take("renew", str(peer.identity), limits.renewals, "renewals of one silo")
+            self._take("renew", str(peer.identity), limits.renewals, "renewals of one hospital")
 
     def _take(self, what: str, who: str, rate: Rate, words: str) -> None:
         if len(self._buckets) >= _TABLE and (what, who) not in self._buckets:
