@@ -17,7 +17,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import round_layout
 from fl_core.types.enums import TaskKind
 from privacy.compiled_run import CompiledRun
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 
 _REMEMBERED = 16
 """Runs whose check is kept."""
