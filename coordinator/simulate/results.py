@@ -376,6 +376,8 @@ class ResultFolder:
 def plain(spec: RunSpec) -> dict[str, object]:
     """Turn a configuration into plain values, as JSON has them."""
     found: dict[str, object] = json.loads(spec.to_json())
+    if isinstance(model := found["model"], dict) and model.get("adapter") == "none":
+        del model["adapter"]  # folders that were written before it existed are of the same configuration
     return found
 
 
@@ -424,7 +426,7 @@ def model_bytes(result: Result) -> bytes:
         "manifest_digest": manifest.digest(),
         "model_digest": result.model_digest,
     }
-    tensors = {name: v.detach().cpu().contiguous() for name, v in result.method.exported(result.server).items()}
+    tensors = {name: v.detach().cpu().contiguous() for name, v in result.run.exported(result.server).items()}
     return save(tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
 
 
