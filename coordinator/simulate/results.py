@@ -329,7 +329,11 @@ class ResultFolder:
     def differences(self, spec: RunSpec) -> list[str]:
         """Name the keys in which the folder's configuration differs from `spec`, with both values; none without one."""
         found = self.configuration()
-        return [] if found is None else differences(found, plain(spec))
+        if found is None:
+            return []
+        if isinstance(model := found.get("model"), dict) and "adapter" in spec.model:
+            model.setdefault("adapter", "none")  # of a folder from before it existed
+        return differences(found, plain(spec))
 
     def configuration(self) -> Mapping[str, object] | None:
         """Read the configuration in the folder; raises StateError (E-STATE-22) on a damaged one."""
@@ -376,8 +380,6 @@ class ResultFolder:
 def plain(spec: RunSpec) -> dict[str, object]:
     """Turn a configuration into plain values, as JSON has them."""
     found: dict[str, object] = json.loads(spec.to_json())
-    if isinstance(model := found["model"], dict) and model.get("adapter") == "none":
-        del model["adapter"]  # folders that were written before it existed are of the same configuration
     return found
 
 
