@@ -30,7 +30,7 @@ Rows = NDArray[np.float32]
 DEFAULT_GIB = 4.0
 """What is kept by default: 800,000 examples of 1,280 features."""
 _MAC, _LENGTH, _MAX_FOOTER = 32, 8, 64 << 20
-_BLOCK = 1 << 20
+_BLOCK, _MAX_OPEN = 1 << 20, 16
 _SECRET, _SUFFIX, _PART = "secret", ".rows", ".part"
 
 
@@ -209,6 +209,8 @@ class FeatureCache:
             with os.fdopen(fd, "rb", closefd=False) as file:  # pages are read when they are looked at
                 rows = np.memmap(file, dtype="<f4", mode="c", shape=rows.shape)
         kept = KeptFeatures(rows, footer.left_out)
+        if len(self._open) >= _MAX_OPEN:
+            os.close(self._open.pop(next(iter(self._open)))[0])
         self._open[key.name] = fd, status, kept
         return kept
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from coordinator.config.hydra_config import compose_simulation, compose_spec
@@ -16,6 +17,7 @@ from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulate import runner
 from fl_core.datasets import TensorExamples
+from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, SplitModel
@@ -107,6 +109,19 @@ def test_a_broken_image_is_named_in_the_log_and_left_out_and_no_other_record_not
     assert torch.equal(found.x, whole.x[kept])
     assert torch.equal(found.labels, whole.labels[kept])
     assert ["3.png" in r.getMessage() or "250.png" in r.getMessage() for r in caplog.records] == [True, True]
+
+
+def test_a_truncated_file_is_left_out_by_its_path(tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]
+    paths = [tmp_path / f"{k}.png" for k in range(5)]
+    for k, path in enumerate(paths):
+        Image.new("RGB", (32, 32), (40 * k, 0, 0)).save(path)
+    paths[2].write_bytes(paths[2].read_bytes()[:40])
+    body, labels = small("simple_cnn").body, torch.arange(5)
+    with caplog.at_level(logging.WARNING):
+        found = features_of_all(body, ImageExamples(paths, labels, ImageTransform(32)), CPU)
+    assert found.labels.tolist() == [0, 1, 3, 4]
+    assert len(found.x.unique(dim=0)) == 4
+    assert [str(paths[2]) in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_more_than_one_in_a_hundred_is_refused_without_a_number(caplog) -> None:  # type: ignore[no-untyped-def]

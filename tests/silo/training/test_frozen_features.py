@@ -28,6 +28,7 @@ from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training import trainer
 from silo.training.hospital_controls import HospitalControls
+from silo.training.run_request import request_of
 from silo.training.trainer import DataSource, Trainer
 from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
 from tests.support.hospital import rounds_equal
@@ -150,6 +151,26 @@ def test_memory_for_a_batch_of_images_in_the_body_is_asked_for_before_round_1(be
     monkeypatch.setattr(memory, "free_memory", lambda _: need - 1)
     with pytest.raises(RefusedError, match=r"E-RUN-38.*frozen body"):
         prepared.require_memory()
+
+
+def test_features_go_when_the_data_change_and_when_others_are_served(bench, make, tmp_path, monkeypatch):
+    bench.round()
+    monkeypatch.setattr(bench.data, "refresh", lambda: True)
+    bench.prepared()
+    assert bench.features.files() == []
+    hospital = make(frozen(manifest()))
+    hospital.start()
+    hospital.stop()
+    cache = FeatureCache(Home(hospital.folder).features, 1 << 20)
+    for origin in ("digits/p3c4/1", "digits/p3c4/2"):
+        cache.get(FeatureKey(origin, "d", "r", "train", "m"), 0, lambda: iter(()))
+    hospital.start()
+    assert [file.path.stem for file in cache.files()] == [FeatureKey("digits/p3c4/1", "d", "r", "train", "m").name]
+
+
+def test_whoever_decides_about_a_run_reads_that_the_body_is_frozen():
+    asked = request_of(CompiledRun.of(frozen(manifest())), "center1", True)
+    assert asked.model == "digits_cnn with a frozen body"
 
 
 def test_what_goes_wrong_with_images_of_a_private_run_is_hidden_and_not_charged(make, tmp_path, monkeypatch):
