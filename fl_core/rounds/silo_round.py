@@ -19,6 +19,7 @@ from fl_core.training.evaluation import (
     evaluate_personal,
     withheld,
 )
+from fl_core.errors import RefusedError
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, LocalData, Method
@@ -71,7 +72,7 @@ def run_silo_round(
     commits it at the round's close, as `Method.server_tracks_state` says. `runtime.model` is scratch: it gets the
     run's initial weights before every use.
     Raises ProtocolError (E-WIRE-06) when the method's bundle does not have the run's layout; RefusedError, before any
-    example is read, on a guard's setting that the plan is silent on.
+    example is read, on a guard's setting that the plan is silent on; as `require_expected`.
     """
     method = runtime.method
     guards = adaptive_guards.guards_for_round(runtime.guards, msg)
@@ -84,6 +85,7 @@ def run_silo_round(
     model, own = runtime.model, state
     if kind is TaskKind.TRAIN:
         local, own = method.local(runtime.reset_model(), msg, state, data, context)
+        require_expected(method, local, context.round)
         bundle |= local
         state = own if own is state or _finite(local, own) else state
     elif PERSONAL in layout:
@@ -96,6 +98,16 @@ def run_silo_round(
     for guard in guards:
         guarded = guard.outgoing(guarded, context.silo, context.round)
     return SiloRound(guarded, state, measured)
+
+
+def require_expected(method: Method, update: Bundle, round: int) -> None:
+    """Raise RefusedError (E-RUN-47) where a round takes out what was added before, and this is something else."""
+    if (wanted := method.expects(round)) and (found := method.fingerprint(update)) != wanted:
+        raise RefusedError(
+            "E-RUN-47",
+            f"expected the sums that were added to the run, {wanted[:16]}, found others, {found[:16]}: serve the same "
+            "records as then, or train anew without this hospital",
+        )
 
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
