@@ -53,8 +53,8 @@ def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
     }
 
 
-_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical"}
-"""Of a round's record; every other field is written as it is."""
+_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "added"}
+"""Of a round's record; every other field is written as it is, and what withdrawals are checked by is not."""
 
 
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:

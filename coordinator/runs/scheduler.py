@@ -17,6 +17,7 @@ from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.execution import RunExecution
 from coordinator.runs.grpc_port import StoredObject
+from coordinator.runs.lineage import Line
 from coordinator.runs.round_closer import Waiting
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.runs.update_checks import UpdateChecks
@@ -80,7 +81,8 @@ class RunScheduler:
         start_from: the id of a run whose last model this one starts from. A start that the manifest names by its
         weights alone is completed, as one from a run is: see `start_point.resolve`.
         Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration,
-        E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile) and as `resolve`.
+        E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
+        `Line.require_fits` and as `resolve`.
         """
         CompiledRun.of(manifest)
         enrolled = self.store.members.member_names()
@@ -89,10 +91,11 @@ class RunScheduler:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
+        parent = self.store.runs.get(start_from) if start_from else None
+        Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
         weights = None if manifest.start is None else manifest.start.weights
         if start_from or weights is not None:
-            parent = self.store.runs.get(start_from) if start_from else None
             with self.model_lock:
                 manifest, state = start_point.resolve(parent, manifest, self.objects)
         text = manifest.to_json().encode()

@@ -10,6 +10,7 @@ from torch import nn
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.fixed_point import check_layout
+from fl_core.errors import RefusedError
 from fl_core.training.evaluation import (
     CLINICAL_PART,
     GLOBAL_PARTS,
@@ -19,7 +20,6 @@ from fl_core.training.evaluation import (
     evaluate_personal,
     withheld,
 )
-from fl_core.errors import RefusedError
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, LocalData, Method
@@ -72,7 +72,7 @@ def run_silo_round(
     commits it at the round's close, as `Method.server_tracks_state` says. `runtime.model` is scratch: it gets the
     run's initial weights before every use.
     Raises ProtocolError (E-WIRE-06) when the method's bundle does not have the run's layout; RefusedError, before any
-    example is read, on a guard's setting that the plan is silent on; as `require_expected`.
+    example is read, on a guard's setting that the plan is silent on.
     """
     method = runtime.method
     guards = adaptive_guards.guards_for_round(runtime.guards, msg)
@@ -85,7 +85,6 @@ def run_silo_round(
     model, own = runtime.model, state
     if kind is TaskKind.TRAIN:
         local, own = method.local(runtime.reset_model(), msg, state, data, context)
-        require_expected(method, local, context.round)
         bundle |= local
         state = own if own is state or _finite(local, own) else state
     elif PERSONAL in layout:

@@ -73,12 +73,12 @@ class Analytic(FedAvg):
     class_weights: "balanced" gives every class the same share, in one more exchange, which counts
     personal_head: sends A and B back to every hospital, which makes its personal model of them, with the beta that is
     right most often (balanced) about the fifth of its training examples that A is then without; of head=ridge alone
-    withdraws: digests of the sums, by exchange, that this run takes out of those it goes on from. `coordinator
-    withdraw` sets it.
+    withdraws: digests of the sums, one an exchange and with commas between, that this run takes out of those it goes
+    on from; `coordinator withdraw` sets it.
 
     Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine;
     between machines the solution differs as their libraries of linear algebra do. Nothing of the model's body is
-    trained or sent. Rounds beyond the exchanges change nothing. Sums less those of a silo are the sums of the others, to
+    trained or sent. Rounds beyond the exchanges change nothing. Sums less those of a silo are those of the others, to
     the last bit. Nothing of a personal model leaves but its accuracy.
     """
 
@@ -90,7 +90,7 @@ class Analytic(FedAvg):
     ridge: NonNegative = 1e-3
     class_weights: Literal["none", "balanced"] = "none"
     personal_head: bool = False
-    withdraws: tuple[str, ...] = ()
+    withdraws: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +119,7 @@ class Analytic(FedAvg):
     @property
     def _plan(self) -> tuple[str, ...]:
         if self.withdraws:
-            return (ALL,) if len(self.withdraws) == 1 else (FIT, REST)
+            return (ALL,) if "," not in self.withdraws else (FIT, REST)
         counts = (COUNT,) if self.class_weights == "balanced" else ()
         return (*counts, FIT, REST) if self._chooses else (*counts, ALL)
 
@@ -138,7 +138,9 @@ class Analytic(FedAvg):
         return name.startswith("head.")
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
-        return (12 if self.personal_head else 4) * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (feature_dim + _CONSTANT)
+        return (12 if self.personal_head else 4) * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (
+            feature_dim + _CONSTANT
+        )
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Make the state; raises ConfigError (E-CFG-08) on a head that is not linear or has no bias."""
@@ -168,7 +170,7 @@ class Analytic(FedAvg):
         return tensor_maps.digest({name: v.detach().cpu().double() + 0.0 for name, v in added.items()})  # -0 is 0
 
     def expects(self, round: int) -> str:
-        return self.withdraws[round] if round < len(self.withdraws) else ""
+        return self.withdraws.split(",")[round] if self.withdraws and round < self.exchanges else ""
 
     def _about(self, context: RoundContext) -> str:
         return self._plan[context.round] if context.round < len(self._plan) else NOTHING
