@@ -56,7 +56,7 @@ class LeadService(rpc.LeadServicer):
     ) -> None:
         """Set up; put_idle_s: seconds without a byte after which an upload of weights is given up; own: what signs."""
         self._own = own
-        self._withdrawals = Withdrawals(store, runs.submit)
+        self._withdrawals = Withdrawals(store, runs.submit, runs.schedule_cleanup)
         self._weights = weights
         self._put_idle_s = put_idle_s
         self._authorizer = authorizer

@@ -221,6 +221,24 @@ def exclude(
 
 
 @command
+def withdraw(
+    silo: Annotated[str, typer.Argument(help="The hospital's name.")],
+    preview: Annotated[bool, typer.Option("--preview", help="Say what would be done, and do nothing.")] = False,
+    *,
+    client: Client,
+) -> Reply:
+    """Take a hospital's data out of the models: exactly where sums allow it, else name the runs and how to train anew.
+
+    The sums of `analytic` are exact, so that what is left is the model of a run that never had the hospital. It sends
+    its sums once more for that, from the same records. Say it again to see how far that is.
+    """
+    from coordinator.lead.withdrawals import withdrawal_json, withdrawal_lines
+
+    found = client.withdraw(silo, preview)
+    return Reply([withdrawal_json(one) for one in found], [line for one in found for line in withdrawal_lines(one)])
+
+
+@command
 def extend(run: Run, hours: Annotated[float, typer.Option(help="How much longer.")], client: Client) -> Reply:
     """Wait longer in the open round, for everybody who has not delivered."""
     return _reply(client.extend(run, hours))

@@ -62,10 +62,7 @@ class UpdateChecks:
         self._measured: dict[str, Measured] = {}
 
     def check(self, contribution: Contribution, file: Path) -> None:
-        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43) unless the update may be part of its round.
-
-        RefusedError (E-RUN-47) as `require_expected`.
-        """
+        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless the update may be part of its round."""
         _, dtypes, method = self._of(contribution.run_id)
         update = checked(BundleFile(file), dtypes)
         measured = self.of(contribution).check(update, contribution.silo)

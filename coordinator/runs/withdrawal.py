@@ -101,10 +101,14 @@ def is_signed(found: pb.Withdrawal, authority_pem: bytes) -> bool:
 
 @dataclass(slots=True)
 class Withdrawals:
-    """Withdrawals from the runs of a store. submit: takes a run."""
+    """Withdrawals from the runs of a store.
+
+    submit: takes a run   delete_unused: deletes the objects that a run no longer needs.
+    """
 
     store: Store
     submit: Submit
+    delete_unused: Callable[[str], None]
 
     @property
     def _line(self) -> Line:
@@ -127,6 +131,7 @@ class Withdrawals:
             return touched
         for found in touched:
             self.store.runs.withdraw(found.run.id, silo, f"{silo} has withdrawn, as {lead} ordered")
+        self._drop_halves(silo)
         for found in touched:
             if not found.reason and found.by is None:
                 self._begin(found, lead)
@@ -141,10 +146,17 @@ class Withdrawals:
             for event in self.store.runs.events_of(one.id, WITHDRAWN)
         ]
 
+    def _drop_halves(self, silo: str) -> None:
+        """Delete sums that nobody goes on from, since their run was aborted before they were whole."""
+        for run in self.store.runs.all():
+            if _is_half(run) and run.state_object is not None and silo in self._line.updates_in(run):
+                self.store.runs.drop_state(run.id, silo, "the run was aborted before its sums were whole: deleted here")
+                self.delete_unused(run.id)
+
     def _touched(self, silo: str) -> list[Touched]:
         line, found = self._line, list[Touched]()
         for run in reversed(self.store.runs.all()):
-            if lineage.taken_out(run) and silo in run.members:
+            if _is_half(run) or (lineage.taken_out(run) and silo in run.members):
                 continue
             given = line.updates_in(run).get(silo, [])
             if given or (silo in run.members and not run.state.ended):
@@ -225,3 +237,7 @@ class Withdrawals:
             lead=lead,
             software=version(),
         )
+
+
+def _is_half(run: Run) -> bool:
+    return run.state is RunState.ABORTED and lineage.adds(run) and not lineage.is_complete(run)

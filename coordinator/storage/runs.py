@@ -253,9 +253,8 @@ class RunStore:
             if not train:
                 self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)
             if not train and replaces:
-                _change_run(db, replaces, state_object=None)
                 text = f"its sums are taken out by {run_id}; the state that had them is deleted here"
-                self._event(db, replaces, "taken out", silo=run.members[0], text=text)
+                self._drop_state(db, replaces, run.members[0], text)
             closed = _run(db, run_id)
         self._db.checkpoint()
         return closed
@@ -278,6 +277,15 @@ class RunStore:
                 return False
             self._event(db, run_id, WITHDRAWN, silo=silo, text=text)
             return True
+
+    def drop_state(self, run_id: str, silo: str, text: str) -> None:
+        """Let go of a run's state, since a silo's data are no longer to be in it."""
+        with self._db.write() as db:
+            self._drop_state(db, run_id, silo, text)
+
+    def _drop_state(self, db: Connection, run_id: str, silo: str, text: str) -> None:
+        _change_run(db, run_id, state_object=None)
+        self._event(db, run_id, "taken out", silo=silo, text=text)
 
     def events_of(self, run_id: str, kind: str) -> list[EventRow]:
         """Return the events of a run that are of one kind."""

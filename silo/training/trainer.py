@@ -331,9 +331,9 @@ class Trainer:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
 
         Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
-        model than the manifest names, E-WIRE-06 on a message of another form; RefusedError, before any example is read,
-        on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-15), and after it as
-        `require_expected` (E-RUN-47); StateError (E-RUN-31) for
+        model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
+        taken out; RefusedError, before any example is read,
+        on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for
         whatever goes wrong in a private run once examples are read.
         Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU.
         """
