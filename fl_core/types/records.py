@@ -123,7 +123,10 @@ class RoundRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Write the record as it is stored, and as `of` reads it."""
-        return asdict(self) | {"kind": self.kind.value}
+        written = asdict(self) | {"kind": self.kind.value}
+        if not self.added:
+            del written["added"]
+        return written
 
     @property
     def accuracy(self) -> float:
