@@ -123,10 +123,7 @@ class RoundRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Write the record as it is stored, and as `of` reads it."""
-        written = asdict(self) | {"kind": self.kind.value}
-        if not self.added:
-            del written["added"]
-        return written
+        return asdict(self) | {"kind": self.kind.value}
 
     @property
     def accuracy(self) -> float:
