@@ -247,7 +247,7 @@ class TransferService(rpc.TransferServicer):
             raise ProtocolError(
                 "E-WIRE-06", f"expected an offset of at most {size}, found {request.offset}: begin anew"
             )
-        if silo is None and not request.offset:
+        if silo is None:
             self._store.contributions.note_fetched(request.digest, peer.identity.name)
         return run_id, read_chunks(file, request.digest, request.offset)
 

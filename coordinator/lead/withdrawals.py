@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import base64
-import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
-from coordinator.config.run_spec import RunSpec
-from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import local_time
 
 COPIES = "What was exported or copied is outside of the coordinator's hands: ask those who have it."
-
-
-def anew(found: pb.Withdrawal) -> str:
-    """Return the command that trains a run anew without the hospital; empty where no words say its configuration."""
-    from coordinator.config.hydra_config import words_of
-
-    try:
-        spec = RunSpec.from_json(found.spec_json)
-    except ConfigError:
-        return ""
-    words = words_of(replace(spec, silos=tuple(found.left)))
-    return shlex.join(["coordinator", "run", *words]) if words and found.left else ""
 
 
 def withdrawal_json(found: pb.Withdrawal) -> Mapping[str, object]:
@@ -41,25 +25,23 @@ def withdrawal_json(found: pb.Withdrawal) -> Mapping[str, object]:
         "reason": found.reason or None,
         "left": list(found.left),
         "read_by": list(found.fetched),
-        "retrain": anew(found) or None,
         "statement": found.statement or None,
         "signature": base64.b64encode(found.signature).decode() or None,
         "certificate": found.certificate.decode("ascii", "replace") or None,
     }
 
 
-def withdrawal_lines(found: pb.Withdrawal) -> Iterable[str]:
-    """Say it for people."""
+def withdrawal_lines(found: pb.Withdrawal, anew: str) -> Iterable[str]:
+    """Say it for people. anew: the command that trains the run anew without the hospital, if there is one."""
     rounds: dict[str, list[str]] = {}
     for given in found.given:
         rounds.setdefault(given.run_id, []).append(str(given.round + 1))
     listed = "; ".join(f"{run} in round {', '.join(of)}" for run, of in rounds.items()) or "none yet"
     yield f"{found.run_id} ({found.run_state}): updates of {found.silo}: {listed}"
     yield f"  {outcome(found)}"
-    if found.reason and (command := anew(found)):
-        yield f"  to train it anew: {command}"
-    elif found.reason:
-        yield f"  to train it anew: its configuration with silos=[{','.join(found.left)}]"
+    if found.reason and found.left:
+        words = f"its configuration, with silos=[{','.join(found.left)}]"
+        yield f"  to train it anew: {anew or words}"
     yield f"  its model was read by: {'; '.join(found.fetched)}. {COPIES}" if found.fetched else f"  {COPIES}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from coordinator.storage.records import Run
@@ -39,16 +40,18 @@ class Line:
 
     def before(self, run: Run) -> Iterator[Run]:
         """Yield the runs that a run goes on from, the nearest first."""
-        while run.parent:
-            run = self.runs.get(run.parent)
+        while parent := parent_of(run):
+            run = self.runs.get(parent)
             yield run
 
     def updates_in(self, run: Run) -> dict[str, list[Given]]:
         """Return by silo the updates that a run's model depends on; whose sums were taken out has none."""
         found: dict[str, list[Given]] = {}
+        summed = False
         for one in reversed([run, *self.before(run)]):
-            if adds(one) and not (one.parent and adds(self.runs.get(one.parent))):
+            if adds(one) and not summed:
                 found = {}  # sums begin with nothing, whatever the model was
+            summed = adds(one)
             rows = [row.record for row in self.runs.rounds(one.id) if row.record.kind is TaskKind.TRAIN]
             if taken_out(one):
                 if is_complete(one):
@@ -130,8 +133,18 @@ class Line:
 
 def method_of(run: Run) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the options of a run's method."""
-    chosen = json.loads(run.manifest)["method"]
-    return str(chosen["name"]), chosen["options"]
+    return _read(run.manifest)[:2]
+
+
+def parent_of(run: Run) -> str:
+    """Return `Run.parent`, of each manifest read once."""
+    return _read(run.manifest)[2]
+
+
+@lru_cache(maxsize=4096)
+def _read(manifest: str) -> tuple[str, Mapping[str, Any], str]:
+    raw = json.loads(manifest)
+    return str(raw["method"]["name"]), raw["method"]["options"], str((raw.get("start") or {}).get("run", ""))
 
 
 def adds(run: Run) -> bool:

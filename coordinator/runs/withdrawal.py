@@ -174,8 +174,8 @@ class Withdrawals:
 
     def _taking_out(self, run: Run, silo: str = "") -> Run | None:
         """Return the run that takes a hospital's sums, or any one's, out of those of a run, unless it was aborted."""
-        others = (o for o in self.store.runs.all() if o.parent == run.id and o.state is not RunState.ABORTED)
-        return next((o for o in others if lineage.taken_out(o) and silo in ("", *o.members)), None)
+        others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.taken_out(o))
+        return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
 
     def _obstacle(self, run: Run, silo: str, given: Sequence[Given], left: Sequence[str]) -> str:
         """Say why a hospital's updates cannot be taken out of a model exactly; empty where they can."""

@@ -6,12 +6,12 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.cli import runs as lead
 from coordinator.lead.client import LeadClient
-from coordinator.lead.withdrawals import anew
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.runs.withdrawal import is_signed
 from coordinator.storage.records import Run, RunState
@@ -80,7 +80,7 @@ def test_who_comes_later_is_added_and_who_leaves_is_taken_out_as_if_it_had_never
                 equal(world.model(found[run.id].by), world.model(left.id))
 
 
-def from_cli(call: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> list[dict]:
+def from_cli(call: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> Any:
     capsys.readouterr()
     call()
     return json.loads(capsys.readouterr().out)
@@ -117,6 +117,11 @@ def test_of_a_run_by_gradients_rounds_and_readers_are_named_and_how_to_train_ane
         for parent in (run, on):
             with pytest.raises(FederationError, match=r"E-RUN-11.*no hospital has withdrawn.*found east"):
                 ran(world, [], capsys, start_from=parent.id)
+        shown = from_cli(lambda: lead.show(on.id, home=world.home, as_json=True), capsys)["withdrawals"]
+        assert [(one["run"], one["silo"], one["taken_out"]) for one in shown] == [
+            (on.id, "east", False),
+            (run.id, "east", False),
+        ]
         lead.export(on.id, out=tmp_path / "models", home=world.home)
         card = (tmp_path / "models" / f"{on.id}.md").read_text()
         assert f"**east** withdrew from {on.id}" in card
@@ -261,7 +266,7 @@ def test_balanced_sums_cannot_be_less_one_hospital_and_are_trained_anew(
         run = ran(world, [*ANALYTIC, "method.class_weights=balanced"], capsys)
         (found,) = withdraw(world, "east").values()
         assert "class counts" in found.reason
-        assert "silos=[north]" in anew(found)
+        assert "silos=[north]" in lead.anew(found)
         assert world.run(run.id).state_object is not None
 
 
