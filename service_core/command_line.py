@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,6 +22,12 @@ from service_core.tls.connect import require_tls13, silence_grpc_logs
 from service_core.version import PROTOCOL, software
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+BackupFolder = Annotated[
+    Path, typer.Argument(help="A folder that is new or empty, best on another disk.", metavar="TO")
+]
+AcceptLoss = Annotated[
+    bool, typer.Option("--accept-loss", help="Go on with what is in the home, although its database is behind.")
+]
 
 
 @dataclass(frozen=True, slots=True)

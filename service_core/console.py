@@ -109,8 +109,11 @@ class Rows:
 class Reply:
     """What a command found.
 
-    value: for machines, as JSON   shown: the same for people, made when it is printed   notes: for people, on standard
-    error, after it   status: with which the command ends.
+    Attributes:
+        value: for machines, as JSON
+        shown: the same for people, made when it is printed
+        notes: for people, on standard error, after it
+        status: with which the command ends
     """
 
     value: object

@@ -3,7 +3,8 @@
 A test says what it stands for with `@pytest.mark.fault(party, does, outcome)`: who is bad, broken or absent, what it
 does, and what then happens.
 
-python -m tests.faults [pytest's own arguments]   runs those tests and writes the page; fails where one fails
+python -m tests.faults [pytest's own arguments]   runs those tests; fails where one fails. Once all of them have been
+                                                  run the page is written, and otherwise stays as it was
 python -m tests.faults --check                    fails when the page lists others than the marked tests; runs none
 python -m tests.faults --writes [--every N]       disturbs every write of a run, or each N-th: see tests/writes.py
 """
@@ -50,6 +51,11 @@ class FaultTable:
         """Note how a test ended."""
         if report.nodeid in self._row_of and (report.when == "call" or not report.passed):
             self.rows[self._row_of[report.nodeid]].add(report.outcome)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every marked test there is was run to an end."""
+        return {tuple(row) for row in self.rows} == marked() and all(self.rows.values())
 
     def page(self) -> str:
         """Return the page, sorted by who and what."""
@@ -98,7 +104,10 @@ def main(words: list[str]) -> int:
         return int(bool(differ))
     table = FaultTable()
     found = int(pytest.main(["-q", "-m", "fault", *words, str(ROOT / "tests")], [table]))
-    PAGE.write_text(table.page(), encoding="utf-8")
+    if table.complete:
+        PAGE.write_text(table.page(), encoding="utf-8")
+    else:
+        print(f"{PAGE.name} stays as it is: not every marked test was run")
     return found
 
 

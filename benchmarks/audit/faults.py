@@ -14,7 +14,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan
 from privacy.mechanisms.noise import grid, sources
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
-from privacy.mechanisms.record import class_sums, layer_gradients, per_sample_gradients, private_data
+from privacy.mechanisms.record import class_sums, per_sample_gradients, private_data
 from privacy.mechanisms.record.draws import Draws
 from privacy.mechanisms.record.per_sample_gradients import ClippedGradientEngine, Gradients, clipped, per_unit
 from privacy.mechanisms.record.private_data import DpSgdLocalData
@@ -89,7 +89,7 @@ def finite_check_removed() -> Iterator[None]:
         return (factor @ rows.flatten(1).double()).view(rows.shape[1:])
 
     def weighted(layer: nn.Module, x: Tensor, dy: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
-        inputs, grads = layer_gradients._places(layer, x, dy)
+        inputs, grads = per_sample_gradients._places(layer, x, dy)
         sums = {layer.weight: torch.einsum("n,nop->op", factor, grads @ inputs.mT).view(layer.weight.shape)}
         if layer.bias is not None:
             sums[layer.bias] = torch.einsum("n,no->o", factor, grads.sum(2))
@@ -106,7 +106,7 @@ def finite_check_removed() -> Iterator[None]:
         for owner, name, value in (
             (grid, "factors", factors),
             (grid, "weighted_sum", weighted_sum),
-            (layer_gradients, "weighted_gradient", weighted),
+            (per_sample_gradients, "weighted_gradient", weighted),
             (grid, "rounded", lambda values, g: values / g),
             (grid, "truncated", lambda values, g: values / g),
             (grid, "add_noise", add_noise),

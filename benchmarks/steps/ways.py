@@ -30,7 +30,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.mechanisms.record import per_sample_gradients, private_data
-from privacy.mechanisms.record.layer_gradients import conv_grad_sample
+from privacy.mechanisms.record.per_sample_gradients import conv_grad_sample
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TURN = RoundContext(n_silos=10, n_classes=10, rounds=100, round=1, cohort=10).for_silo(silo=0, seed=0)

@@ -16,8 +16,7 @@ from coordinator.api.event_loop import Workers, wait_for, waker
 from coordinator.api.limits import Bucket, Limits, require_known_fields
 from coordinator.api.open_streams import OpenStreams
 from coordinator.pki.membership import Membership
-from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, negotiate
-from coordinator.runs.session import SiloSession
+from coordinator.runs.dispatcher import MISSED_PULSES, Dispatcher, SiloSession, negotiate
 from coordinator.storage.records import DataOffer
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
 from fl_core.types.clinical import METRICS_KINDS

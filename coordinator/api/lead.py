@@ -27,7 +27,7 @@ from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import append_chunk
-from service_core.storage.partial_file import open_partial
+from service_core.storage.object_store import open_partial
 from service_core.storage.private_files import Credentials
 
 BuildManifest = Callable[[str, list[pb.SiloInfo]], RunManifest]

@@ -33,13 +33,22 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """streams: calls under way at once of one certificate, by its role; calls: how often it may begin one.
+    """What is allowed; times are in seconds.
 
-    joins, joins_per_address: attempts to enrol, of one invitation and of one address; renewals: of one silo.
-    The rest in seconds. hello_s: until a session's Hello; put_idle_s: without a byte in a Put; get_idle_s: without
-    reading a chunk in a Get; watch_s: a stream of health or reflection in all; check_s: from one look whether the
-    callers of open streams are still let in to the next. messages: in one session;
-    upload_bytes: memory for all uploads under way; downloads: at once, hospitals' and leads' apart, and of one caller.
+    Attributes:
+        streams: calls under way at once of one certificate, by its role
+        calls: how often it may begin one, by its role
+        joins, joins_per_address: attempts to enrol, of one invitation and of one address
+        renewals: of one silo
+        hello_s: until a session's Hello
+        put_idle_s: without a byte in a Put
+        get_idle_s: without reading a chunk in a Get
+        watch_s: a stream of health or reflection in all
+        check_s: from one look whether the callers of open streams are still let in to the next
+        messages: in one session
+        upload_bytes: memory for all uploads under way
+        downloads: at once, hospitals' and leads' apart
+        downloads_each: at once, of one caller
     """
 
     streams: Mapping[Kind, int] = field(default_factory=lambda: {Kind.SILO: 8, Kind.INVITE: 2, Kind.LEAD: 64})
@@ -126,7 +135,7 @@ class Gate:
             host = address.rpartition(":")[0]
             self._take("address", host, limits.joins_per_address, "attempts to enrol from one address")
         elif method == "Renew":
-            self._take("renew", str(peer.identity), limits.renewals, "renewals of one silo")
+            self._take("renew", str(peer.identity), limits.renewals, "renewals of one hospital")
 
     def _take(self, what: str, who: str, rate: Rate, words: str) -> None:
         if len(self._buckets) >= _TABLE and (what, who) not in self._buckets:

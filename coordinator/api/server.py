@@ -66,9 +66,12 @@ _OWN_DESCRIPTORS = 1024
 class Settings:
     """What an operator may set.
 
-    pulse_s, recycle_s: seconds between pulses, and until a silo opens a new session; parallel_runs: runs under
-    way at once; quota: bytes of unfinished uploads per silo; limits: what one certificate may ask; metrics: where they
-    are served, if anywhere.
+    Attributes:
+        pulse_s, recycle_s: seconds between pulses, and until a silo opens a new session
+        parallel_runs: runs under way at once
+        quota: bytes of unfinished uploads per silo
+        limits: what one certificate may ask
+        metrics: where they are served, if anywhere
     """
 
     pulse_s: float = 5.0

@@ -37,8 +37,7 @@ from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
 from service_core.pki.identity import Kind, PeerCertificate
 from service_core.storage import disk
 from service_core.storage.digests import file_digest
-from service_core.storage.object_store import ObjectStore
-from service_core.storage.partial_file import open_partial
+from service_core.storage.object_store import ObjectStore, open_partial
 
 log = logging.getLogger(__name__)
 Chunks: TypeAlias = Generator[pb.Chunk, None, None]

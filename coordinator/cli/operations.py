@@ -23,7 +23,7 @@ from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import Side, make_app
 from service_core.audit_log.log import FOLDER, copy_log, mark_restored
-from service_core.command_line import Json, command
+from service_core.command_line import AcceptLoss, BackupFolder, Json, command
 from service_core.console import Reply, local_time
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
@@ -60,7 +60,7 @@ def _referenced(database: Path) -> set[str]:
 
 @command
 def backup(
-    target: Annotated[Path, typer.Argument(help="A folder that is new or empty, best on another disk.", metavar="TO")],
+    target: BackupFolder,
     authority_key: Annotated[
         bool, typer.Option("--with-authority-key", help="Copy pki/ca.key as well: whoever has it admits anybody.")
     ] = False,
@@ -86,9 +86,7 @@ def backup(
 @command
 def restore(
     source: Annotated[Path | None, typer.Argument(help="What `coordinator backup` wrote.", metavar="FROM")] = None,
-    accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Go on with what is in the home, although its database is behind.")
-    ] = False,
+    accept_loss: AcceptLoss = False,
     *,
     home: Place,
 ) -> Reply:

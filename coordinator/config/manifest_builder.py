@@ -232,13 +232,13 @@ def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
     if strangers := sorted(set(chosen) - set(fitting)):
         raise ConfigError(
             "E-RUN-05",
-            f"expected silos that are enrolled and serve {kind!r} data ({', '.join(sorted(fitting)) or 'none does'}), "
+            f"expected enrolled hospitals that serve {kind!r} data ({', '.join(sorted(fitting)) or 'none does'}), "
             f"found {', '.join(strangers)}: start them with such data, or leave them out",
         )
     if not chosen:
         raise ConfigError(
             "E-RUN-05",
-            f"expected at least one silo online that serves {kind!r} data, found none: invite hospitals (coordinator "
+            f"expected at least one hospital online that serves {kind!r} data, found none: invite some (coordinator "
             "invite NAME) and start them (silo serve --data ...); `coordinator silos` shows who is here",
         )
     return sorted(chosen, key=natural_sort_key)

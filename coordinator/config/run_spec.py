@@ -25,16 +25,23 @@ WEIGHTS = ("weights_file", "weights_source", "weights")
 class RunSpec:
     """A composed configuration. The mappings of the groups hold `name` and the options of that choice.
 
-    name: shown instead of a generated one   cohort: silos per round, 0 for all   quorum: silos that must deliver before
-    a round closes, 0 for two thirds of the cohort   deadline_s: seconds after which a round closes with the quorum, or
-    the run pauses   patience_s: seconds for which every connected silo is awaited at least   prototype_share: share of
-    the silos that submit prototypes, 0 for none   threads: CPU threads of local training, 0 for the machine's own
-    number   personal: also measure personal models (PA, PM, fairness), after every round's training   lost_state:
-    refuse or restart, see `RunManifest`   silos: the roster, by name; None for every enrolled silo whose data fits
-    aggregator: how a round's updates become one   metrics: what evaluations measure, "basic" or "clinical"; "auto" is
-    clinical where the run's classes, silos and privacy allow it   weights_file, weights_source: `model.weights` and
-    `model.weights_source`, a file of the lead's and where it came from, until `coordinator.config.weights` has read
-    it   weights: what it held, by digest.
+    Attributes:
+        name: shown instead of a generated one
+        cohort: silos per round, 0 for all
+        quorum: silos that must deliver before a round closes, 0 for two thirds of the cohort
+        deadline_s: seconds after which a round closes with the quorum, or the run pauses
+        patience_s: seconds for which every connected silo is awaited at least
+        prototype_share: share of the silos that submit prototypes, 0 for none
+        threads: CPU threads of local training, 0 for the machine's own number
+        personal: also measure personal models (PA, PM, fairness), after every round's training
+        lost_state: refuse or restart, see `RunManifest`
+        silos: the roster, by name; None for every enrolled silo whose data fits
+        aggregator: how a round's updates become one
+        metrics: what evaluations measure, "basic" or "clinical"; "auto" is clinical where the run's classes, silos and
+            privacy allow it
+        weights_file, weights_source: `model.weights` and `model.weights_source`, a file of the lead's and where it came
+            from, until `coordinator.config.weights` has read it
+        weights: what it held, by digest
 
     Raises ConfigError (E-CFG-02, E-CFG-01) on a number out of range or a group without a name.
     """

@@ -9,12 +9,15 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 
+import torch
+
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo.budgets import open_budget, spending
 from coordinator.demo.processes import Processes, Signals, free_port
-from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
+from coordinator.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, report
 from coordinator.lead.client import LeadClient
 from coordinator.lead.watcher import Watcher
+from fl_core import datasets
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
@@ -24,9 +27,18 @@ HOSPITALS = 6
 RUNS: Mapping[str, tuple[str, ...]] = {
     PLAIN: ("experiment=class_disjoint_digits", "method=fedavg", "train.lr=0.2"),
     REPAIRED: ("experiment=class_disjoint_digits",),
+    CLOSED: (
+        "method=analytic",
+        "model=random_features",
+        "model.width=512",
+        "data=digits",
+        "federation=hospitals6",
+        "rounds=1",
+        "threads=1",
+    ),
     PRIVATE: ("experiment=private_demo",),
 }
-"""What is trained, one after the other, with one network on the same images: each run at the rate that suits it."""
+"""What is trained, one after the other, on the same images: each run at the rate that suits it, or in closed form."""
 
 
 @contextmanager
@@ -51,7 +63,7 @@ def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
 
 
 def _train(client: LeadClient, processes: Processes, name: str, rounds: int, quiet: bool) -> pb.RunDetail:
-    spec = compose_spec([*RUNS[name], f"rounds={rounds}"])
+    spec = compose_spec([f"rounds={rounds}", *RUNS[name]])
     run = client.submit(spec.to_json(), f"demo-{name}").run_id
     with nullcontext() if quiet else Watcher() as watcher:
         for event in client.watch(run):
@@ -73,6 +85,14 @@ def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -
         for name, run in runs.items():
             scores[name][f"hospital{k}"] = known[run]["evaluations"][-1]["accuracy"]
     return scores
+
+
+def _held() -> dict[str, list[int]]:
+    """Return how many training images of each digit each hospital has, read from its own data."""
+    data = {f"hospital{k}": datasets.load(f"digits/hospital{k}") for k in range(HOSPITALS)}
+    return {
+        name: torch.bincount(own.train.labels, minlength=len(own.schema.classes)).tolist() for name, own in data.items()
+    }
 
 
 def run_demo(out: Path, rounds: int, quiet: bool) -> int:
@@ -99,5 +119,5 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
             shutil.rmtree(folder)
         if signals.received is not None:
             return 128 + signals.received
-    report(out, details, scores, spent, silos, time.monotonic() - started, quiet)
+    report(out, details, scores, spent, silos, _held(), time.monotonic() - started, quiet)
     return 0

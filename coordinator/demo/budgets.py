@@ -30,8 +30,11 @@ LEDGER_FILE, POLICY_FILE = "ledger.db", "policy.toml"
 class Spending:
     """What one hospital's training records have spent on the private run, at delta.
 
-    epsilon: by the hospital's own ledger   projected: what the coordinator said before   tight: the projection by the
-    tighter accountant   noise: z, per sensitivity.
+    Attributes:
+        epsilon: by the hospital's own ledger
+        projected: what the coordinator said before
+        tight: the projection by the tighter accountant
+        noise: z, per sensitivity
     """
 
     epsilon: float

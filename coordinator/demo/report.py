@@ -19,14 +19,15 @@ from service_core.console import Reply, make_table, open_file, show_reply, span
 from service_core.web.chart import Chart, Series
 from service_core.web.rendering import make_environment
 
-PLAIN, REPAIRED, PRIVATE = "fedavg", "fedgela", "fedgela-private"
-"""The runs: FedAvg, a method made for hospitals that lack classes, and that under differential privacy."""
+PLAIN, REPAIRED, CLOSED, PRIVATE = "fedavg", "fedgela", "analytic", "fedgela-private"
+"""The runs: FedAvg, a method for hospitals that lack classes, the closed form, and one with differential privacy."""
 LABELS = {
     PLAIN: "FedAvg",
     REPAIRED: "FedGELA",
+    CLOSED: "analytic",
     PRIVATE: f"FedGELA, every image protected (epsilon {EPSILON:g})",
 }
-SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", PRIVATE: f"with epsilon {EPSILON:g}"}
+SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", CLOSED: "analytic", PRIVATE: f"with epsilon {EPSILON:g}"}
 MILESTONE = 0.8
 """The accuracy whose first round is shown."""
 
@@ -47,14 +48,17 @@ def report(
     scores: Mapping[str, Mapping[str, float | None]],
     spent: Mapping[str, Spending],
     silos: Sequence[pb.SiloInfo],
+    held: Mapping[str, Sequence[int]],
     seconds: float,
     quiet: bool,
 ) -> None:
-    ours, plain, private = details[REPAIRED], details[PLAIN], details[PRIVATE]
+    """Print and write all of it. held: training images of each digit at each hospital, which no message carries."""
+    ours, private = details[REPAIRED], details[PRIVATE]
     summary = {
         "method": REPAIRED,
         **_accuracies("", ours.info),
-        **_accuracies("fedavg_", plain.info),
+        **_accuracies("fedavg_", details[PLAIN].info),
+        **_accuracies("analytic_", details[CLOSED].info),
         **_accuracies("private_", private.info),
         "epsilon": {name: s.epsilon for name, s in spent.items()},
         "epsilon_projected": {name: s.projected for name, s in spent.items()},
@@ -62,6 +66,7 @@ def report(
         "rounds_to_milestone": {name: _first_round(d) for name, d in details.items()},
         "milestone": MILESTONE,
         "rounds": ours.info.rounds,
+        "training_images": {name: list(counts) for name, counts in held.items()},
         "silos": [
             {
                 "name": s.name,
@@ -87,7 +92,8 @@ def report(
     (out / "accuracy.png").write_bytes(plots.picture(["accuracy"], [LABELS[m] for m in details], drawn, "png"))
     found = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
     lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
-    write_page(out / "index.html", *_headline(ours, plain), lines, found)
+    picture = Holdings(_classes(ours), held)
+    write_page(out / "index.html", *_headline(details), picture, lines, found)
     written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
     show_reply(
         Reply(summary, [*(make_table(*table) for table in found), f"{seconds:.0f} s; wrote {written}"]), as_json=quiet
@@ -96,14 +102,15 @@ def report(
         open_file(out / "index.html")
 
 
-def _headline(ours: pb.RunDetail, plain: pb.RunDetail) -> tuple[str, str]:
+def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
     """Say what this run of the demo showed, whichever way it went."""
-    best, other = accuracy.newest(ours.info), accuracy.newest(plain.info)
+    infos = {name: details[name].info for name in (CLOSED, REPAIRED, PLAIN)}
+    rounds = {name: "1 round" if info.rounds == 1 else f"{info.rounds} rounds" for name, info in infos.items()}
+    said = [f"{accuracy.newest(info).text()} after {rounds[name]} of {SHORT[name]}" for name, info in infos.items()]
     return (
         "Six hospitals trained one model, and no image left any of them",
-        "None of them has seen more than two of the ten digits. After "
-        f"{ours.info.rounds} rounds the model classifies {best.text()} of all their test images correctly with "
-        f"FedGELA, {other.text()} with FedAvg.",
+        "None of them has seen more than two of the ten digits. Of all their test images are classified correctly "
+        f"{', '.join(said[:-1])}, and {said[-1]}.",
     )
 
 
@@ -120,6 +127,11 @@ class ResultTable(NamedTuple):
 
 def _model_name(detail: pb.RunDetail) -> str:
     return str(json.loads(detail.manifest_json)["model"]["name"])
+
+
+def _classes(detail: pb.RunDetail) -> Sequence[str]:
+    found: list[str] = json.loads(detail.manifest_json)["schema"]["classes"]
+    return found
 
 
 def _series(detail: pb.RunDetail) -> list[Estimate]:
@@ -159,15 +171,17 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
         "time",
         "updates",
     )
-    model = " and ".join(sorted({_model_name(d) for d in details.values()}))
+    model = " or ".join(sorted({_model_name(d) for d in details.values()}))
     title = f"One model ({model}) for six hospitals; no image moved, no digit is at two hospitals"
     return ResultTable(title, head, rows)
 
 
 def _by_class(details: Mapping[str, pb.RunDetail]) -> ResultTable:
     last = {m: accuracy.by_class(d.rounds[-1]) for m, d in details.items()}
-    names = json.loads(details[REPAIRED].manifest_json)["schema"]["classes"]
-    rows = [(name, *(estimates[c].text() for estimates in last.values())) for c, name in enumerate(names)]
+    rows = [
+        (name, *(estimates[c].text() for estimates in last.values()))
+        for c, name in enumerate(_classes(details[REPAIRED]))
+    ]
     return ResultTable("Images classified correctly, by digit", ("digit", *(LABELS[m] for m in last)), rows)
 
 
@@ -205,8 +219,24 @@ _FOLDER = Path(__file__).parent / "templates"
 _STYLE = Path(__file__).parents[2] / "service_core/web/static/page.css"
 
 
+class Holdings(NamedTuple):
+    """Which hospital trains on how many images of each class: a name -> counts in the order of `classes`."""
+
+    classes: Sequence[str]
+    held: Mapping[str, Sequence[int]]
+
+    def shade(self, count: int) -> float:
+        """Return 0 to 1 for a count, 1 for the largest of the picture."""
+        return count / max(1, *(max(counts) for counts in self.held.values()))
+
+
 def write_page(
-    file: Path, headline: str, below: str, curves: Mapping[str, Sequence[float | None]], tables: Sequence[ResultTable]
+    file: Path,
+    headline: str,
+    below: str,
+    holdings: Holdings,
+    curves: Mapping[str, Sequence[float | None]],
+    tables: Sequence[ResultTable],
 ) -> None:
     """Write the page. curves: a model's name -> its accuracy (0 to 1, None: withheld) before round 1 and after each."""
     rounds = max(map(len, curves.values()))
@@ -214,11 +244,15 @@ def write_page(
         "Test images classified correctly (%)",
         "rounds of training",
         range(rounds),
-        [Series(name, [None if v is None else 100 * v for v in values]) for name, values in curves.items()],
+        [
+            Series(name, [*(None if v is None else 100 * v for v in values), *[None] * (rounds - len(values))])
+            for name, values in curves.items()
+        ],
         (0.0, 100.0),
     )
     template = make_environment([_FOLDER]).get_template("demo.html")
     style = Markup(_STYLE.read_text(encoding="utf-8"))  # noqa: S704 - our own file, in a style element
     file.write_text(
-        template.render(headline=headline, below=below, curves=drawn, tables=tables, style=style), encoding="utf-8"
+        template.render(headline=headline, below=below, holdings=holdings, curves=drawn, tables=tables, style=style),
+        encoding="utf-8",
     )

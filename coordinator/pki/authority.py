@@ -89,7 +89,7 @@ class Authority:
         if final.exists():
             raise StateError(
                 "E-STATE-44",
-                f"expected no authority in {home} yet, found {final}: a new one would lock every silo out. "
+                f"expected no authority in {home} yet, found {final}: a new one would lock every hospital out. "
                 "Use the one that is there, or choose another home",
             )
         limits = lifetimes or Lifetimes()
@@ -198,7 +198,7 @@ class Authority:
         if not certificates.issued_by(old, ca):
             raise _no_renewal("a certificate of another authority")
         if self.clock() > peer.not_after:
-            raise _no_renewal(f"one that expired on {peer.not_after:%Y-%m-%d %H:%M} UTC (invite the silo anew)")
+            raise _no_renewal(f"one that expired on {peer.not_after:%Y-%m-%d %H:%M} UTC (invite the hospital anew)")
         message = certificates.renewal_message(peer.identity, new)
         if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
             raise _no_renewal("no signature of the old key over the new one")
@@ -325,7 +325,7 @@ def build_leaf_certificate(
         raise StateError(
             "E-STATE-43",
             f"expected an authority in force, found one that expired on {ca.not_valid_after_utc:%Y-%m-%d}: "
-            "a new consortium must be created and every silo invited anew",
+            "a new consortium must be created and every hospital invited anew",
         )
     serves = identity.kind is Kind.COORDINATOR
     # A common name with a blank in it can never be taken for a host name by a library that still looks there.

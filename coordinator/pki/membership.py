@@ -60,7 +60,9 @@ class Membership:
         """
         if not self.store.members.revoke(name, reason):
             known = ", ".join(s.name for s in self.store.members.silos()) or "none"
-            raise ConfigError("E-RUN-10", f"expected the name of an enrolled silo, found {name!r}; enrolled: {known}")
+            raise ConfigError(
+                "E-RUN-10", f"expected the name of an enrolled hospital, found {name!r}; enrolled: {known}"
+            )
 
     def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
         """Certify the key of an invited silo's request; see `MemberStore.enrol`.

@@ -20,7 +20,7 @@ from fl_core.aggregation.update_check import MeasuredUpdate
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, RoundContext, State
 from protos.wire import codec
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 from service_core.storage.object_store import ObjectStore
 
 log = logging.getLogger(__name__)

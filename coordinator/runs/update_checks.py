@@ -19,7 +19,7 @@ from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from privacy.compiled_run import CompiledRun
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 
 _REMEMBERED = 16
 """Runs whose check is kept."""

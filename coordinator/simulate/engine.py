@@ -63,10 +63,14 @@ class FileStateStore:
 class SimulationEngine:
     """Options of a simulation's engine.
 
-    engine: "local" (this machine) or "ray" (actors of `cluster`)   device: cpu, cuda, cuda:N or auto, not of engine=ray
-    spill: folder for silos' states, in memory without one   exact: deterministic kernels alone
-    checkpoints: from which a run goes on, and that it leaves   workers: processes that silos' rounds run in, of
-    engine=local on the CPU; 0: as many as there are cores, none where that would save nothing.
+    Attributes:
+        engine: "local" (this machine) or "ray" (actors of `cluster`)
+        device: cpu, cuda, cuda:N or auto, not of engine=ray
+        spill: folder for silos' states, in memory without one
+        exact: deterministic kernels alone
+        checkpoints: from which a run goes on, and that it leaves
+        workers: processes that silos' rounds run in, of engine=local on the CPU; 0: as many as there are cores, none
+            where that would save nothing
     """
 
     engine: str = "local"

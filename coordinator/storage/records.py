@@ -45,9 +45,11 @@ class ObjectKind(Enum):
 class DataOffer:
     """What a silo declares about its data.
 
-    nominal_size: privacy units   holds: the classes that it has, where it says so
-    train_examples, test_examples: at most so many; 0 where it does not say   metrics: what its evaluations can send
-    beside correct answers.
+    Attributes:
+        nominal_size: privacy units
+        holds: the classes that it has, where it says so
+        train_examples, test_examples: at most so many; 0 where it does not say
+        metrics: what its evaluations can send beside correct answers
     """
 
     name: str = ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_core.errors import UnavailableError
-from service_core.storage.partial_file import partial_size
+from service_core.storage.object_store import partial_size
 
 QUOTA_BYTES = 8 << 30
 """Default room for one silo's unfinished uploads."""

@@ -19,7 +19,7 @@ class Mean:
     """The weighed mean. One silo moves it as far as it likes."""
 
     name: ClassVar[str] = "mean"
-    warning: ClassVar[str] = "one bad silo of six can ruin the model (accuracy 0 to 12 %, without it 87 %)"
+    warning: ClassVar[str] = "one bad hospital of six can ruin the model (accuracy 0 to 12 %, without it 87 %)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

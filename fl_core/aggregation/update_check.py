@@ -84,11 +84,14 @@ class NoisyRows:
 class Measured:
     """The norms of an update's mean values, in float64.
 
-    norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
-    rows: per part with one weight per row (C,), NaN where the row has weight 0   bias: how far the head's bias moved
-    (C,), empty where that says nothing of classes: also where the received model gets half of the silo's test images
-    right, since what is left to learn may then be a class without a test image   tested: test examples per class (C,)
-    decay: the largest share of the received bias that weight decay took away.
+    Attributes:
+        norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
+        rows: per part with one weight per row (C,), NaN where the row has weight 0
+        bias: how far the head's bias moved (C,), empty where that says nothing of classes: also where the received
+            model gets half of the silo's test images right, since what is left to learn may then be a class without a
+            test image
+        tested: test examples per class (C,)
+        decay: the largest share of the received bias that weight decay took away
     """
 
     norms: Mapping[str, float]
@@ -125,11 +128,13 @@ class MeasuredUpdate(dict[str, Part]):
 class UpdateCheck:
     """Checks single updates of one run, and measures them on the way.
 
-    rules: as `Method.part_rules`   sizes: per silo; a silo without one may claim what the grid holds
-    noise: in a private run the standard deviation of counts by part; infinite: they are not checked
-    noisy_rows: in a private run what parts with a weight per class hold, where that is known
-    signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
-    masked: whether single updates are random numbers, so that nothing but their layout can be checked.
+    Attributes:
+        rules: as `Method.part_rules`
+        sizes: per silo; a silo without one may claim what the grid holds
+        noise: in a private run the standard deviation of counts by part; infinite: they are not checked
+        noisy_rows: in a private run what parts with a weight per class hold, where that is known
+        signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
+        masked: whether single updates are random numbers, so that nothing but their layout can be checked
     """
 
     layout: Layout

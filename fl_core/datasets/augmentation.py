@@ -15,12 +15,16 @@ Border = Literal["mirror", "black"]
 class Augmentation:
     """Bounds of what happens to one image; every draw is uniform and per image.
 
-    mirror: flip left-right with probability 1/2       upend: flip top-bottom with probability 1/2
-    rotate: degrees, in [-rotate, rotate]              scale: factor in [1 - scale, 1 + scale]
-    shift:  share of the side, in [-shift, shift]      brightness: added, in [-brightness, brightness]
-    contrast: factor in [1 - contrast, 1 + contrast] about the image's mean
-    crop:   pixels; the image is padded by so many on each side and a window of its own size is cut out at random
-    border: what `crop` pads with, "mirror" or "black"; rotation, scale and shift always mirror pixels in
+    Attributes:
+        mirror: flip left-right with probability 1/2
+        upend: flip top-bottom with probability 1/2
+        rotate: degrees, in [-rotate, rotate]
+        scale: factor in [1 - scale, 1 + scale]
+        shift: share of the side, in [-shift, shift]
+        brightness: added, in [-brightness, brightness]
+        contrast: factor in [1 - contrast, 1 + contrast] about the image's mean
+        crop: pixels; the image is padded by so many on each side and a window of its own size is cut out at random
+        border: what `crop` pads with, "mirror" or "black"; rotation, scale and shift always mirror pixels in
     """
 
     mirror: bool = False

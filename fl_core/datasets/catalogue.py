@@ -36,10 +36,11 @@ CHARACTERS = tuple("\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcde
 class Known:
     """One public data set.
 
-    classes: in the publisher's order; TinyImageNet's are the positions of its 200 WordNet ids in sorted order
-    layout:  what is expected on disk, below the data root or below a folder of the data set's name
-    mean, std: of the papers' normalisation, per channel; empty: none
-    train, test: published examples per class; empty where users decide
+    Attributes:
+        classes: in the publisher's order; TinyImageNet's are the positions of its 200 WordNet ids in sorted order
+        layout: what is expected on disk, below the data root or below a folder of the data set's name
+        mean, std: of the papers' normalisation, per channel; empty: none
+        train, test: published examples per class; empty where users decide
     """
 
     shape: tuple[int, ...]

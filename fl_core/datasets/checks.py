@@ -50,11 +50,12 @@ class CheckProblem:
 class CheckReport:
     """What was found in a source; `problems` is empty when a run may use it.
 
-    counts: examples per split and class, in the order of `classes`
-    sizes:  (width, height) -> images, of a deep check alone
-    groups: number of privacy units (lesions, patients), None where the source names none
-    notes:  facts that hinder nothing
-    unread: files that lie there and are no examples, by extension
+    Attributes:
+        counts: examples per split and class, in the order of `classes`
+        sizes: (width, height) -> images, of a deep check alone
+        groups: number of privacy units (lesions, patients), None where the source names none
+        notes: facts that hinder nothing
+        unread: files that lie there and are no examples, by extension
     """
 
     origin: str

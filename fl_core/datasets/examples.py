@@ -62,8 +62,11 @@ class TensorExamples(Examples):
 class ArrayExamples(Examples):
     """Some rows of an array that all silos of a simulation share; bytes become floats batch by batch.
 
-    whole: (N, *shape), uint8 images or float32; index: (n,) its rows; labels: (n,); mean, std: per channel, of x in
-    [0, 1], nothing where there is no normalisation.
+    Attributes:
+        whole: (N, *shape), uint8 images or float32
+        index: (n,) its rows
+        labels: (n,)
+        mean, std: per channel, of x in [0, 1], nothing where there is no normalisation
     """
 
     def __init__(

@@ -51,12 +51,13 @@ _KNOWN = (
 class DataRef:
     """A parsed reference.
 
-    source:     one of SOURCES, or the name of a loaded data set
-    silo:       the position in `federation`, or the centre or client of Fed-ISIC2019
-    federation: how examples are partitioned, if they are
-    path:       of a folder, a manifest or a table
-    clients:    among how many clients the centres of Fed-ISIC2019 are cut; 0: they are whole
-    seed:       of that cut
+    Attributes:
+        source: one of SOURCES, or the name of a loaded data set
+        silo: the position in `federation`, or the centre or client of Fed-ISIC2019
+        federation: how examples are partitioned, if they are
+        path: of a folder, a manifest or a table
+        clients: among how many clients the centres of Fed-ISIC2019 are cut; 0: they are whole
+        seed: of that cut
     """
 
     source: str

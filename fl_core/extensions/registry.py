@@ -25,8 +25,12 @@ _MAX_CHARS = 200
 class Extension:
     """Code of another distribution that a run uses, as its manifest names it.
 
-    kind: one of KINDS   name: `package.module:Name`   distribution, version: as installed; empty for code that lies
-    somewhere and is installed nowhere, which simulations alone may use   digest: BLAKE3 of all files of the package.
+    Attributes:
+        kind: one of KINDS
+        name: `package.module:Name`
+        distribution, version: as installed; empty for code that lies somewhere and is installed nowhere, which
+            simulations alone may use
+        digest: BLAKE3 of all files of the package
     """
 
     kind: str

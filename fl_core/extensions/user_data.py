@@ -27,9 +27,12 @@ Split = tuple[Tensor | ArrayLike, Tensor | ArrayLike]
 class ArrayData(ABC):
     """A data set that fits in memory.
 
-    shape: of one example; (channels, height, width) of an image   classes: the label space, in order
-    augmentation: what training does to images where `train.augment` is on   mean, std: per channel, of images in [0, 1]
-    model: the model that suits it, where no other is chosen.
+    Attributes:
+        shape: of one example; (channels, height, width) of an image
+        classes: the label space, in order
+        augmentation: what training does to images where `train.augment` is on
+        mean, std: per channel, of images in [0, 1]
+        model: the model that suits it, where no other is chosen
 
     `read` is called once per process. Images are uint8, everything else float32; a hospital reads its own examples, and
     a simulation divides the same among its silos.

@@ -68,8 +68,11 @@ def _lacks(method: FedAvg, capability: Capability) -> bool:
 class Claim:
     """What a paper claims of a method, and what we measured.
 
-    printed: the paper's number; ours: points above FedAvg with their 95 % interval, "-" where nothing was run; verdict:
-    holds, does not or open, and why; comparison, scale: the one of benchmarks/comparison that the number is from.
+    Attributes:
+        printed: the paper's number
+        ours: points above FedAvg with their 95 % interval, "-" where nothing was run
+        verdict: holds, does not or open, and why
+        comparison, scale: the one of benchmarks/comparison that the number is from
     """
 
     method: str

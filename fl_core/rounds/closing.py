@@ -23,9 +23,12 @@ def needed(quorum: int, cohort: int) -> int:
 class Attendance:
     """What is known of one silo of a round's cohort. Times are seconds.
 
-    answered: from the round's opening to its update, which was accepted   refused: no update will come of it: it
-    refused, was revoked or excluded, or sent what was refused   offline: since its session ended; None while connected
-    missed: rounds in a row that closed without it   classes: that it holds; None where nobody knows.
+    Attributes:
+        answered: from the round's opening to its update, which was accepted
+        refused: no update will come of it: it refused, was revoked or excluded, or sent what was refused
+        offline: since its session ended; None while connected
+        missed: rounds in a row that closed without it
+        classes: that it holds; None where nobody knows
     """
 
     name: str

@@ -178,9 +178,13 @@ def public_test(shares: Sequence[SiloShare]) -> Examples:
 class ResumePoint:
     """Where a simulation goes on.
 
-    round: the next one, 0-based   server: the state that it begins with
-    medians: `RoundRecord.medians` of all rounds before   threads: of a silo's round until here, 0 as the run says
     Silos' states are in the store that the simulation is given.
+
+    Attributes:
+        round: the next one, 0-based
+        server: the state that it begins with
+        medians: `RoundRecord.medians` of all rounds before
+        threads: of a silo's round until here, 0 as the run says
     """
 
     round: int

@@ -30,12 +30,14 @@ Rng = Annotated[str, bounded(one_of, ("secure", "test"))]
 class DpConfig:
     """What both kinds of differential privacy state.
 
-    epsilon, delta: the budget of the whole run, for each hospital on its own; epsilon = inf is the plain run
-    clip: bound of a unit's gradient, or of a silo's update   metric_noise: noise / sensitivity of evaluation
-    test_data: "private" (evaluation is noisy and charged) or "public", where test examples are published anyway
-    weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
-    reserve_rounds: repetitions of the costliest round that fit into the budget beside the run, after a crash
-    rng: "secure", or "test", which is reproducible and private to nobody.
+    Attributes:
+        epsilon, delta: the budget of the whole run, for each hospital on its own; epsilon = inf is the plain run
+        clip: bound of a unit's gradient, or of a silo's update
+        metric_noise: noise / sensitivity of evaluation
+        test_data: "private" (evaluation is noisy and charged) or "public", where test examples are published anyway
+        weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
+        reserve_rounds: repetitions of the costliest round that fit into the budget beside the run, after a crash
+        rng: "secure", or "test", which is reproducible and private to nobody
     """
 
     epsilon: PositiveOrInfinite = 8.0

@@ -182,10 +182,12 @@ def mean_of_last(
 class RunNoise:
     """What is noisy of a run.
 
-    evaluation: the noise on one hospital's sums as it sends them; None where they are sent as they were counted
-    scores: names of personal models' scores that are means of noisy shares, whose noise nobody knows   own: the noise
-    on what a hospital itself knows of its evaluation   counts: the noise on counts by part, infinite where its size is
-    not known here; none without privacy   rows: what is known of released sums per class; None where nothing is.
+    Attributes:
+        evaluation: the noise on one hospital's sums as it sends them; None where they are sent as they were counted
+        scores: names of personal models' scores that are means of noisy shares, whose noise nobody knows
+        own: the noise on what a hospital itself knows of its evaluation
+        counts: the noise on counts by part, infinite where its size is not known here; none without privacy
+        rows: what is known of released sums per class; None where nothing is
     """
 
     evaluation: EvaluationNoise | None = None

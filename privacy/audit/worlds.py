@@ -33,9 +33,11 @@ Score = Callable[[Tensor], float]
 class Attack:
     """One attack: the model and the records that the coordinator chose, and how it reads what is released.
 
-    others, both: the records without and with the one that is looked for   noise: z of the step   score: of a release,
-    by default its projection on what the record would move   query: a release of class sums is attacked in place of a
-    step.
+    Attributes:
+        others, both: the records without and with the one that is looked for
+        noise: z of the step
+        score: of a release, by default its projection on what the record would move
+        query: a release of class sums is attacked in place of a step
     """
 
     name: str

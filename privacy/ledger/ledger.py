@@ -21,8 +21,20 @@ from pathlib import Path
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
 from privacy.ledger import owners
-from privacy.ledger.account import OPEN, SEEDED, Account, Budget, Entry, PlannedRelease, Refusal, UnsoundError
-from privacy.ledger.admission import ATTEMPTS, LedgerTask, refused, times_charged
+from privacy.ledger.account import (
+    ATTEMPTS,
+    OPEN,
+    SEEDED,
+    Account,
+    Budget,
+    Entry,
+    LedgerTask,
+    PlannedRelease,
+    Refusal,
+    UnsoundError,
+    refused,
+    times_charged,
+)
 from privacy.ledger.event_chain import (
     START,
     ChainHead,

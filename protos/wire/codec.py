@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from fl_core.errors import ProtocolError
-from fl_core.types.values import Bundle, State, Tensors
+from fl_core.types.values import Bundle, Part, State, StoredTensors, Tensors
 from service_core.storage.digests import file_digest
 
 TensorPath = Sequence[str]
@@ -185,3 +185,59 @@ def read_weights(file: Path) -> Tensors:
             "E-WIRE-06", f"expected an object of weights, found one of {', '.join(state)[:80] or 'none'}"
         )
     return state[WEIGHTS]
+
+
+class BundleTensors(StoredTensors):
+    """Tensors of a file, read anew each time; raises ProtocolError (E-WIRE-06) as `TensorFile.read`."""
+
+    def __init__(self, file: TensorFile, places: Mapping[str, int]) -> None:
+        self.shapes = {name: file.shapes[place] for name, place in places.items()}
+        self._file, self._places = file, places
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.read(self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class BundleFile(Mapping[str, Part]):
+    """A bundle that stays on the disk: its totals are read when they are asked for, so twelve of them take no memory.
+
+    Raises ProtocolError (E-WIRE-06) when the file holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = TensorFile(path)
+        totals, weights = {name: dict[str, int]() for name in file.groups}, dict[str, int]()
+        for place, entry in enumerate(file.paths):
+            match entry:
+                case (name, "total", key) if name in totals:
+                    totals[name][key] = place
+                case (name, "weight") if name in totals:
+                    weights[name] = place
+                case _:
+                    raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {entry}")
+        if missing := [name for name in totals if name not in weights]:
+            raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
+        self._parts = {
+            name: Part(BundleTensors(file, total), file.read(weights[name])) for name, total in totals.items()
+        }
+        self._dtypes = {
+            name: {file.dtypes[place] for place in (weights[name], *total.values())} for name, total in totals.items()
+        }
+
+    def __getitem__(self, name: str) -> Part:
+        return self._parts[name]
+
+    def dtypes(self, name: str) -> set[torch.dtype]:
+        return self._dtypes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)

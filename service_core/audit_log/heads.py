@@ -24,8 +24,12 @@ CONTEXT = "consilium audit head v1"
 class SignedHead:
     """The end of a log.
 
-    of: whose, an identity   number, hash: of its newest line   certificate: the signer's, PEM   restored,
-    restored_hash: number and hash of its newest line that says that it was put back; 0 and nothing without one.
+    Attributes:
+        of: whose, an identity
+        number, hash: of its newest line
+        certificate: the signer's, PEM
+        restored, restored_hash: number and hash of its newest line that says that it was put back; 0 and nothing
+            without one
     """
 
     of: str

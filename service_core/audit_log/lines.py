@@ -23,9 +23,14 @@ _TEXTS = ("who", "what", "about", "outcome", "code", "serial", "address")
 class Entry:
     """What happened.
 
-    who: an identity, or the user of a command   serial: of the certificate   what: the call, event or command
-    about: its object   bytes: moved by a transfer   times: how often the same happened within a minute
-    head: the end of another side's log, as that side signed it.
+    Attributes:
+        who: an identity, or the user of a command
+        serial: of the certificate
+        what: the call, event or command
+        about: its object
+        bytes: moved by a transfer
+        times: how often the same happened within a minute
+        head: the end of another side's log, as that side signed it
     """
 
     who: str

@@ -39,10 +39,14 @@ _NEVER = (".tmp", ".lock", "-wal", "-shm", "-journal", ".generation")
 class HomeLayout:
     """What of a home is backed up, and how. Paths are relative to the home.
 
-    database: that which names the objects   objects: their folder   databases: others that are copied by SQLite
-    left_out: files and folders that are made again, or are secrets that belong elsewhere
-    referenced: returns the digests that a copy of the database needs   place: the path of an object in its folder
-    copy_log: copies what grows while it is copied, from the home to the backup; it is left out above
+    Attributes:
+        database: that which names the objects
+        objects: their folder
+        databases: others that are copied by SQLite
+        left_out: files and folders that are made again, or are secrets that belong elsewhere
+        referenced: returns the digests that a copy of the database needs
+        place: the path of an object in its folder
+        copy_log: copies what grows while it is copied, from the home to the backup; it is left out above
     """
 
     side: str

@@ -13,7 +13,7 @@ import typer
 
 from fl_core.errors import ConfigError
 from service_core.audit_log.log import FOLDER, copy_log, mark_restored
-from service_core.command_line import Json, command
+from service_core.command_line import AcceptLoss, BackupFolder, Json, command
 from service_core.console import Facts, Reply, local_time
 from service_core.operations import checks
 from service_core.page_command import OPENED_PAGE, Bind, Browser, serve_until_told
@@ -51,7 +51,7 @@ def _referenced(database: Path) -> set[str]:
 
 @command
 def backup(
-    target: Annotated[Path, typer.Argument(help="A folder that is new or empty, best on another disk.", metavar="TO")],
+    target: BackupFolder,
     ledger_key: Annotated[
         bool, typer.Option("--with-ledger-key", help="Copy the ledger's key as well; keep it apart instead.")
     ] = False,
@@ -83,9 +83,7 @@ def backup(
 @command
 def restore(
     source: Annotated[Path | None, typer.Argument(help="What `silo backup` wrote.", metavar="FROM")] = None,
-    accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Go on with what is in the home, although its database is behind.")
-    ] = False,
+    accept_loss: AcceptLoss = False,
     *,
     home: SiloHome,
 ) -> Reply:

@@ -21,8 +21,7 @@ from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
 from protos.wire.size_limits import MANIFEST_BYTES
 from service_core.storage import disk
-from service_core.storage.object_store import ObjectStore
-from service_core.storage.partial_file import open_partial, partial_size
+from service_core.storage.object_store import ObjectStore, open_partial, partial_size
 from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, to_federation_error
 from silo.storage.tasks import Attestation, OutboxEntry
 

@@ -27,9 +27,12 @@ class Comparison(NamedTuple):
 class RunRequest:
     """A run as a hospital decides about it.
 
-    profile: of privacy; epsilon, delta, subject only of a private one   rng, test_data: its options   prototypes: the
-    run takes them from this hospital   extensions: code that is not of this software   charges: (noise, rate, steps) of
-    all rounds, by split, at most; None where this hospital is no member.
+    Attributes:
+        profile: of privacy; epsilon, delta, subject only of a private one
+        rng, test_data: its options
+        prototypes: the run takes them from this hospital
+        extensions: code that is not of this software
+        charges: (noise, rate, steps) of all rounds, by split, at most; None where this hospital is no member
     """
 
     method: str

@@ -110,7 +110,7 @@ class Service:
     """One silo at work. `start`, then `wait`; `stop` ends it in good order; `error` says what ended it otherwise.
 
     connect, diagnose: replaced in tests without TLS   run_round: the arithmetic of a round, replaced in benchmarks
-    clock: of how often preflights come.
+    clock: of how often preflights come, and of when answers leave.
     """
 
     metrics_at: LoopbackAddress | None = None
@@ -134,7 +134,8 @@ class Service:
         self.metrics = SiloMetrics()
         self._emit = emit = self.metrics.counting(self._trail.recording(emit))
         self.name, self._consortium = own.name, own.consortium
-        source, self._timing = settings.source(), ResponseTiming(settings.answer_after, settings.pulse_floor)
+        self._timing = ResponseTiming(settings.answer_after, settings.pulse_floor, clock)
+        source = settings.source()
         self._device = choose_device(settings.device)
         self._cache = source.cache_text()
         self._data_offer, self._size_declared = data_offer(source, settings.holds), settings.nominal_size is not None

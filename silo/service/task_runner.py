@@ -17,7 +17,7 @@ from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Wei
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
-from privacy.ledger.admission import ATTEMPTS
+from privacy.ledger.account import ATTEMPTS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes

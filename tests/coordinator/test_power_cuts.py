@@ -6,7 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 
 import pytest
 from sqlalchemy import Connection
@@ -23,7 +23,10 @@ from tests.support.federations import manifest, shares
 from tests.support.hospital import Memory, ScriptedSilo
 
 PEOPLE = ("north", "east")
-AGREED = manifest(rounds=2, names=PEOPLE)
+AGREED = {
+    "fedavg": manifest(rounds=2, names=PEOPLE),
+    "analytic": manifest(rounds=2, names=PEOPLE, method="analytic", options={"class_weights": "balanced"}),
+}
 OBJECTS = ("put_file", "commit", "remove")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
@@ -99,9 +102,9 @@ def bury(server: CoordinatorServer) -> None:
     server._lock.close()
 
 
-@pytest.fixture(scope="module")
-def expected() -> str:
-    return tensor_maps.digest(simulate(RunSetup.of(AGREED), shares()[:2], Observer())["w"])
+@cache
+def expected(method: str) -> str:
+    return tensor_maps.digest(simulate(RunSetup.of(AGREED[method]), shares()[:2], Observer())["w"])
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,7 @@ def _told(memories: dict[str, Memory], run_id: str) -> bool:
     return all(m.ended.get(run_id) for m in memories.values())
 
 
-def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[str, int, list[int]]:
+def live_through(world: World, method: str, at: Callable[[int], int], after: bool) -> tuple[str, int, list[int]]:
     """Run to the end, cutting the power at write number `at(life)` of each life; 0: not in this one."""
     memories, request = {name: Memory() for name in PEOPLE}, uuid.uuid4().hex
     life, counts, people, run_id = 0, [], [], ""
@@ -134,7 +137,7 @@ def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[s
         else:
             people = [ScriptedSilo(world, s.name, s.share, s.memory) for s in people]
         with suppress(PowerCut):
-            run_id = world.submit(AGREED, request).id
+            run_id = world.submit(AGREED[method], request).id
 
         until(partial(_settled, world, power, run_id), "the end or a power cut", 30)
         ended = not power.cut.is_set()
@@ -161,26 +164,27 @@ def live_through(world: World, at: Callable[[int], int], after: bool) -> tuple[s
 
 
 @pytest.mark.parametrize(
-    ("every", "after"),
+    ("method", "every", "after"),
     [
-        (1, False),
-        (11, True),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((1, True), (5, False), (5, True), (11, False))),
+        ("fedavg", 1, False),
+        ("analytic", 11, True),
+        *(pytest.param("fedavg", *c, marks=pytest.mark.slow) for c in ((1, True), (5, False), (5, True), (11, False))),
     ],
 )
 def test_dying_again_and_again_at_a_write_gives_the_same_model(
-    template: World, expected: str, every: int, after: bool
+    template: World, method: str, every: int, after: bool
 ) -> None:
     """Each life gets one write further than the last, so that the lives together die at very different moments."""
-    digest, lives, _ = live_through(template, lambda life: every + 2 * life if life < 12 else 0, after)
-    assert digest == expected
+    digest, lives, _ = live_through(template, method, lambda life: every + 2 * life if life < 12 else 0, after)
+    assert digest == expected(method)
     assert lives > 1
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", list(AGREED))
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", range(1, 61))
-def test_dying_once_at_any_write_gives_the_same_model(template: World, expected: str, at: int, after: bool) -> None:
-    digest, lives, _ = live_through(template, lambda life: 0 if life else at, after)
+def test_dying_once_at_any_write_gives_the_same_model(template: World, method: str, at: int, after: bool) -> None:
+    digest, lives, _ = live_through(template, method, lambda life: 0 if life else at, after)
     assert lives == 1  # a run of this kind makes 62 to 67 writes, so there was a power cut
-    assert digest == expected
+    assert digest == expected(method)

@@ -89,15 +89,17 @@ def test_the_summary_tells_what_the_private_row_cost_each_hospital(tmp_path: Pat
     assert json.loads(done.stdout) == summary
     names = [f"hospital{k}" for k in range(6)]
     assert 0 < summary["private_global_accuracy"] <= summary["private_best_global_accuracy"] <= 1
-    assert set(summary["accuracy_by_round"]) == {"fedavg", "fedgela", "fedgela-private"}
+    assert set(summary["accuracy_by_round"]) == {"fedavg", "fedgela", "analytic", "fedgela-private"}
     assert sorted(summary["epsilon"]) == sorted(summary["delta"]) == names
     for silo in summary["silos"]:
         assert silo["epsilon"] == summary["epsilon"][silo["name"]]
         assert silo["epsilon"] == pytest.approx(summary["epsilon_projected"][silo["name"]], rel=1e-9)
         assert 5 < silo["epsilon"] <= 8
         assert silo["delta"] == 1e-5
-    assert set(summary["model"].values()) == {"digits_cnn"}
+    assert set(summary["model"].values()) == {"digits_cnn", "random_features"}
+    assert summary["analytic_global_accuracy"] > 0.96
+    assert all(0 < sum(count > 0 for count in held) <= 2 for held in summary["training_images"].values())
     assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "index.html").read_text()
-    assert page.count("<table>") >= 5
+    assert page.count("<table") >= 6
     assert not re.findall(r"(?:src|href|action)=", page), "it needs nothing but itself"

@@ -39,8 +39,8 @@ from privacy.ledger.sealed import Figures, seal, unseal
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec, receipts, status
-from protos.wire.bundle_file import BundleFile
 from protos.wire.chunks import append_chunk
+from protos.wire.codec import BundleFile
 from protos.wire.tasks import TaskKey
 from service_core.pki import certificates
 from service_core.pki.identity import Address, identity_of

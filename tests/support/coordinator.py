@@ -20,9 +20,10 @@ import torch
 
 from coordinator.api.server import CoordinatorServer, Settings
 from coordinator.config.manifest_builder import build_manifest
+from coordinator.lead.client import credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
-from coordinator.runs.session import SiloSession
+from coordinator.runs.dispatcher import SiloSession
 from coordinator.storage.records import Run, RunState
 from coordinator.storage.store import Store
 from fl_core import datasets
@@ -146,8 +147,9 @@ class World:
     def transfer(self, name: str) -> rpc.TransferStub:
         return rpc.TransferStub(channel(self.port, self.people[name]))
 
-    def lead(self) -> rpc.LeadStub:
-        return rpc.LeadStub(channel(self.port, self.people["lead"]))
+    def lead(self, name: str | None = None) -> rpc.LeadStub:
+        """Call as the lead of the world, or as another one whose certificate is in its home."""
+        return rpc.LeadStub(channel(self.port, credentials_of(self.home, name) if name else self.people["lead"]))
 
 
 _KEPT = TemporaryDirectory(prefix="consilium-tests-")

@@ -51,7 +51,7 @@ from fl_core.types.values import (
 )
 from privacy.compiled_run import CompiledRun
 from protos.wire import codec
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 
 METHOD_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5},

@@ -110,10 +110,17 @@ def plan_of(
 
 
 def private_data(
-    plan: ReleasePlan, data: Given, noise: object = None, round: int = 0, log: ReleaseLog | None = None, **more: object
+    plan: ReleasePlan,
+    data: Given,
+    noise: object = None,
+    round: int = 0,
+    log: ReleaseLog | None = None,
+    allowance: ReleaseAllowance | None = None,
+    **more: object,
 ) -> DpSgdLocalData:
+    """Open data under a plan. allowance: what may be released, else three times what is planned for the round."""
     context = replace(CONTEXT, round=round)
-    allowance = ReleaseAllowance([r for _ in range(3) for r in plan.releases(round, True)])
+    allowance = allowance or ReleaseAllowance([r for _ in range(3) for r in plan.releases(round, True)])
     source = NoNoise(1, "sampling") if noise is None else noise
     opened = RoundData(data, data, plan.rates.train, context, **more)  # type: ignore[arg-type]
     return DpSgdLocalData(opened, plan, allowance, source, log)  # type: ignore[arg-type]

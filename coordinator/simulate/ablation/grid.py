@@ -22,8 +22,12 @@ Words = tuple[str, ...]
 class Variant:
     """A method as the ablation compares it.
 
-    words: that make it   uses_share: whether its runs depend on the share   zero: the variant that it is at share 0
-    personal: measured by personal accuracy   finite: exists at finite epsilon alone.
+    Attributes:
+        words: that make it
+        uses_share: whether its runs depend on the share
+        zero: the variant that it is at share 0
+        personal: measured by personal accuracy
+        finite: exists at finite epsilon alone
     """
 
     words: Words

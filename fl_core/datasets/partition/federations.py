@@ -75,9 +75,12 @@ HELD_OUT = frozenset({PartitionKind.PER_SILO, PartitionKind.LABEL, PartitionKind
 class Partitioner:
     """A partition of labelled examples among `silos` silos.
 
-    per_silo: classes of each silo (CLASSES), slots (LABEL)   beta: concentration (DIRICHLET, PER_SILO)
-    variant:  "double" (CLASSES), or one of VARIANTS (DIRICHLET)
-    text:     the name it was parsed from, in canonical form   own: the loaded partition (OWN)
+    Attributes:
+        per_silo: classes of each silo (CLASSES), slots (LABEL)
+        beta: concentration (DIRICHLET, PER_SILO)
+        variant: "double" (CLASSES), or one of VARIANTS (DIRICHLET)
+        text: the name it was parsed from, in canonical form
+        own: the loaded partition (OWN)
 
     Guarantees: the same in every process; train parts are disjoint (except for "double"), and so are test parts. Their
     union is everything, except for USERS (a sample of them) and where a fifth is held out (rounding leaves out a

@@ -210,11 +210,20 @@ PERSONAL_HEAD = "personal head"
 class FedCD(FedAvg):
     """As FedAvg, except that classes are split, prototypes rebalance local training and the head is merged by classes.
 
-    fine: M   lam, gamma: weights of gid and bpr   alpha: weight of the own class's other prototypes   tau: temperature
-    xi: weight of the other classes in distillation   aggregation: "sum", "mean" or "prob"   distill: "dkd" or "kd"
-    acla: "server", "stale", "counts" or "fedavg"   hpc: False takes mean features as prototypes, and mu_t = 1
-    importance: how prototypes join a batch: "scaled" to it, "unscaled", "shuffle" (as items of the silo's data) or
-    "none" (not at all)   zero_based: mu of the first round is 1   restarts, steps: k-means
+    Attributes:
+        fine: M
+        lam, gamma: weights of gid and bpr
+        alpha: weight of the own class's other prototypes
+        tau: temperature
+        xi: weight of the other classes in distillation
+        aggregation: "sum", "mean" or "prob"
+        distill: "dkd" or "kd"
+        acla: "server", "stale", "counts" or "fedavg"
+        hpc: False takes mean features as prototypes, and mu_t = 1
+        importance: how prototypes join a batch: "scaled" to it, "unscaled", "shuffle" (as items of the silo's data) or
+            "none" (not at all)
+        zero_based: mu of the first round is 1
+        restarts, steps: k-means
 
     Guarantees: no round reads what an earlier one left at its silo; the trained head is kept for the personal model.
     """
@@ -375,11 +384,14 @@ class FedCD(FedAvg):
 class Objective:
     """FedCD's loss of one silo's round.
 
-    options: M and the weights above   mu: of this round
-    phi: the received head (CM, d)   anchors: what examples are assigned by, P^k at the start of the round
-    prototypes: the received ones (CM, d) and count: what they stand for (CM,), 0 for unknown ones
-    n: the silo's examples; 0 takes importances as they are in every batch, whatever its size
-    drawn: with n = 0, the importances (CM,) that join a batch of so many examples; all of them without it
+    Attributes:
+        options: M and the weights above
+        mu: of this round
+        phi: the received head (CM, d)
+        anchors: what examples are assigned by, P^k at the start of the round
+        prototypes: the received ones (CM, d) and count: what they stand for (CM,), 0 for unknown ones
+        n: the silo's examples; 0 takes importances as they are in every batch, whatever its size
+        drawn: with n = 0, the importances (CM,) that join a batch of so many examples; all of them without it
     """
 
     options: FedCD

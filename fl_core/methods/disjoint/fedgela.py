@@ -43,9 +43,12 @@ NORM = "norm"
 class FedGELA(FedAvg):
     """As FedAvg, except that features are trained towards a fixed frame, weighed by what the silo holds.
 
-    etf: False trains and averages the model's own head ("LA")   adapt: False takes phi_k = 1 ("FedGE")
-    logit_scale: sqrt(E_W)   feature_norm: "l2" (length 1) or "batch" (BatchNorm over each feature, as the code)
-    mask_missing: personal models never choose a class that their silo lacks.
+    Attributes:
+        etf: False trains and averages the model's own head ("LA")
+        adapt: False takes phi_k = 1 ("FedGE")
+        logit_scale: sqrt(E_W)
+        feature_norm: "l2" (length 1) or "batch" (BatchNorm over each feature, as the code)
+        mask_missing: personal models never choose a class that their silo lacks
 
     Guarantees: neither frame nor phi_k is sent by a silo; without etf and adapt it is FedAvg bit for bit.
     """

@@ -47,10 +47,16 @@ def coefficient(start: float, t: int) -> float:
 class FedGen(FedAvg):
     """As FedAvg, except that generated features teach the classifier and its answers on them steer the model.
 
-    mode: "plain" or "secagg"   alpha, beta: a_0 and b_0   made: B_g   noise, hidden: sizes of the generator
-    noise_kind: "normal", or "uniform" as released   steps, lr, weight_decay: Adam of the generator
-    diversity: strength of that term   draws: "example" draws noise for each example of a batch, as published; "class"
-    draws B_g times per class and round, and an example's term is the mean over those of its class.
+    Attributes:
+        mode: "plain" or "secagg"
+        alpha, beta: a_0 and b_0
+        made: B_g
+        noise, hidden: sizes of the generator
+        noise_kind: "normal", or "uniform" as released
+        steps, lr, weight_decay: Adam of the generator
+        diversity: strength of that term
+        draws: "example" draws noise for each example of a batch, as published; "class" draws B_g times per class and
+            round, and an example's term is the mean over those of its class
 
     Guarantees: round 0 is FedAvg bit for bit, and so is alpha = beta = 0.
     """

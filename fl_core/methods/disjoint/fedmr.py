@@ -50,11 +50,14 @@ from fl_core.validate import Count, NonNegative
 class FedMR(PrototypeExchange):
     """As FedAvg, except that features are decorrelated within classes and kept apart from other classes' prototypes.
 
-    mu1, mu2: weights of L_intra and L_inter, >= 0   intra: how L_intra is scaled   eps: added to variances
-    warmup: rounds in which mu2 grows to its value   lite: examples of a batch that L_inter is computed on, 0 for all
-    (the paper's Lite 10, Lite 50)
-    prototypes: False is "prototypes off": L_intra alone, nothing else travels
-    inter_weighting: "batch" is equation 4; "example" averages each example over its own negatives.
+    Attributes:
+        mu1, mu2: weights of L_intra and L_inter, >= 0
+        intra: how L_intra is scaled
+        eps: added to variances
+        warmup: rounds in which mu2 grows to its value
+        lite: examples of a batch that L_inter is computed on, 0 for all (the paper's Lite 10, Lite 50)
+        prototypes: False is "prototypes off": L_intra alone, nothing else travels
+        inter_weighting: "batch" is equation 4; "example" averages each example over its own negatives
 
     Guarantees: mu1 = mu2 = 0 is FedAvg bit for bit; without prototypes the bundle is FedAvg's.
     """

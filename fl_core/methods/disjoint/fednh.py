@@ -37,8 +37,11 @@ from fl_core.validate import NonNegative, Positive, UnitInterval
 class FedNH(FedAvg):
     """As FedAvg, except that the head is made of class prototypes, which move by the features' means.
 
-    rho: how much of a prototype is kept, in [0, 1]   scale: s at the start   fix_scaling: a constant s instead of a
-    trained one, 30 in the paper; 0: trained   init: "uniform" or "orthogonal" (needs as many features as classes)
+    Attributes:
+        rho: how much of a prototype is kept, in [0, 1]
+        scale: s at the start
+        fix_scaling: a constant s instead of a trained one, 30 in the paper; 0: trained
+        init: "uniform" or "orthogonal" (needs as many features as classes)
 
     Guarantees: prototypes do not change in local training, and have length 1 after every round.
     """

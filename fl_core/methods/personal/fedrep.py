@@ -34,11 +34,13 @@ from fl_core.validate import Count, PositiveCount
 class FedRep(FedPer):
     """As FedPer, except that head and body are trained one after the other.
 
-    head_epochs: E_h (the authors' 10)   body_epochs: E_b, 0 for the run's own epochs
-    frozen_norm: "eval" uses the received statistics of BatchNorm while the head is trained and leaves them as they
-    are, "train" lets the frozen body's BatchNorm go on
-    tune_epochs: epochs that a head is trained on the received body before its personal model is measured (the
-    authors do so once, at the end, for at least 10); 0 measures what local training left.
+    Attributes:
+        head_epochs: E_h (the authors' 10)
+        body_epochs: E_b, 0 for the run's own epochs
+        frozen_norm: "eval" uses the received statistics of BatchNorm while the head is trained and leaves them as they
+            are, "train" lets the frozen body's BatchNorm go on
+        tune_epochs: epochs that a head is trained on the received body before its personal model is measured (the
+            authors do so once, at the end, for at least 10); 0 measures what local training left
 
     Guarantees: with frozen_norm "eval" the first phase leaves the body as received, to the last bit.
     """

@@ -87,9 +87,13 @@ class Generated(nn.Module):
 class FedROD(FedAvg):
     """As FedAvg with balanced softmax, with a private head beside the generic one.
 
-    gamma: strength of the prior in L_G, >= 0   variant: "linear" or "hyper"   phase: "together" or "separate"
-    private_init: phi_k starts as a "copy" of the generic head, or "zero"   hidden: width of nu, 0 for d
-    personal_body: the personal model's body and generic head, as trained here ("local") or as "received".
+    Attributes:
+        gamma: strength of the prior in L_G, >= 0
+        variant: "linear" or "hyper"
+        phase: "together" or "separate"
+        private_init: phi_k starts as a "copy" of the generic head, or "zero"
+        hidden: width of nu, 0 for d
+        personal_body: the personal model's body and generic head, as trained here ("local") or as "received"
 
     Guarantees: gamma = 0 averages FedAvg's models bit for bit; the private head of "linear" never travels.
     """

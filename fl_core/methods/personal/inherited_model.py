@@ -46,10 +46,15 @@ COUNT = "participations"
 class Inheriting(FedAvg):
     """What methods with an inherited private model share.
 
-    lam: weight of the transfer, 0 to 1   transfer: "kd" (logits) or "mmd" (features)   tau: temperature of KD
-    kd: "kl", or "ce_asym" of the official code, without tau^2   kd_tau2: False leaves out the factor tau^2
-    mu_macro: mu_n after Q T rounds   mu_max: where mu_n is cut, 1 in the paper and 0.9 in the code
-    recompute_bn: measure BatchNorm statistics of a mixed model again
+    Attributes:
+        lam: weight of the transfer, 0 to 1
+        transfer: "kd" (logits) or "mmd" (features)
+        tau: temperature of KD
+        kd: "kl", or "ce_asym" of the official code, without tau^2
+        kd_tau2: False leaves out the factor tau^2
+        mu_macro: mu_n after Q T rounds
+        mu_max: where mu_n is cut, 1 in the paper and 0.9 in the code
+        recompute_bn: measure BatchNorm statistics of a mixed model again
 
     Silos weigh the same by default. Silo state: theta_p and n; a silo that lost them begins again with n = 1.
     """

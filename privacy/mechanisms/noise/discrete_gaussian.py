@@ -80,14 +80,6 @@ def discrete_gaussian(source: Bytes, n: int, sigma: float) -> Tensor:
     return torch.from_numpy(drawn)
 
 
-def sum_gap(n: int, sigma: float) -> float:
-    """Bound how far the sum of n discrete Gaussians of parameter sigma is from the discrete Gaussian of the sum.
-
-    Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism", ICML 2021, lemma 12: sums over silos.
-    """
-    return 10 * sum(math.exp(-2 * math.pi**2 * sigma**2 * k / (k + 1)) for k in range(1, n))
-
-
 def _drawn(source: Bytes, n: int, sigma: float) -> NDArray[np.int64]:
     if sigma <= MAX_TABLE:
         return _table(sigma).draw(source, n)

@@ -102,20 +102,6 @@ class SiloDpConfig(DpConfig):
         return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained + more, measured + more))
 
 
-def split_noise(noise: float, bit_noise: float) -> float:
-    """Return z of the update where update and bit together are one release of noise z: (z^-2 - (2 s_b)^-2)^(-1/2).
-
-    Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021,
-    theorem 1. Raises ConfigError (E-PRIV-12) when the bit alone takes what there is.
-    """
-    left = noise**-2 - (bit_noise / BIT) ** -2
-    if left <= 0:
-        raise ConfigError(
-            "E-PRIV-12", f"expected privacy.bit_noise > {noise * BIT:.4g}, found {bit_noise}: the bit takes the budget"
-        )
-    return float(left**-0.5)
-
-
 def analytic_delta(noise: float, epsilon: float) -> float:
     """Return the exact delta of one Gaussian release of noise / sensitivity `noise`."""
     first = ndtr(1 / (2 * noise) - epsilon * noise)

@@ -42,9 +42,12 @@ _FINE_BITS = 20
 class SiloDpGuard(Guard):
     """The guard at the silo, and with central noise at the coordinator.
 
-    noise: z of a round's update   shares: a_k of each silo   sized: parts whose weight is a_k; of others it is 1 or 0
-    scale: public factor of parts with weights per class   broadcast_clip: C_t as broadcast, None while the clip is
-    fixed.
+    Attributes:
+        noise: z of a round's update
+        shares: a_k of each silo
+        sized: parts whose weight is a_k; of others it is 1 or 0
+        scale: public factor of parts with weights per class
+        broadcast_clip: C_t as broadcast, None while the clip is fixed
 
     Guarantees: the bundle keeps its layout; everything that depends on data is clipped, and noisy unless noise is
     central; evaluation passes as it is where test data is public.

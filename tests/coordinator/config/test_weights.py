@@ -253,7 +253,7 @@ def test_two_leads_that_send_at_once_are_both_done_and_neither_ends_the_others_s
     second = first if same else written(tmp_path, 2, numbers=1 << 20)
     other, both, lost = client_of(world, "anna"), threading.Barrier(2, timeout=60), list[BaseException]()
 
-    def send(of: LeadClient, name: str, file: Path, digest: str) -> None:
+    def send(name: str, file: Path, digest: str) -> None:
         size, partial = file.stat().st_size, world.home / "blobs" / "weights" / "partial" / name / digest
 
         def chunks() -> Iterator[pb.Chunk]:
@@ -264,14 +264,14 @@ def test_two_leads_that_send_at_once_are_both_done_and_neither_ends_the_others_s
                 yield chunk
 
         try:
-            stub = of._lead
+            stub = world.lead(name)
             assert stub.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == 0
             assert stub.PutWeights(chunks()).have == size
         except BaseException as error:
             lost.append(error)
             both.abort()
 
-    uploads = ((client, "lead", *first), (other, "anna", *second))
+    uploads = (("lead", *first), ("anna", *second))
     threads = [threading.Thread(target=send, args=each) for each in uploads]
     for thread in threads:
         thread.start()
@@ -292,8 +292,9 @@ def test_what_a_lead_had_sent_of_weights_that_another_one_brought_whole_is_gone(
     other = client_of(world, "anna")
     size, begin = file.stat().st_size, file.read_bytes()[: 1 << 20]
     opened = pb.OpenWeightsRequest(digest=digest, size=size)
-    other._lead.OpenWeights(opened)
-    assert other._lead.PutWeights(iter([pb.Chunk(object=digest, data=begin)])).have == len(begin)
+    stub = world.lead("anna")
+    stub.OpenWeights(opened)
+    assert stub.PutWeights(iter([pb.Chunk(object=digest, data=begin)])).have == len(begin)
     client.send_weights(digest, file)
     other.send_weights(digest, file)
     other.close()
@@ -361,10 +362,10 @@ def test_a_full_disk_says_disk_and_the_upload_goes_on_where_it_was(
 
     monkeypatch.setattr("coordinator.lead.client._WATCH_PATIENCE_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr("service_core.storage.partial_file.write_all", full)
+        patch.setattr("service_core.storage.object_store.write_all", full)
         with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
             client.send_weights(digest, file)
-    assert client._lead.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == sent[0]
+    assert world.lead("lead").OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == sent[0]
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):

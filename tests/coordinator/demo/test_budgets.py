@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.demo import RUNS, budgets
-from coordinator.demo.report import LABELS, PLAIN, PRIVATE, REPAIRED, report
+from coordinator.demo.report import CLOSED, LABELS, PLAIN, PRIVATE, REPAIRED, report
 from coordinator.simulate.runner import build_simulation
 from fl_core import datasets
 from fl_core.errors import RefusedError
@@ -55,12 +55,11 @@ def test_every_run_has_a_label_and_a_colour() -> None:
     assert set(RUNS) == set(LABELS)
 
 
-def test_all_rows_train_one_network_on_the_same_images() -> None:
-    specs = [compose_spec(words) for words in RUNS.values()]
-    assert all(
-        (s.model, s.data, s.federation, s.rounds) == (specs[0].model, specs[0].data, specs[0].federation, 20)
-        for s in specs
-    )
+def test_all_rows_train_on_the_same_images_and_what_takes_rounds_on_one_network() -> None:
+    specs = {name: compose_spec(words) for name, words in RUNS.items()}
+    first = specs[PLAIN]
+    assert all((spec.data, spec.federation) == (first.data, first.federation) for spec in specs.values())
+    assert {name for name, spec in specs.items() if (spec.model, spec.rounds) != (first.model, 20)} == {CLOSED}
 
 
 def test_files_lie_where_a_silo_looks_for_them(tmp_path: Path) -> None:
@@ -118,21 +117,27 @@ def detail(accuracy: float, model: str) -> pb.RunDetail:
 def test_the_report_names_models_accuracies_and_what_was_spent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {PLAIN: detail(0.75, "a"), REPAIRED: detail(0.9, "a"), PRIVATE: detail(0.7, "a")}
+    accuracies = {PLAIN: 0.75, REPAIRED: 0.9, CLOSED: 0.95, PRIVATE: 0.7}
+    found = {name: detail(accuracy, "a") for name, accuracy in accuracies.items()}
     spent = {
         "h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9),
         "h1": budgets.Spending(7.4, 1e-5, 7.5, 7.1, 2.9),
     }
     silos = [pb.SiloInfo(name=name, fingerprint=name * 20) for name in spent]
-    report(tmp_path, found, {m: {"h0": 0.6, "h1": None} for m in found}, spent, silos, 12.0, quiet=False)
+    report(
+        tmp_path, found, {m: {"h0": 0.6, "h1": None} for m in found}, spent, silos, {"h0": [5, 0]}, 12.0, quiet=False
+    )
     shown = " ".join(capsys.readouterr().out.split())
     assert "epsilon 8" in shown
     assert "One model (a) for six hospitals" in shown
     assert "7.4000" in shown
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["model"] == dict.fromkeys(found, "a")
-    assert summary["rounds_to_milestone"] == {PLAIN: None, REPAIRED: 1, PRIVATE: None}
-    assert (summary["global_accuracy"], summary["private_global_accuracy"]) == pytest.approx((0.9, 0.7))
+    assert summary["rounds_to_milestone"] == {PLAIN: None, REPAIRED: 1, CLOSED: 1, PRIVATE: None}
+    assert [summary[f"{run}global_accuracy"] for run in ("", "analytic_", "private_")] == pytest.approx(
+        [0.9, 0.95, 0.7]
+    )
+    assert summary["training_images"] == {"h0": [5, 0]}
     assert summary["epsilon"] == {"h0": 7.5, "h1": 7.4}
     assert summary["epsilon_projected"]["h1"] == 7.5
     assert summary["silos"][1]["epsilon"] == 7.4

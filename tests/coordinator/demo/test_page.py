@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coordinator.demo.report import ResultTable, write_page
+from coordinator.demo.report import Holdings, ResultTable, write_page
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 
@@ -13,7 +13,8 @@ HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 def test_it_loads_nothing_and_shows_what_it_is_given_as_text(tmp_path: Path) -> None:
     file = tmp_path / "index.html"
     table = ResultTable(HOSTILE, ("who", HOSTILE), [(HOSTILE, "90 %")])
-    write_page(file, HOSTILE, HOSTILE, {"plain": [0.1, 0.5], "private": [0.1, None]}, [table])
+    held = Holdings((HOSTILE, "1"), {HOSTILE: (0, 7), "north": (14, 0)})
+    write_page(file, HOSTILE, HOSTILE, held, {"plain": [0.1, 0.5], "private": [0.1]}, [table])
     page = file.read_text()
     assert not re.findall(r"(?:src|href|action)=|@import|url\(", page)
     assert "<script" not in page
@@ -21,3 +22,4 @@ def test_it_loads_nothing_and_shows_what_it_is_given_as_text(tmp_path: Path) -> 
     assert "\x1b" not in page
     assert page.count("<path") == 2
     assert "50" in page
+    assert re.findall(r'--shade: (\d+)%">(\d*)<', page) == [("0", ""), ("50", "7"), ("100", "14"), ("0", "")]

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.runs import dispatcher as dispatcher_module
-from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.session import SiloSession
+from coordinator.runs.dispatcher import Dispatcher, SiloSession
 from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store

@@ -27,7 +27,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part, PartSpec
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 from protos.wire.tasks import contribution_id
 from service_core.version import PROTOCOL, software
 from tests.support import until

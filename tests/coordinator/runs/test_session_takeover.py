@@ -10,8 +10,7 @@ import grpc
 import pytest
 
 from coordinator.api.server import Settings
-from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.session import SiloSession
+from coordinator.runs.dispatcher import Dispatcher, SiloSession
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb

@@ -11,7 +11,7 @@ from coordinator.runs import update_checks
 from coordinator.runs.update_checks import UpdateChecks
 from fl_core.aggregation.update_check import MeasuredUpdate
 from fl_core.errors import ProtocolError
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 from tests.support.coordinator import DATA, World, open_request, open_round, update_bytes
 
 

@@ -95,10 +95,9 @@ def test_a_pace_that_is_none_is_refused(after) -> None:
 
 def held(serving, run, run_round=run_silo_round) -> tuple[Hospital, Clock]:
     """Start a hospital that holds its answers, under a clock of the test's."""
-    hospital = serving(run, run_round, answer_after=HELD_S)
     clock = Clock()
-    hospital.service._timing.clock = clock
-    hospital.service._timing._born = clock.now - HELD_S
+    hospital = serving(run, run_round, clock=clock, answer_after=HELD_S)
+    clock.now += HELD_S  # since the start
     return hospital, clock
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism, aggregated, epsilon_rdp
-from privacy.ledger.admission import ATTEMPTS
+from privacy.ledger.account import ATTEMPTS
 from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import LastSeen, charge_unknown_spending

@@ -187,29 +187,23 @@ def test_no_negative_or_endless_count_stands_in_a_policy(home, controls, key, nu
     assert code_of(controls) == "E-POLICY-01"
 
 
-@pytest.mark.parametrize("epsilon", [math.inf, math.nan, -1.0, 0.0])
-def test_python_makes_no_policy_of_endless_epsilon_either(epsilon) -> None:
-    for made in (
-        lambda: Policy(privacy=Floors(epsilon=epsilon)),
-        lambda: Policy(budgets={TRAIN: (epsilon, 1e-5)}),
-        lambda: replace(Policy(), budgets={TRAIN: (epsilon, 1e-5)}).caps(),
-    ):
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (lambda x: Policy(privacy=Floors(epsilon=x)), (math.inf, math.nan, -1.0, 0.0)),
+        (lambda x: Policy(budgets={TRAIN: (x, 1e-5)}), (math.inf, math.nan, -1.0, 0.0)),
+        (lambda x: replace(Policy(), budgets={TRAIN: (x, 1e-5)}).caps(), (math.inf, math.nan, -1.0, 0.0)),
+        (lambda x: Floors(delta=x), (math.inf, math.nan, 0.0, 1.0)),
+        (lambda x: Policy(budgets={TRAIN: (1.0, x)}), (math.inf, math.nan, 0.0, 1.0)),
+        (lambda x: Prototypes(min_count=x), (math.nan, math.inf, -1.0)),
+        (lambda x: Floors(min_noise=x), (math.nan, math.inf, -1.0)),
+        (lambda x: Floors(max_rate=x), (math.nan, math.inf, -1.0)),
+    ],
+)
+def test_python_makes_no_policy_of_numbers_that_mean_nothing_either(make, numbers) -> None:
+    for number in numbers:
         with pytest.raises(ConfigError, match="E-POLICY-01"):
-            made()
-
-
-@pytest.mark.parametrize("delta", [math.inf, math.nan, 0.0, 1.0])
-def test_python_makes_no_policy_of_a_delta_that_means_nothing(delta) -> None:
-    for made in (lambda: Floors(delta=delta), lambda: Policy(budgets={TRAIN: (1.0, delta)})):
-        with pytest.raises(ConfigError, match="E-POLICY-01"):
-            made()
-
-
-def test_python_makes_no_policy_of_counts_and_rates_that_mean_nothing() -> None:
-    for made in (lambda x: Prototypes(min_count=x), lambda x: Floors(min_noise=x), lambda x: Floors(max_rate=x)):
-        for number in (math.nan, math.inf, -1.0):
-            with pytest.raises(ConfigError, match="E-POLICY-01"):
-                made(number)
+            make(number)
 
 
 def test_a_plan_whose_numbers_are_nan_is_not_allowed() -> None:

@@ -22,7 +22,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan, SamplingSchedule
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
-from privacy.mechanisms.record import layer_gradients
+from privacy.mechanisms.record import per_sample_gradients
 from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_sums, filled, unit_shares
 from privacy.mechanisms.record.draws import Draws, is_stochastic, record_keys
 from privacy.mechanisms.record.per_sample_gradients import MODES, PADDING, clipped, per_unit
@@ -90,7 +90,7 @@ def test_a_row_of_factor_zero_may_hold_anything_in_both_kinds_of_sum() -> None:
     layer = nn.Linear(6, 2)
     dy = torch.ones(4, 2)
     dy[1] = math.nan
-    found = layer_gradients.weighted_gradient(layer, rows, dy, factor)
+    found = per_sample_gradients.weighted_gradient(layer, rows, dy, factor)
     assert all(torch.allclose(v, torch.full_like(v, 1.5)) for v in found.values())
 
 
@@ -211,11 +211,11 @@ def test_places_that_cancel_cannot_hide_a_gradient_from_its_clip() -> None:
         dy = torch.randn(n, places, 32)
         dy[:, -1] = -dy[:, :-1].sum(1)
         exact = torch.einsum("nto,nti->noi", dy.double(), x.double()).flatten(1).norm(dim=1)
-        assert bool((layer_gradients.ghost_norms(layer, x, dy) >= exact.square()).all())
+        assert bool((per_sample_gradients.ghost_norms(layer, x, dy) >= exact.square()).all())
         for u in range(n):
             factor = torch.zeros(n, dtype=torch.float64)
-            factor[u] = grid.factors(layer_gradients.ghost_norms(layer, x, dy), 1.0)[u]
-            moved = layer_gradients.weighted_gradient(layer, x, dy, factor)[layer.weight]
+            factor[u] = grid.factors(per_sample_gradients.ghost_norms(layer, x, dy), 1.0)[u]
+            moved = per_sample_gradients.weighted_gradient(layer, x, dy, factor)[layer.weight]
             assert float(moved.norm()) <= 1.0
 
 

@@ -151,17 +151,6 @@ def test_what_never_ran_can_be_given_back(tmp_path: Path) -> None:
     assert ledger.status("isic/center3").spent_rdp == 0
 
 
-def test_a_changed_event_is_found(tmp_path: Path) -> None:
-    ledger = made(tmp_path)
-    spend(ledger, 0)
-    assert ledger.verify() == 5
-    with sqlite3.connect(tmp_path / "ledger.db") as db:
-        db.execute("DROP TRIGGER event_noupd")
-        db.execute("UPDATE event SET detail='sha2' WHERE state='SPENT'")
-    with pytest.raises(StateError, match="E-BUDGET-07"):
-        ledger.verify()
-
-
 def test_an_older_copy_that_was_put_back_is_found(tmp_path: Path) -> None:
     ledger = made(tmp_path)
     spend(ledger, 0)

@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Part, PartSpec
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 from tests.support.federations import drawn, stored
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from fl_core.errors import ProtocolError, StateError, UnavailableError
 from service_core.storage.digests import digest
-from service_core.storage.object_store import ObjectStore
-from service_core.storage.partial_file import open_partial
+from service_core.storage.object_store import ObjectStore, open_partial
 
 DATA = bytes(range(256)) * 40
 DIGEST = digest(DATA)

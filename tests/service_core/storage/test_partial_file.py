@@ -10,7 +10,7 @@ import pytest
 
 from fl_core.errors import UnavailableError
 from service_core.storage.digests import digest
-from service_core.storage.partial_file import open_partial, partial_size
+from service_core.storage.object_store import open_partial, partial_size
 
 
 def test_a_file_goes_on_where_its_writing_was_cut(tmp_path: Path) -> None:

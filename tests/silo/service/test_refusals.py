@@ -149,29 +149,3 @@ def test_a_task_that_fails_is_reported_and_the_next_one_works(make, slow, caplog
     slow.fail = None
     hospital.offer(1)
     hospital.sent()
-
-
-def test_a_damaged_outbox_file_is_made_again(make):
-    hospital = make()
-    hospital.transfer.refusal = (grpc.StatusCode.UNAVAILABLE, "away")
-    service = hospital.start()
-    hospital.offer()
-    until(lambda: "staged" in hospital.events())
-    hospital.stop()
-    entry = next(p for p in (hospital.folder / "objects").iterdir() if p.name == hospital_object(hospital))
-    entry.write_bytes(b"damaged")
-    hospital.start()
-    hospital.transfer.refusal = None
-    hospital.offer()
-    hospital.sent()
-    assert "damaged" in hospital.events()
-    assert service is not None
-
-
-def hospital_object(hospital) -> str:
-    from silo.storage.store import Store
-
-    store = Store(hospital.folder / "silo.db")
-    (entry,) = store.outbox()
-    store.close_database()
-    return entry.object_digest

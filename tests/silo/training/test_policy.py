@@ -16,7 +16,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 from silo.reports.leaving import leaving
 from silo.reports.spending import unprotected
 from silo.service.task_queue import public_reason

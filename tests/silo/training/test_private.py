@@ -180,7 +180,7 @@ def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remem
     hospital.service = None
     (folder / "silo.db").unlink()  # the hospital's own memory is gone as well
     Store(folder / "silo.db", accept_loss=True).close_database()
-    welcomed = hospital.control._welcome
+    welcomed = hospital.control.welcome
     hospital.control.welcome = lambda hello: _with(welcomed(hello), attested)
     ended = _started_and_ended(hospital)
     assert isinstance(ended, StateError)
@@ -199,7 +199,7 @@ def test_what_a_coordinator_makes_up_about_the_ledger_is_not_believed(make, tmp_
     assert honest.ledger_sealed
     assert TRAIN.encode() not in honest.ledger_sealed
     hospital.stop()
-    welcomed = hospital.control._welcome
+    welcomed = hospital.control.welcome
     for lie in (
         {"ledger_seq": 2**64 - 1},
         {"ledger_seq": honest.ledger_seq + 4, "ledger_sealed": b""},

@@ -21,7 +21,7 @@ from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
-from protos.wire.bundle_file import BundleFile
+from protos.wire.codec import BundleFile
 from silo.storage.home import Home
 from silo.training.hospital_controls import describe_request
 from tests.support import some, until
@@ -190,16 +190,6 @@ def test_a_hospital_may_require_the_profile_that_hides_it(make, tmp_path):
     hospital.start()
     hospital.offer()
     hospital.sent()
-
-
-def test_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read(make, tmp_path, monkeypatch):
-    ledger_of(tmp_path)
-    hospital = make()
-    hospital.start()
-    watched = Watched(monkeypatch)
-    hospital.offer(state=message(hospital.manifest, 3.0))
-    assert hospital.refused().code == "E-PRIV-15"
-    assert watched.read == 0
 
 
 def test_an_approval_says_whom_epsilon_is_for():

@@ -93,11 +93,11 @@ def test_rounds_without_a_release_send_zeros_of_weight_zero() -> None:
 
 def test_class_counts_are_released_once() -> None:
     plan = plan_of(RecordDpConfig(), method="fedrs")
-    log = InMemoryReleaseLog()
-    first = private_data(plan, examples(), SeededNoise(1, "n"), log=log)
+    log, allowance = InMemoryReleaseLog(), ReleaseAllowance(plan.releases(0, True))
+    first = private_data(plan, examples(), SeededNoise(1, "n"), log=log, allowance=allowance)
     once = first.class_counts()
     later = DpSgdLocalData(
         RoundData(examples(), examples(), PLAIN, CONTEXT), plan, ReleaseAllowance([]), SeededNoise(2, "n"), log=log
     )
     assert torch.equal(later.class_counts(), once)
-    assert sum(r.purpose == "class counts" for r in first._allowance.made) == 1
+    assert sum(r.purpose == "class counts" for r in allowance.made) == 1

@@ -33,16 +33,10 @@ from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 from privacy.mechanisms.record.private_data import DpSgdLocalData
 from privacy.release_log import InMemoryReleaseLog
 from tests.support.federations import Given, manifest, shares
+from tests.support.privacy import NoNoise, ce
 
 CONTEXT = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)
-
-
-class NoNoise(SeededNoise):
-    """Draws samples and microbatches, adds nothing."""
-
-    def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
-        return torch.zeros(shape, dtype=torch.long)
 
 
 class Scaled(SeededNoise):
@@ -68,9 +62,14 @@ def without(data: Given, gone: Tensor) -> Given:
     return made
 
 
-def private_data(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> DpSgdLocalData:
+def plan_of(coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> ReleasePlan:
     plan = ReleasePlan(RecordDpConfig(**terms), SamplingSchedule(TRAIN, 24), 1, coupling, (2,), 1, True)  # type: ignore[arg-type]
     plan.__dict__["noise"] = 1.0
+    return plan
+
+
+def private_data(data: Given, noise: object, coupling: Coupling = Coupling.EXAMPLE, **terms: object) -> DpSgdLocalData:
+    plan = plan_of(coupling, **terms)
     allowance = ReleaseAllowance([r for _ in range(9) for r in plan.releases(0, True)])
     return DpSgdLocalData(RoundData(data, data, TRAIN, CONTEXT), plan, allowance, noise)  # type: ignore[arg-type]
 
@@ -132,13 +131,9 @@ def test_noise_of_every_sum_is_what_is_charged_and_not_two_thirds_or_three_halve
 
     def residuals(factor: float) -> Tensor:
         noise.factor = factor
-        private = private_data(data, noise)
-        z = mechanism.charged(private._plan).mechanism.noise
-        found = []
-        for _ in range(4):
-            private._log = InMemoryReleaseLog()
-            found.append((mechanism.vector(private) - exact) / (z * mechanism.delta))
-        kept = torch.cat(found)
+        z = mechanism.charged(plan_of()).mechanism.noise
+        found = [mechanism.vector(private_data(data, noise)) - exact for _ in range(4)]
+        kept = torch.cat(found) / (z * mechanism.delta)
         return kept[kept != 0]
 
     times = 1 if name == "prototypes" else 40
@@ -180,10 +175,6 @@ def test_noise_is_distinct_for_every_part_step_round_and_silo() -> None:
         heads = torch.stack([d[:4] for d in drawn])  # every part has at least 4 numbers
         assert len(torch.unique(heads, dim=0)) == len(drawn)
         assert len(torch.unique(torch.cat(drawn))) == sum(len(d) for d in drawn)
-
-
-def ce(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-    return Losses(cross_entropy(model(x), y, reduction="none"))
 
 
 def mixed(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

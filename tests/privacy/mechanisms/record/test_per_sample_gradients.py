@@ -14,7 +14,7 @@ from fl_core.errors import ConfigError
 from fl_core.models import build_model
 from fl_core.types.records import Schema
 from privacy.mechanisms.noise import grid
-from privacy.mechanisms.record import layer_gradients
+from privacy.mechanisms.record import per_sample_gradients
 from privacy.mechanisms.record.model_check import validate
 from privacy.mechanisms.record.per_sample_gradients import (
     MODES,
@@ -174,13 +174,13 @@ def test_every_kind_of_layer_gives_the_sums_of_a_loop(clip: float, grouped: bool
 
 def test_norms_come_by_gram_matrices_where_places_are_few() -> None:
     model = Odd()
-    assert layer_gradients.prefers_ghost_norms(model.rows, torch.zeros(5, 4, 48))
-    assert not layer_gradients.prefers_ghost_norms(model.rows, torch.zeros(5, 8, 48))
-    assert layer_gradients.prefers_ghost_norms(model.head, torch.zeros(5, 4))
+    assert per_sample_gradients.prefers_ghost_norms(model.rows, torch.zeros(5, 4, 48))
+    assert not per_sample_gradients.prefers_ghost_norms(model.rows, torch.zeros(5, 8, 48))
+    assert per_sample_gradients.prefers_ghost_norms(model.head, torch.zeros(5, 4))
     late, early = nn.Conv2d(256, 256, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
-    assert layer_gradients.prefers_ghost_norms(late, torch.zeros(2, 256, 8, 8))
-    assert not layer_gradients.prefers_ghost_norms(early, torch.zeros(2, 64, 32, 32))
-    assert not layer_gradients.prefers_ghost_norms(nn.Conv2d(256, 256, 3, groups=256), torch.zeros(2, 256, 2, 2))
+    assert per_sample_gradients.prefers_ghost_norms(late, torch.zeros(2, 256, 8, 8))
+    assert not per_sample_gradients.prefers_ghost_norms(early, torch.zeros(2, 64, 32, 32))
+    assert not per_sample_gradients.prefers_ghost_norms(nn.Conv2d(256, 256, 3, groups=256), torch.zeros(2, 256, 2, 2))
 
 
 @pytest.mark.parametrize("places", [1, 4])
@@ -193,7 +193,7 @@ def test_norms_by_gram_matrices_are_exact_where_terms_cancel(places: int) -> Non
     dy = dy - dy.mean(3, keepdim=True) if places > 1 else dy
     exact = conv_grad_sample(layer, [x.double()], dy.double())
     true = torch.stack([g.flatten(1).square().sum(1) for g in exact.values()]).sum(0)
-    found = layer_gradients.ghost_norms(layer, x, dy)
+    found = per_sample_gradients.ghost_norms(layer, x, dy)
     assert bool((found >= true * (1 - 1e-12)).all())  # longer by a bound on its error, never shorter
     assert torch.allclose(found, true, rtol=1e-4 if places > 1 else 1e-6, atol=0)
 

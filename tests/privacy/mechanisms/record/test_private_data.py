@@ -71,15 +71,15 @@ def test_t_15_an_empty_draw_is_noise_and_a_step(coupled: str) -> None:
     plan = plan_of(RecordDpConfig(coupled=coupled), train, units=100_000, method="fedmr", mu1=1e-4, mu2=0.0)
     plan.__dict__["noise"] = 1.3
     data, model = examples(), build_model("simple_cnn", {}, replace(SCHEMA, shape=(3, 32, 32)), 0)
-    private = private_data(plan, data)
-    private._noise = SecureNoise()
+    allowance = ReleaseAllowance(plan.releases(0, True))
+    private = private_data(plan, data, SecureNoise(), allowance=allowance)
     before = tensor_maps.copy_state(model)
     assert private.sgd(model, ce) == 1
     moved = torch.cat([(tensor_maps.copy_state(model)[n] - v).flatten() for n, v in before.items()])
     divisor = plan.groups if coupled == "micro" else plan.batch
     std = float(moved.double().std()) * divisor
     assert std == pytest.approx(1.3 * plan.terms.sensitivity(True), rel=0.02)
-    assert len(private._allowance.made) == 1
+    assert len(allowance.made) == 1
 
 
 def test_t_20_steps_and_divisor_do_not_follow_the_true_number_of_records() -> None:
@@ -235,9 +235,10 @@ def test_batch_norm_is_refused_before_the_first_step() -> None:
 
 def test_evaluation_on_the_test_split_is_charged_to_its_own_collection() -> None:
     plan = plan_of(RecordDpConfig())
-    private = private_data(plan, examples(), SeededNoise(1, "n"))
+    allowance = ReleaseAllowance(plan.releases(0, True))
+    private = private_data(plan, examples(), SeededNoise(1, "n"), allowance=allowance)
     private.sum(ClassSums(lambda x, y: torch.ones(len(x), 1), 4), bound=1.0, split=Split.TEST)
-    (made,) = private._allowance.made
+    (made,) = allowance.made
     assert (made.purpose, made.collection) == ("evaluation", "test")
 
 
