@@ -43,6 +43,7 @@ ALLOWED_ROLES: Mapping[str, frozenset[Kind]] = {
     "Lead/Resume": LEAD,
     "Lead/Exclude": LEAD,
     "Lead/Extend": LEAD,
+    "Lead/Withdraw": LEAD,
     "Lead/Silos": LEAD,
 }
 PUBLIC_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,16 +15,20 @@ from coordinator.api.event_loop import Workers, wait_for, waker
 from coordinator.api.open_streams import PutStream
 from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.lineage import Line
 from coordinator.runs.scheduler import RunScheduler
+from coordinator.runs.withdrawal import Touched, Withdrawals
 from coordinator.storage.records import Contribution, Run
 from coordinator.storage.store import Store
 from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import ConfigError, ProtocolError
+from fl_core.methods.disjoint.analytic import Analytic
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import append_chunk
 from service_core.storage.object_store import open_partial
+from service_core.storage.private_files import Credentials
 
 BuildManifest = Callable[[str, list[pb.SiloInfo]], RunManifest]
 """From a submitted configuration (JSON) and the members of the consortium to the frozen manifest, or ConfigError."""
@@ -35,7 +40,7 @@ _LAST_EVENT = 2**63 - 1
 
 
 class LeadService(rpc.LeadServicer):
-    """OpenWeights, PutWeights, Submit, Runs, Show, Watch, Abort, Resume, Exclude, Extend and Silos."""
+    """OpenWeights, PutWeights, Submit, Runs, Show, Watch, Abort, Resume, Exclude, Extend, Withdraw and Silos."""
 
     def __init__(
         self,
@@ -47,8 +52,11 @@ class LeadService(rpc.LeadServicer):
         workers: Workers,
         weights: WeightsUploads,
         put_idle_s: float,
+        own: Callable[[], Credentials],
     ) -> None:
-        """put_idle_s: seconds without a byte after which an upload of weights is given up."""
+        """Set up; put_idle_s: seconds without a byte after which an upload of weights is given up; own: what signs."""
+        self._own = own
+        self._withdrawals = Withdrawals(store, runs.submit, runs.schedule_cleanup)
         self._weights = weights
         self._put_idle_s = put_idle_s
         self._authorizer = authorizer
@@ -90,12 +98,33 @@ class LeadService(rpc.LeadServicer):
         known = self._store.runs.of_request(request.request_id)
         if known is not None and (known.spec, known.parent) == (request.spec_json, request.start_from):
             return self._info(known)
+        silos = self._silos(revoked=False)
         if request.start_from:  # before anything is built
-            start_point.require_over(self._store.runs.get(request.start_from))
+            silos = self._may_go_on(request, silos)
         with self._runs.model_lock:
-            manifest = self._build_manifest(request.spec_json, self._silos(revoked=False))
+            manifest = self._build_manifest(request.spec_json, silos)
         manifest = replace(manifest, lead=self._authorizer.caller(context).identity.name)
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id, request.start_from))
+
+    def _may_go_on(self, request: pb.SubmitRequest, silos: list[pb.SiloInfo]) -> list[pb.SiloInfo]:
+        """Leave out whom a run that goes on from another may not ask, unless it names its silos.
+
+        Raises ConfigError: E-RUN-10 on no such run, E-RUN-05 where nobody is left; StateError (E-RUN-11).
+        """
+        parent, line = self._store.runs.get(request.start_from), Line(self._store.runs)
+        start_point.require_over(parent)
+        line.require_open(parent)
+        method, named = _asked(request.spec_json)
+        never = line.not_asked(parent, method == Analytic.name)
+        if named or not never:
+            return silos
+        left = [silo for silo in silos if silo.name not in never]
+        if not any(silo.state == "online" for silo in left):
+            listed = "; ".join(f"{name} {why}" for name, why in never.items())
+            raise ConfigError(
+                "E-RUN-05", f"expected a hospital online that can go on from {parent.id}, found none beside: {listed}"
+            )
+        return left
 
     def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
         return pb.RunList(runs=[self._detailed(self._runs.with_model_digest(run)) for run in self._store.runs.all()])
@@ -114,6 +143,7 @@ class LeadService(rpc.LeadServicer):
             declarations=messages.declarations(run.id, self._store),
             software=self._store.runs.software(run.id),
             aggregator=messages.stored_aggregator(run.manifest),
+            withdrawals=self._signed(self._withdrawals.of(run)),
         )
 
     async def Watch(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
@@ -175,6 +205,19 @@ class LeadService(rpc.LeadServicer):
         """Give the open round more time."""
         return self._info(self._runs.with_model_digest(self._runs.extend(request.run_id, request.hours)))
 
+    def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawReply:  # noqa: N802
+        """Take a hospital's sums out of the models that can be without them, and name those that cannot."""
+        lead = self._authorizer.caller(context).identity.name
+        found = self._withdrawals.withdraw(request.silo, lead, request.preview)
+        self._dispatcher.changes.notify()
+        return pb.WithdrawReply(withdrawals=self._signed(found))
+
+    def _signed(self, found: list[Touched]) -> list[pb.Withdrawal]:
+        if not found:
+            return []
+        own = self._own()
+        return [one.message(own) for one in found]
+
     def Silos(self, request: pb.SilosRequest, context: Context) -> pb.SiloList:  # noqa: ARG002, N802
         invitations = [
             pb.InvitationInfo(name=i.name, expires_unix=i.expires) for i in self._store.members.invitations()
@@ -200,6 +243,15 @@ class LeadService(rpc.LeadServicer):
 
     def _members(self, run: Run) -> list[pb.SiloInfo]:
         return [s for s in self._silos(revoked=True) if s.name in run.members]
+
+
+def _asked(spec_json: str) -> tuple[str, bool]:
+    """Read off a configuration its method, and whether it names its silos; what cannot be read is refused later."""
+    try:
+        spec = json.loads(spec_json)
+        return str(spec["method"]["name"]), bool(spec.get("silos"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", True
 
 
 def _activity(silo: pb.SiloInfo) -> tuple[object, ...]:

@@ -239,6 +239,7 @@ class CoordinatorServer:
             self._leads,
             WeightsUploads(self.home / WEIGHTS, self.objects, self.store.contributions.referenced_digests),
             limits.put_idle_s,
+            ServerCertificate(self.home).current,
         )
         rpc.add_LeadServicer_to_server(lead, server)
 

@@ -246,6 +246,8 @@ class TransferService(rpc.TransferServicer):
             raise ProtocolError(
                 "E-WIRE-06", f"expected an offset of at most {size}, found {request.offset}: begin anew"
             )
+        if silo is None:
+            self._store.contributions.note_fetched(request.digest, peer.identity.name)
         return run_id, read_chunks(file, request.digest, request.offset)
 
     def _end_download(self, chunks: Chunks, silo: str | None, run_id: str, sent: int) -> None:

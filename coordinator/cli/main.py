@@ -17,7 +17,10 @@ COMMANDS = {
     "consortium": ("init", "invite", "revoke", "serve"),
     "operations": ("backup", "restore", "doctor", "health", "log", "page"),
     "authority": ("ca", "leads"),
-    "runs": ("run", "watch", "status", "runs", "show", "abort", "resume", "exclude", "extend", "export", "silos"),
+    "runs": (
+        *("run", "watch", "status", "runs", "show", "abort", "resume"),
+        *("exclude", "extend", "withdraw", "export", "silos"),
+    ),
     "research": ("simulate", "demo", "methods", "models", "explain", "data"),
     "reports": ("compare", "plot", "logs"),
     "privacy": ("privacy",),

@@ -6,9 +6,11 @@ Hydra and torch are imported by the commands that need them: `status` answers in
 from __future__ import annotations
 
 import json
+import shlex
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +23,7 @@ from coordinator.lead import tables
 from coordinator.lead.as_json import detail_json, event_json, run_json, silos_json
 from coordinator.lead.client import LeadClient
 from coordinator.lead.watcher import Watcher
+from coordinator.lead.withdrawals import outcome, withdrawal_json, withdrawal_lines
 from fl_core.errors import ConfigError
 from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
@@ -172,6 +175,7 @@ def _detail(detail: pb.RunDetail) -> Iterator[str | Table]:
     yield from _shown(detail.info)
     form, made = tables.private_form(detail.manifest_json), tables.software_text(detail.software)
     yield from filter(None, (tables.started_from(detail.manifest_json), form, made and f"software: {made}"))
+    yield from (f"{one.silo} withdrew from {one.run_id}: {outcome(one)}" for one in detail.withdrawals)
     yield tables.aggregator_text(detail.aggregator, judgements(detail.rounds))
     yield tables.rounds_table(detail.rounds)
     if detail.rounds:
@@ -218,6 +222,35 @@ def exclude(
 ) -> Reply:
     """Go on without a hospital: it is awaited no longer and asked for no further round. The quorum stays."""
     return _reply(client.exclude(run, silo, readmit))
+
+
+@command
+def withdraw(
+    silo: Annotated[str, typer.Argument(help="The hospital's name.")],
+    preview: Annotated[bool, typer.Option("--preview", help="Say what would be done, and do nothing.")] = False,
+    *,
+    client: Client,
+) -> Reply:
+    """Take a hospital's data out of the models: exactly where sums allow it, else name the runs and how to train anew.
+
+    The sums of `analytic` are exact, so that what is left is the model of a run that never had the hospital. It sends
+    its sums once more for that, from the same records. Say it again to see how far that is.
+    """
+    found = [(one, anew(one)) for one in client.withdraw(silo, preview)]
+    told = [{**withdrawal_json(one), "retrain": command or None} for one, command in found]
+    return Reply(told, [line for one, command in found for line in withdrawal_lines(one, command)])
+
+
+def anew(found: pb.Withdrawal) -> str:
+    """Return the command that trains a run anew without a hospital; empty where no words say its configuration."""
+    from coordinator.config.hydra_config import words_of
+    from coordinator.config.run_spec import RunSpec
+
+    try:
+        words = words_of(replace(RunSpec.from_json(found.spec_json), silos=tuple(found.left)))
+    except ConfigError:
+        return ""
+    return shlex.join(["coordinator", "run", *words]) if words and found.left else ""
 
 
 @command

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -202,6 +202,43 @@ def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
             to, of = to[step], of[step]
         to[last] = of[last]
     return RunSpec.from_mapping(raw)
+
+
+def words_of(spec: RunSpec) -> list[str]:
+    """Return words that compose a configuration, as few as say it; empty where none do: it names a file's weights."""
+    plain = _plain(asdict(spec))
+    groups = [f"{group}={plain[group]['name']}" for group in (*_CONTINUED, "federation")]
+    try:
+        differ = _different(_plain(asdict(compose_spec(groups))), plain)
+        words = [*groups, *(f"{key}={_written(value)}" for key, value in differ.items())]
+        return words if compose_spec(words) == spec else []
+    except ConfigError:  # an extension of another machine, or a federation that is none of ours
+        return []
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _different(known: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in wanted.items():
+        if isinstance(value, Mapping) and isinstance(known.get(key), Mapping):
+            found |= _different(known[key], value, f"{where}{key}.")
+        elif key not in known or known[key] != value:
+            found[f"{where}{key}"] = value
+    return found
+
+
+def _written(value: object) -> str:
+    """Write a value as Hydra's grammar reads it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.-]*", value):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _move_weights(chosen: dict[str, object]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from coordinator.lead import accuracy
+from coordinator.lead.withdrawals import withdrawal_json
 from fl_core.types.records import RoundRecord, fairness, judgements, refused
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -53,8 +54,8 @@ def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
     }
 
 
-_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical"}
-"""Of a round's record; every other field is written as it is."""
+_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "added"}
+"""Of a round's record; every other field is written as it is, and what withdrawals are checked by is not."""
 
 
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
@@ -141,6 +142,7 @@ def detail_json(detail: pb.RunDetail) -> Mapping[str, object]:
         "round": [round_json(r) for r in detail.rounds],
         "manifest": detail.manifest_json,
         "software": software_json(detail.software),
+        "withdrawals": [withdrawal_json(one) for one in detail.withdrawals],
     }
 
 

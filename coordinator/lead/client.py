@@ -141,6 +141,11 @@ class LeadClient:
         """Give the open round more time; raises StateError (E-RUN-11) when none is open."""
         return self._call(self._lead.Extend, pb.ExtendRequest(run_id=run, hours=hours))
 
+    def withdraw(self, silo: str, preview: bool = False) -> Sequence[pb.Withdrawal]:
+        """Take a hospital's sums out of the models that can be without them. preview: say what would be done."""
+        request = pb.WithdrawRequest(silo=silo, preview=preview)
+        return self._call(self._lead.Withdraw, request, _SUBMIT_DEADLINE_S).withdrawals
+
     def silos(self) -> pb.SiloList:
         return self._call(self._lead.Silos, pb.SilosRequest())
 

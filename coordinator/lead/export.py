@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from coordinator.lead import accuracy, portable
 from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
+from coordinator.lead.withdrawals import card_lines
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods.fedavg import Traits
 from fl_core.rounds.manifest import RunManifest, Weights
@@ -109,6 +110,7 @@ def export_model(
     }
     save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
     text, others = model_card(info, manifest, detail.rounds, software_text(detail.software)), list[Path]()
+    text += "\n".join(map(printable, card_lines(detail.withdrawals, info.run_id)))
     for kind in dict.fromkeys(formats):
         others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
         named = portable.facts(manifest, info.run_id, info.model_digest, licence)

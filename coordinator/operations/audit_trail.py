@@ -19,7 +19,7 @@ from service_core.audit_log.recorder import Recorder
 from service_core.pki.identity import Identity, Kind, peer_of
 
 log = logging.getLogger(__name__)
-_SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id")
+_SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id", "preview")
 _STANDARD = "/grpc."
 """Health and reflection: they read nothing of ours, so that only refusals of them are lines."""
 Count = Callable[[int], None]

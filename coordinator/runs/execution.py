@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
+from coordinator.runs import lineage
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
 from coordinator.runs.round_closer import RoundCloser, Waiting
@@ -84,7 +85,8 @@ class RunExecution:
             closed = [row.record.medians for row in self.store.runs.rounds(run.id)]
             loop = compiled.round_loop(ports, parallel=len(ports), sizes=declared_sizes(self.store, run.id))
             loop = replace(loop, schedule=replace(loop.schedule, quorum=steering.quorum or loop.schedule.quorum))
-            checkpointer = RunCheckpointer(run.id, closer, loop.needed, *services)
+            replaces = run.parent if lineage.taken_out(run) else ""
+            checkpointer = RunCheckpointer(run.id, closer, loop.needed, *services, replaces=replaces)
             loop.run(server, checkpointer, start=run.closed, closed=closed)
 
     def waiting(self) -> Waiting | None:
@@ -130,7 +132,7 @@ class RunExecution:
 class RunCheckpointer(Observer):
     """Observes the rounds of one run; a closed round is on disk before its close is announced.
 
-    needed: from a cohort's size to the updates that close a round.
+    needed: from a cohort's size to the updates that close a round   replaces: as in `RunStore.close_round`.
     """
 
     run_id: str
@@ -140,6 +142,7 @@ class RunCheckpointer(Observer):
     store: Store
     objects: ObjectStore
     dispatcher: Dispatcher
+    replaces: str = ""
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
@@ -162,7 +165,7 @@ class RunCheckpointer(Observer):
         model = "" if train else tensor_maps.digest(server["w"])
         with self.objects.lock:
             base = StoredObject.stored(server, self.objects) if train else None
-            self._unless_aborted(lambda: close(self.run_id, record, base, model))
+            self._unless_aborted(lambda: close(self.run_id, record, base, model, self.replaces))
         if base is not None:
             self.broadcasts.remember(server, base)
         row = self.store.runs.round(self.run_id, record.round)
@@ -170,6 +173,8 @@ class RunCheckpointer(Observer):
         self.dispatcher.announce_close(row)
         if record.kind is TaskKind.EVALUATE:
             self.dispatcher.announce_end(self.store.runs.get(self.run_id))
+            if self.replaces:
+                self.broadcasts.collect(self.replaces)
 
     def _unless_aborted(self, write: Callable[[], object]) -> None:
         try:

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from coordinator.runs import start_point
+from coordinator.runs import lineage, start_point
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.execution import RunExecution
 from coordinator.runs.grpc_port import StoredObject
+from coordinator.runs.lineage import Line
 from coordinator.runs.round_closer import Waiting
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.runs.update_checks import UpdateChecks
@@ -80,7 +81,8 @@ class RunScheduler:
         start_from: the id of a run whose last model this one starts from. A start that the manifest names by its
         weights alone is completed, as one from a run is: see `start_point.resolve`.
         Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration,
-        E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile) and as `resolve`.
+        E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
+        `Line.require_fits` and as `resolve`.
         """
         CompiledRun.of(manifest)
         enrolled = self.store.members.member_names()
@@ -89,10 +91,11 @@ class RunScheduler:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
+        parent = self.store.runs.get(start_from) if start_from else None
+        Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
         weights = None if manifest.start is None else manifest.start.weights
         if start_from or weights is not None:
-            parent = self.store.runs.get(start_from) if start_from else None
             with self.model_lock:
                 manifest, state = start_point.resolve(parent, manifest, self.objects)
         text = manifest.to_json().encode()
@@ -115,7 +118,7 @@ class RunScheduler:
         self.dispatcher.announce_end(run)
         with self._lock:
             if run.id not in self._active:
-                self._schedule_cleanup(run.id)
+                self.schedule_cleanup(run.id)
         return run
 
     def resume(self, query: str, quorum: int = 0) -> Run:
@@ -215,6 +218,11 @@ class RunScheduler:
     def resume_all(self) -> None:
         """Continue every run that has not ended; called when the service starts."""
         with self.objects.lock:
+            for run in self.store.runs.all():
+                if run.state.ended and (
+                    run.state_object is None or lineage.taken_out(run)
+                ):  # and then the process ended
+                    self.store.contributions.delete_unreferenced(run.id, self.objects.remove)
             self.objects.sweep(self.store.contributions.referenced_digests())
         self._drop_uploads()
         for run in self.store.runs.unfinished():
@@ -258,7 +266,7 @@ class RunScheduler:
                     self.dispatcher,
                     self.checks,
                     self.model_lock,
-                    self._schedule_cleanup,
+                    self.schedule_cleanup,
                 )
                 thread = threading.Thread(target=self._execute, args=(execution,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = _Active(execution, thread)
@@ -284,7 +292,7 @@ class RunScheduler:
         with self._lock:
             del self._active[run_id]
             if not self._stopping:
-                self._schedule_cleanup(run_id)
+                self.schedule_cleanup(run_id)
                 # A run that was resumed before this thread had left is waiting again.
                 self._enqueue(self.store.runs.get(run_id))
                 self._start_queued()
@@ -300,7 +308,8 @@ class RunScheduler:
             log.info("run %s had ended already: %s", run_id, error)
         self.dispatcher.changes.notify()
 
-    def _schedule_cleanup(self, run_id: str) -> None:
+    def schedule_cleanup(self, run_id: str) -> None:
+        """Delete what a run no longer needs, soon."""
         self._cleanup.submit(self._delete_unused, run_id)
 
     def _delete_unused(self, run_id: str) -> None:

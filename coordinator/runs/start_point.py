@@ -15,14 +15,20 @@ from service_core.storage.object_store import ObjectStore
 
 
 def require_over(parent: Run) -> None:
-    """Raise StateError (E-RUN-11) unless a run is over, paused or failed, and closed a round."""
+    """Raise StateError (E-RUN-11) unless a run is over, paused or failed, closed a round and still has its model."""
     if not parent.state.ended:
         raise StateError(
             "E-RUN-11",
             f"expected {parent.id} to be paused, failed or over, found it {parent.state.value}: abort it first, which "
             "keeps what was trained",
         )
-    if not parent.closed or parent.state_object is None:
+    if parent.closed and parent.state_object is None:
+        raise StateError(
+            "E-RUN-11",
+            f"expected the model of {parent.id} to be here, found it deleted: a hospital's sums were taken out of it; "
+            f"go on from the run that took them out (coordinator logs {parent.id})",
+        )
+    if not parent.closed:
         raise StateError(
             "E-RUN-11", f"expected a run with a closed round, found none in {parent.id}: start from fresh weights"
         )
@@ -32,7 +38,8 @@ def resolve(parent: Run | None, manifest: RunManifest, objects: ObjectStore) -> 
     """Return the manifest with its start point, and the server state that its first round begins with.
 
     Without a parent the model is filled with the weights that the manifest's start names, an object that is here.
-    With one it is the parent's, bit for bit. Where the method is the same, the server's other tensors (prototypes, a
+    With one it is the parent's, bit for bit, with the parts of it that the parent did not train where this method
+    trains them. Where the method is the same, the server's other tensors (prototypes, a
     momentum, a generator) are too, if they have the same shapes and no silo keeps a counterpart of its own: silos keep
     nothing across runs, so control variates begin anew. So do the settings of guards, the bound on norms and all that
     depends on the number of the round.
@@ -77,15 +84,24 @@ def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tu
             f"expected train.freeze={before.train.freeze}, as in {parent.id}, found {manifest.train.freeze}: leave it "
             "as it was, or export that run and begin with its file (coordinator export; model.weights=FILE)",
         )
-    if _shapes(kept["w"]) != _shapes(fresh["w"]):
+    model = dict(kept["w"])
+    if _shapes(model) != _shapes(fresh["w"]):  # one that keeps a part of the model apart, which this method trains
+        model = dict(CompiledRun.of(before).method.exported(kept))
+    if _shapes(model) != _shapes(fresh["w"]):
         raise ConfigError(
             "E-CFG-08",
             f"expected a method whose server keeps the tensors of {before.method.name} ({parent.id}), found "
             f"{manifest.method.name}, whose model has others: choose method={before.method.name}",
         )
-    if not tensor_maps.all_finite(kept["w"]):
+    if not tensor_maps.all_finite(model):
         raise ProtocolError("E-WIRE-05", f"expected a model of numbers in {parent.id}, found NaN or infinity")
-    partial = not set(tensor_maps.copy_state(compiled.network)) <= set(kept["w"])
+    partial = not set(tensor_maps.copy_state(compiled.network)) <= set(model)
+    if partial and manifest.model != before.model:
+        raise ConfigError(
+            "E-CFG-23",
+            f"expected the model of {parent.id} with its options ({before.model.options}), of which silos make what "
+            f"{manifest.method.name} does not send, found {manifest.model.options}: leave them as they were",
+        )
     if partial and manifest.seed != before.seed:
         raise ConfigError(
             "E-CFG-08",
@@ -93,8 +109,8 @@ def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tu
             f"{manifest.seed}: leave it as it was in {parent.id}",
         )
     same = manifest.method.name == before.method.name and not compiled.method.server_tracks_state
-    taken = [g for g in fresh if g == "w" or (same and g in kept and _shapes(kept[g]) == _shapes(fresh[g]))]
-    state = {**fresh, **{g: kept[g] for g in taken}}
+    taken = [g for g in fresh if g != "w" and same and g in kept and _shapes(kept[g]) == _shapes(fresh[g])]
+    state = {**fresh, "w": model, **{g: kept[g] for g in taken}}
     private = CompiledRun.of(before).private and (before.start is None or before.start.private)
     weights = None if manifest.start is None else manifest.start.weights
     return state, StartPoint(parent.id, parent.closed, private=private, weights=weights)

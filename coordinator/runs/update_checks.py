@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -14,8 +15,9 @@ from coordinator.storage.store import Store
 from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.rounds.silo_round import round_layout
+from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import Method
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import BundleFile
 
@@ -43,6 +45,9 @@ def declared_sizes(store: Store, run_id: str) -> dict[str, DeclaredSize]:
     return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in found})
 
 
+_RunChecks: TypeAlias = tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype], Method]
+
+
 class UpdateChecks:
     """Checks updates of any run by their files. Thread-safe.
 
@@ -53,13 +58,16 @@ class UpdateChecks:
         self._store = store
         self._model_lock = model_lock
         self._lock = threading.Lock()
-        self._checks: dict[str, tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype]]] = {}
+        self._checks: dict[str, _RunChecks] = {}
         self._measured: dict[str, Measured] = {}
 
     def check(self, contribution: Contribution, file: Path) -> None:
-        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43) unless the update may be part of its round."""
-        update = checked(BundleFile(file), self._of(contribution.run_id)[1])
+        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless the update may be part of its round."""
+        _, dtypes, method = self._of(contribution.run_id)
+        update = checked(BundleFile(file), dtypes)
         measured = self.of(contribution).check(update, contribution.silo)
+        if contribution.kind is TaskKind.TRAIN:
+            require_expected(method, update, contribution.round)
         with self._lock:
             while len(self._measured) >= MEASURED:
                 del self._measured[next(iter(self._measured))]
@@ -74,7 +82,7 @@ class UpdateChecks:
         with self._lock:
             return self._measured.pop(contribution_id, None)
 
-    def _of(self, run_id: str) -> tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype]]:
+    def _of(self, run_id: str) -> _RunChecks:
         with self._lock:
             if run_id in self._checks:
                 return self._checks[run_id]
@@ -82,7 +90,8 @@ class UpdateChecks:
         with self._model_lock:
             run = CompiledRun.of(manifest)
             check = run.update_check(declared_sizes(self._store, run_id))
-            made = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}, run.dtypes
+            by_kind = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}
+            made = by_kind, run.dtypes, run.method
         with self._lock:
             while len(self._checks) >= _REMEMBERED:
                 del self._checks[next(iter(self._checks))]

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, and_, delete, insert, select, update
 
 from coordinator.storage.attestations import store_attestation
 from coordinator.storage.records import Contribution, ObjectKind, RunState
-from coordinator.storage.runs import add_event, note_object
+from coordinator.storage.runs import FETCHED, add_event, note_object
 from coordinator.storage.schema import contributions, objects, rounds, runs
 from fl_core.errors import ProtocolError, StateError
 from fl_core.types.enums import TaskKind
@@ -125,6 +125,13 @@ class ContributionStore:
                 return str(row.run_id)
         return None
 
+    def note_fetched(self, digest: str, lead: str) -> None:
+        """Note in the events of each run that a lead reads its state, which an export does."""
+        with self._db.write() as db:
+            named = select(objects.c.run_id).where(objects.c.digest == digest, objects.c.kind == ObjectKind.STATE.value)
+            for run_id in db.scalars(named.distinct()).all():
+                add_event(db, self._clock(), run_id, FETCHED, text=f"{lead} read the state {digest[:16]}")
+
     def referenced_digests(self) -> set[str]:
         with self._db.read() as db:
             return set(db.scalars(select(objects.c.digest)))
@@ -133,16 +140,19 @@ class ContributionStore:
         """Delete the records of objects that a run no longer needs, and `release` the objects that no run needs.
 
         Bundles and bases are needed until their round is closed or their run is over (a failed one may be resumed). The
-        newest two server states stay, and the newest one of a run that is over.
+        newest two server states stay, and the newest one of a run that is over, unless another one replaced it.
         """
         with self._db.write() as db:
-            over = db.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar_one() in _OVER
+            run = db.execute(select(runs.c.state, runs.c.state_object).where(runs.c.id == run_id)).one()
+            over, kept = run.state in _OVER, KEEP_STATES
+            if over:
+                kept = 0 if run.state_object is None else 1
             same_round = and_(rounds.c.run_id == objects.c.run_id, rounds.c.round == objects.c.round)
             named = select(objects.c.digest, objects.c.kind, objects.c.round, rounds.c.is_open)
             of_run = named.outerjoin(rounds, same_round).where(objects.c.run_id == run_id)
             mine = db.execute(of_run.order_by(objects.c.round.desc())).all()
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]
-            gone = states[1 if over else KEEP_STATES :]
+            gone = states[kept:]
             gone += [row for row in mine if row.kind in _TEMPORARY and (over or row.is_open == 0)]
             for row in gone:
                 this = (objects.c.digest == row.digest, objects.c.kind == row.kind, objects.c.round == row.round)

@@ -25,6 +25,10 @@ _LEVELS = {"refused": logging.WARNING, "lost": logging.WARNING}
 """Of events in the log; all others are for information."""
 
 
+WITHDRAWN = "withdrawn"
+"""The kind of the event that says that a silo has withdrawn from a run: it is what is known of it."""
+FETCHED = "fetched"
+"""The kind of the event that says that a lead has read a run's state, as an export does."""
 _EVENT_CHARS = 4000
 """Of one event: it is kept for good, and every lead that watches gets it."""
 _COUNTS = select(runs.c.state, func.count().label("number")).group_by(runs.c.state)
@@ -204,10 +208,18 @@ class RunStore:
             )
             return [_to_round(row) for row in reversed(db.execute(closed).all())]
 
-    def close_round(self, run_id: str, record: RoundRecord, state: tuple[str, int] | None, model_digest: str) -> Run:
+    def close_round(
+        self,
+        run_id: str,
+        record: RoundRecord,
+        state: tuple[str, int] | None,
+        model_digest: str,
+        replaces: str = "",
+    ) -> Run:
         """Store a round's result, the server state after it (digest, size) and the run's progress.
 
         The closing evaluation has no new state (None) and finishes the run. model_digest: empty where it is not known.
+        replaces: a run whose state goes when this one is finished, since a hospital's sums are no longer to be in it.
         Raises StateError (E-RUN-11) when the run has ended in between.
         """
         train, now = record.kind is TaskKind.TRAIN, self._clock()
@@ -240,6 +252,9 @@ class RunStore:
             self._event(db, run_id, "closed", record.round, text=text)
             if not train:
                 self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)
+            if not train and replaces:
+                text = f"its sums are taken out by {run_id}; the state that had them is deleted here"
+                self._drop_state(db, replaces, run.members[0], text)
             closed = _run(db, run_id)
         self._db.checkpoint()
         return closed
@@ -253,6 +268,30 @@ class RunStore:
     def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         with self._db.write() as db:
             self._event(db, run_id, kind, round, silo, text)
+
+    def withdraw(self, run_id: str, silo: str, text: str) -> bool:
+        """Note that a silo has withdrawn from a run, once; return whether that is new."""
+        with self._db.write() as db:
+            same = (events.c.run_id == run_id, events.c.kind == WITHDRAWN, events.c.silo == silo)
+            if db.execute(select(events.c.number).where(*same)).first():
+                return False
+            self._event(db, run_id, WITHDRAWN, silo=silo, text=text)
+            return True
+
+    def drop_state(self, run_id: str, silo: str, text: str) -> None:
+        """Let go of a run's state, since a silo's data are no longer to be in it."""
+        with self._db.write() as db:
+            self._drop_state(db, run_id, silo, text)
+
+    def _drop_state(self, db: Connection, run_id: str, silo: str, text: str) -> None:
+        _change_run(db, run_id, state_object=None)
+        self._event(db, run_id, "taken out", silo=silo, text=text)
+
+    def events_of(self, run_id: str, kind: str) -> list[EventRow]:
+        """Return the events of a run that are of one kind."""
+        with self._db.read() as db:
+            wanted = select(events).where(events.c.run_id == run_id, events.c.kind == kind).order_by(events.c.number)
+            return [EventRow(**row._mapping) for row in db.execute(wanted)]
 
     def events(self, run_id: str, after: int) -> list[EventRow]:
         """Return the events of a run whose number is higher than `after`."""

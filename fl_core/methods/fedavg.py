@@ -63,6 +63,12 @@ class Traits:
     def exchanges(self) -> int:
         return 0
 
+    def fingerprint(self, update: Bundle) -> str:  # noqa: ARG002
+        return ""
+
+    def expects(self, round: int) -> str:  # noqa: ARG002
+        return ""
+
     @property
     def unsummed_parts(self) -> frozenset[str]:
         return frozenset()

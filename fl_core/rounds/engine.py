@@ -16,7 +16,7 @@ from fl_core.aggregation.round_sum import NO_HISTORY, NormClippedSum, NormHistor
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.rounds import closing, sampling
-from fl_core.rounds.silo_round import round_layout
+from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS, personal_scores
 from fl_core.types.enums import Capability, TaskKind
@@ -121,7 +121,7 @@ class RoundLoop:
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
         sums = self._round_sum(check, history, msg)
-        included, missing = self._collect_updates(msg, context, kind, ids, sums, observer)
+        included, missing, added = self._collect_updates(msg, context, kind, ids, sums, observer)
         decided = sums.finish()
         included = sorted(set(included) - set(decided.refused))
         for name, why in decided.refused.items():
@@ -152,6 +152,7 @@ class RoundLoop:
             clinical_metrics(total[CLINICAL_PART]) if CLINICAL_PART in total else None,
             decided.cut_rows,
             decided.unbounded,
+            {} if decided.cut else {name: added[name] for name in included if name in added},
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}
@@ -180,19 +181,25 @@ class RoundLoop:
         ids: Sequence[int],
         sums: RoundSum,
         observer: Observer,
-    ) -> tuple[list[str], dict[str, str]]:
+    ) -> tuple[list[str], dict[str, str], dict[str, str]]:
         """Take updates as they arrive, one at a time; one that does not fit is refused and the round goes on.
+
+        Returns who is in the sum, why others are not, and the fingerprints of what was added.
 
         Raises FederationError where a bundle that was accepted can no longer be read: the round cannot go on.
         """
         index = {self.ports[k].name: k for k in ids}
         included: list[str] = []
-        missing: dict[str, str] = {}
+        missing, added = dict[str, str](), dict[str, str]()
         ask = self.exchange or self._replies
         for name, reply in ask([self.ports[k] for k in ids], msg, context, kind):
             try:
                 update = reply.result()
                 measured = sums.measure(update, name)
+                if kind is TaskKind.TRAIN:
+                    require_expected(self.method, update, context.round)
+                    if not self.check.masked and (found := self.method.fingerprint(update)):
+                        added[name] = found
             except FederationError as error:
                 missing[name] = str(error)[:REASON_CHARS]  # the names in a bundle may be of any length
                 observer.refused(name, missing[name])
@@ -204,7 +211,7 @@ class RoundLoop:
             del update
             included.append(name)
             observer.arrived(name)
-        return included, missing
+        return included, missing, added
 
     def _replies(self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind) -> Replies:
         """Yield replies as they arrive, at most `parallel` silos at work; with one, silos run in this thread."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.fixed_point import check_layout
+from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
     CLINICAL_PART,
     GLOBAL_PARTS,
@@ -96,6 +97,16 @@ def run_silo_round(
     for guard in guards:
         guarded = guard.outgoing(guarded, context.silo, context.round)
     return SiloRound(guarded, state, measured)
+
+
+def require_expected(method: Method, update: Bundle, round: int) -> None:
+    """Raise ProtocolError (E-RUN-47) where a round takes out what was added before, and this is something else."""
+    if (wanted := method.expects(round)) and (found := method.fingerprint(update)) != wanted:
+        raise ProtocolError(
+            "E-RUN-47",
+            f"expected the sums that were added to the run, {wanted[:16]}, found others, {found[:16]}: serve the same "
+            "records as then, or train anew without this hospital",
+        )
 
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:

@@ -124,6 +124,14 @@ class Method(Protocol):
         """Say how many rounds the method takes to end; 0 where every round brings it further."""
         ...
 
+    def fingerprint(self, update: Bundle) -> str:
+        """Return a digest of what a silo's update adds to a sum that it can be taken out of again; empty: no such."""
+        ...
+
+    def expects(self, round: int) -> str:
+        """Return the fingerprint that every update of a training round must have; empty where any may come."""
+        ...
+
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
         """Count the float32 numbers that the method's options make it hold at once beside the model, at least."""
         ...

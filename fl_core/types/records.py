@@ -103,7 +103,8 @@ class RoundRecord:
     round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training;
     cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block; clinical: over the
     test sets of the silos that send them, None in runs that measure accuracies alone; cut_rows: rows of prototypes
-    that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with.
+    that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with;
+    added: silo -> fingerprint of what it added whole to a sum that it can be taken out of again (`Method.fingerprint`).
     """
 
     round: int
@@ -119,6 +120,7 @@ class RoundRecord:
     clinical: ClinicalMetrics | None = None
     cut_rows: int = 0
     unbounded: bool = False
+    added: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> RoundRecord:

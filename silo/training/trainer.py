@@ -28,7 +28,7 @@ from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
-from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
+from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
 from fl_core.training import memory
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL
@@ -356,7 +356,8 @@ class Trainer:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
 
         Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
-        model than the manifest names, E-WIRE-06 on a message of another form; RefusedError, before any example is read,
+        model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
+        taken out; RefusedError, before any example is read,
         on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for
         whatever goes wrong in a private run once examples are read.
         Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU.
@@ -384,6 +385,8 @@ class Trainer:
                 raise
             with _hide_details(prepared.run.private):
                 outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
+        if key.kind is TaskKind.TRAIN:  # before anything of other records leaves
+            require_expected(prepared.run.method, outcome.bundle, context.round)
         evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method
         return TrainingResult(
             bundle=outcome.bundle,

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from coordinator.api.server import CoordinatorServer, Settings
+from coordinator.config.manifest_builder import build_manifest
 from coordinator.lead.client import credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
@@ -465,3 +466,25 @@ def code(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode, s
 
 def commit(stub, request: pb.OpenRequest) -> pb.Receipt:
     return stub.Commit(pb.CommitRequest(contribution_id=request.contribution_id))
+
+
+@contextmanager
+def hospitals(folder: Path) -> Iterator[tuple[World, dict[str, Site]]]:
+    """A coordinator that composes runs as in earnest, and a way to let hospitals join it."""
+    world, sites = World.create(folder / "coordinator", ()), dict[str, Site]()
+    world.compose = build_manifest  # type: ignore[method-assign, assignment]
+    world.start()
+    try:
+        yield world, sites
+    finally:
+        for site in sites.values():
+            site.stop()
+        world.stop()
+
+
+def join(world: World, sites: dict[str, Site], folder: Path, *names: str) -> None:
+    for name in names:
+        sites[name] = Site(world, enrolled(world, name, folder / name), f"digits/p4c5/{len(sites)}")
+        sites[name].start()
+    for name in names:
+        until(online(world, name), name)

@@ -19,7 +19,13 @@ head of each lambda was right about them. A hash of the example says where it be
 
 What is summed does not know how examples are divided, so the model is that of one hospital with all of them. To the
 last bit: entries of sqrt(w_y) z are rounded to multiples of 2^-14 and bounded by 32 before they are multiplied, so that
-sums are exact in float64 and on the grid of the round (fixed_point.py), in any order and in any division.
+sums are exact in float64 and on the grid of the round (fixed_point.py), in any order and in any division. So A, B and n
+of a run, which the server keeps, can be added to by hospitals that come later, and what a hospital added can be taken
+out again: it sends its sums once more, and the digest of each says that they are the ones that were added.
+
+A personal model weighs the hospital's own sums A_k, B_k once more, after the last exchange and at the hospital alone:
+
+    W_k = (A + beta A_k + lambda s N I)^-1 (B + beta B_k)
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.training.local_data import eval_batch
@@ -48,6 +54,8 @@ STEP, MAX_ENTRY = 2.0**-14, 32.0
 """The grid of the entries, and their bound."""
 LAMBDAS = tuple(10.0**k for k in range(-6, 1))
 """What lambda is chosen from."""
+BETAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""What beta is chosen from; 0 is the global model."""
 FIT, ALL, REST, COUNT, NOTHING = "fit", "all", "rest", "count", "nothing"
 """What an exchange is about: moments of some or all examples, classes alone; nothing once all is summed."""
 _CONSTANT = 1
@@ -62,19 +70,39 @@ class Analytic(FedAvg):
 
     head: "ridge", "lda" or "ncm"   ridge: lambda, in units of the features' mean square; 0: of seven powers of ten the
     one with the best balanced accuracy on a fifth of the training examples, in one more exchange
-    class_weights: "balanced" gives every class the same share, in one more exchange, which counts.
+    class_weights: "balanced" gives every class the same share, in one more exchange, which counts
+    personal_head: sends A and B back to every hospital, which makes its personal model of them, with the beta that is
+    right most often (balanced) about the fifth of its training examples that A is then without; of head=ridge alone
+    withdraws: digests of the sums, one an exchange and with commas between, that this run takes out of those it goes
+    on from; `coordinator withdraw` sets it.
 
     Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine;
     between machines the solution differs as their libraries of linear algebra do. Nothing of the model's body is
-    trained or sent. Rounds beyond the exchanges change nothing.
+    trained or sent. Rounds beyond the exchanges change nothing. Sums less those of a silo are those of the others, to
+    the last bit. Nothing of a personal model leaves but its accuracy.
     """
 
     name: ClassVar[str] = "analytic"
     bias_follows_classes: ClassVar[bool] = False
     exact: ClassVar[bool] = True
+    personal_at_end: ClassVar[bool] = True
     head: Literal["ridge", "lda", "ncm"] = "ridge"
     ridge: NonNegative = 1e-3
     class_weights: Literal["none", "balanced"] = "none"
+    personal_head: bool = False
+    withdraws: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.personal_head and self.head != "ridge":
+            raise ConfigError(
+                "E-CFG-02", f"expected head=ridge beside personal_head=true, found {self.head}: leave one of them out"
+            )
+
+    @property
+    def has_global_model(self) -> bool:  # type: ignore[override]
+        """Measure nothing at a hospital whose sums are taken out."""
+        return not self.withdraws
 
     @property
     def sends(self) -> tuple[str, ...]:
@@ -90,6 +118,8 @@ class Analytic(FedAvg):
 
     @property
     def _plan(self) -> tuple[str, ...]:
+        if self.withdraws:
+            return (ALL,) if "," not in self.withdraws else (FIT, REST)
         counts = (COUNT,) if self.class_weights == "balanced" else ()
         return (*counts, FIT, REST) if self._chooses else (*counts, ALL)
 
@@ -108,7 +138,9 @@ class Analytic(FedAvg):
         return name.startswith("head.")
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
-        return 4 * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (feature_dim + _CONSTANT)
+        return (12 if self.personal_head else 4) * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (
+            feature_dim + _CONSTANT
+        )
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Make the state; raises ConfigError (E-CFG-08) on a head that is not linear or has no bias."""
@@ -126,10 +158,19 @@ class Analytic(FedAvg):
             "frozen": {name: v for name, v in everything.items() if not self.shared(name)},
             "asked": {"root": torch.ones(classes, dtype=torch.float64), **candidates},
             "sums": {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()},
+            "chosen": {"ridge": torch.tensor(float(self.ridge), dtype=torch.float64)},
         }
 
     def broadcast(self, server: State) -> State:
-        return {"w": server["w"], "asked": server["asked"]}
+        more = ("sums", "chosen") if self.personal_head else ()
+        return {group: server[group] for group in ("w", "asked", *more)}
+
+    def fingerprint(self, update: Bundle) -> str:
+        added = {"a": update[MOMENTS].total["a"], "b": update[CLASSES].total["b"], "n": update[CLASSES].weight}
+        return tensor_maps.digest({name: v.detach().cpu().double() + 0.0 for name, v in added.items()})  # -0 is 0
+
+    def expects(self, round: int) -> str:
+        return self.withdraws.split(",")[round] if self.withdraws and round < self.exchanges else ""
 
     def _about(self, context: RoundContext) -> str:
         return self._plan[context.round] if context.round < len(self._plan) else NOTHING
@@ -163,37 +204,77 @@ class Analytic(FedAvg):
         root, own = asked["root"].to(z.device), nn.functional.one_hot(y, len(asked["root"])).double()
         weighed = entries(z, root[y])
         sums = {"a": weighed.T @ weighed, "b": own.T @ weighed, "n": own.sum(0)}
-        if about == REST:
-            heads = asked["candidates"].to(z.device)
-            logits = torch.einsum("nd,kcd->nkc", entries(z, torch.ones_like(root)[y]).float(), heads)
-            sums["right"] = own.T @ (logits.argmax(2) == y.unsqueeze(1)).double()
+        if about == REST and "candidates" in asked:
+            sums["right"] = _judged(z, y, asked["candidates"].to(z.device))["right"]
         return sums
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         counts, about = total[CLASSES].weight.double(), self._about(context)
-        if about == NOTHING or not bool(counts.sum() > 0):
+        if about == NOTHING or (about == COUNT and not bool(counts.sum() > 0)):
             return server
         if about == COUNT:
             root = torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
             return {**server, "asked": {**server["asked"], "root": root}}
         new = {"a": total[MOMENTS].total["a"], "b": total[CLASSES].total["b"], "n": counts}
-        sums = {name: server["sums"][name] + value.double() for name, value in new.items()}
+        sign = -1.0 if self.withdraws else 1.0
+        sums = {name: server["sums"][name] + sign * value.double() for name, value in new.items()}
+        if not bool(sums["n"].sum() > 0):
+            return {**server, "sums": sums}
         chosen = self.ridge or LAMBDAS[len(LAMBDAS) // 2]
         asked = dict(server["asked"])
-        if about == FIT:
+        if self.withdraws:
+            chosen = float(server["chosen"]["ridge"])
+        elif about == FIT:
             heads = [self._solved(sums, asked["root"], ridge).float() for ridge in LAMBDAS]
             asked["candidates"] = torch.stack(heads)
         elif about == REST:
             chosen = LAMBDAS[best(total[CLASSES].total["right"].double(), counts)]
         W = self._solved(sums, asked["root"], chosen)
         head = {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
-        return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, "sums": sums}
+        kept = {"sums": sums, "chosen": {"ridge": torch.tensor(chosen, dtype=torch.float64)}}
+        return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, **kept}
 
     def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
         if self.head == "ridge":
             return solve_ridge(A, B, ridge)
         return solve_lda(A, B, weights, ridge) if self.head == "lda" else nearest_mean(B, weights)
+
+    def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
+        """Raise ProtocolError (E-WIRE-05) on sums that are not finite."""
+        if not self.personal_head or not bool(msg["sums"]["n"].sum() > 0):
+            return self.global_model(model, msg)
+        if not tensor_maps.all_finite({**msg["sums"], **msg["chosen"]}):
+            raise ProtocolError("E-WIRE-05", "expected sums of numbers from the coordinator, found NaN or infinity")
+        net, root = features_of(model.eval()), msg["asked"]["root"]
+
+        def moments(x: Tensor, y: Tensor) -> Tensors:
+            found = {about: self._sums(net, msg["asked"], about, x, y) for about in (FIT, REST)}
+            return {f"{about} {name}": found[about][name] for about in (FIT, REST) for name in ("a", "b")}
+
+        own = data.sum(BatchSums(moments))
+        A, B = unpacked(msg["sums"]["a"]), msg["sums"]["b"]
+        fit, rest = ((own[f"{about} a"], own[f"{about} b"]) for about in (FIT, REST))
+        without = (A - rest[0], B - rest[1]) if context.prototypes else (A, B)
+        penalty = float(msg["chosen"]["ridge"]) * _scale(A)
+
+        def head(A: Tensor, B: Tensor) -> Tensor:
+            return solve_penalised(A, B * root.unsqueeze(1), penalty)
+
+        heads = torch.stack([head(without[0] + b * fit[0], without[1] + b * fit[1]) for b in BETAS])
+        asked = {**msg["asked"], "candidates": heads.float()}
+        right = data.sum(BatchSums(lambda x, y: self._right(net, asked, x, y)))
+        beta = BETAS[_first_best(right["right"], right["n"])]
+        W = head(A + beta * (fit[0] + rest[0]), B + beta * (fit[1] + rest[1])).float()
+        tensor_maps.load_state(model, {**msg["w"], "head.weight": W[:, :-_CONSTANT], "head.bias": W[:, -1]})
+        return model
+
+    @staticmethod
+    def _right(net: nn.Module, asked: Tensors, x: Tensor, y: Tensor) -> Tensors:
+        """Count of the examples held out, by class, and how many of them each candidate is right about (C, K)."""
+        kept = held_out(x)
+        z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
+        return _judged(z, y, asked["candidates"].to(z.device))
 
     def exported(self, server: State) -> Tensors:
         return {**server["frozen"], **server["w"]}
@@ -204,9 +285,28 @@ def best(right: Tensor, counts: Tensor) -> int:
 
     right: (C, K) correct answers   counts: (C,) examples they were asked about.
     """
-    there = counts > 0
-    accuracy = (right[there] / counts[there].unsqueeze(1)).mean(0)
+    accuracy = _balanced(right, counts)
     return int(torch.nonzero(accuracy == accuracy.max())[-1])
+
+
+def _first_best(right: Tensor, counts: Tensor) -> int:
+    """Return the first of the best: the smallest beta, 0 where no example was held out."""
+    if not bool(counts.sum() > 0):
+        return 0
+    accuracy = _balanced(right, counts)
+    return int(torch.nonzero(accuracy == accuracy.max())[0])
+
+
+def _balanced(right: Tensor, counts: Tensor) -> Tensor:
+    there = counts > 0
+    return (right[there] / counts[there].unsqueeze(1)).mean(0)
+
+
+def _judged(z: Tensor, y: Tensor, heads: Tensor) -> Tensors:
+    """Return examples (C,) and the right answers of heads (K, C, d + 1) about them (C, K)."""
+    own, plain = nn.functional.one_hot(y, heads.shape[1]).double(), entries(z, torch.ones(len(y), device=z.device))
+    logits = torch.einsum("nd,kcd->nkc", plain.float(), heads)
+    return {"n": own.sum(0), "right": own.T @ (logits.argmax(2) == y.unsqueeze(1)).double()}
 
 
 def held_out(x: Tensor) -> Tensor:
@@ -252,10 +352,19 @@ def solve_ridge(A: Tensor, B: Tensor, ridge: float) -> Tensor:
 
     A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature.
     """
-    size = len(A) - _CONSTANT
-    penalty = torch.full((len(A),), ridge * float(A.diagonal()[:size].mean()), dtype=A.dtype)
-    penalty[size:] = 0.0
-    return _solve(A + torch.diag(penalty), B.T).T
+    return solve_penalised(A, B, ridge * _scale(A))
+
+
+def _scale(A: Tensor) -> float:
+    """Return s N."""
+    return float(A.diagonal()[:-_CONSTANT].mean())
+
+
+def solve_penalised(A: Tensor, B: Tensor, penalty: float) -> Tensor:
+    """Return W (C, d + 1) of (A + penalty I)^-1 B, the constant's row left out of I."""
+    diagonal = torch.full((len(A),), penalty, dtype=A.dtype)
+    diagonal[-_CONSTANT:] = 0.0
+    return _solve(A + torch.diag(diagonal), B.T).T
 
 
 def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float) -> Tensor:

@@ -1148,6 +1148,149 @@ class ExtendRequest(_message.Message):
 Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
 
 @_typing.final
+class WithdrawRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    PREVIEW_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    preview: _builtins.bool
+    """say what would be done, and do nothing"""
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+        preview: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["preview", b"preview", "silo", b"silo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawRequest: _TypeAlias = WithdrawRequest  # noqa: Y015
+
+@_typing.final
+class WithdrawReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WITHDRAWALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]: ...
+    def __init__(
+        self,
+        *,
+        withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["withdrawals", b"withdrawals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WithdrawReply: _TypeAlias = WithdrawReply  # noqa: Y015
+
+@_typing.final
+class Withdrawal(_message.Message):
+    """A hospital that has withdrawn from one run whose model has its updates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    AT_UNIX_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    BY_STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
+    SPEC_JSON_FIELD_NUMBER: _builtins.int
+    STATEMENT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    RUN_STATE_FIELD_NUMBER: _builtins.int
+    RUN_NAME_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    run_id: _builtins.str
+    at_unix: _builtins.float
+    """0 in a preview"""
+    by: _builtins.str
+    """the run that takes its sums out; empty where they cannot be"""
+    by_state: _builtins.str
+    """of that run"""
+    reason: _builtins.str
+    """why they cannot be"""
+    spec_json: _builtins.str
+    """of the run, to train it anew without the hospital"""
+    statement: _builtins.str
+    """all of it in canonical JSON, which the coordinator has signed"""
+    signature: _builtins.bytes
+    certificate: _builtins.bytes
+    run_state: _builtins.str
+    run_name: _builtins.str
+    @_builtins.property
+    def given(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenUpdate]: ...
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the hospitals whose updates stay"""
+
+    @_builtins.property
+    def fetched(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """who read the run's model, and when: what was copied is not taken back"""
+
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        at_unix: _builtins.float = ...,
+        given: _abc.Iterable[Global___GivenUpdate] | None = ...,
+        by: _builtins.str = ...,
+        by_state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        left: _abc.Iterable[_builtins.str] | None = ...,
+        fetched: _abc.Iterable[_builtins.str] | None = ...,
+        spec_json: _builtins.str = ...,
+        statement: _builtins.str = ...,
+        signature: _builtins.bytes = ...,
+        certificate: _builtins.bytes = ...,
+        run_state: _builtins.str = ...,
+        run_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix", b"at_unix", "by", b"by", "by_state", b"by_state", "certificate", b"certificate", "fetched", b"fetched", "given", b"given", "left", b"left", "reason", b"reason", "run_id", b"run_id", "run_name", b"run_name", "run_state", b"run_state", "signature", b"signature", "silo", b"silo", "spec_json", b"spec_json", "statement", b"statement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
+
+@_typing.final
+class GivenUpdate(_message.Message):
+    """An update that is in a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    round: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GivenUpdate: _TypeAlias = GivenUpdate  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1475,6 +1618,7 @@ class RunDetail(_message.Message):
     AGGREGATOR_FIELD_NUMBER: _builtins.int
     DECLARATIONS_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    WITHDRAWALS_FIELD_NUMBER: _builtins.int
     manifest_json: _builtins.str
     spec_json: _builtins.str
     """the composed configuration"""
@@ -1490,6 +1634,10 @@ class RunDetail(_message.Message):
     def software(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """silo, or "" for the coordinator -> version and build with which it last took part"""
 
+    @_builtins.property
+    def withdrawals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
+        """from this run and those that it goes on from"""
+
     def __init__(
         self,
         *,
@@ -1500,10 +1648,11 @@ class RunDetail(_message.Message):
         aggregator: _builtins.str = ...,
         declarations: _abc.Iterable[Global___Declaration] | None = ...,
         software: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        withdrawals: _abc.Iterable[Global___Withdrawal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregator", b"aggregator", "declarations", b"declarations", "info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "software", b"software", "spec_json", b"spec_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregator", b"aggregator", "declarations", b"declarations", "info", b"info", "manifest_json", b"manifest_json", "rounds", b"rounds", "software", b"software", "spec_json", b"spec_json", "withdrawals", b"withdrawals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1787,7 +1936,8 @@ class Event(_message.Message):
     run_id: _builtins.str
     kind: _builtins.str
     """"submitted", "preflight", "ready", "opened", "accepted", "refused", "arrived", "waiting", "forgetting", "extended",
-    "excluded", "readmitted", "closed", "ended", "silo", "cut", "warning", "software"
+    "excluded", "readmitted", "closed", "ended", "silo", "cut", "warning", "software",
+    "withdrawn", "taken out", "fetched"
     """
     round: _builtins.int
     silo: _builtins.str

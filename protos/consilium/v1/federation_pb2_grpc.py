@@ -498,6 +498,11 @@ class LeadStub(object):
                 request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ExtendRequest.SerializeToString,
                 response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
                 _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/consilium.v1.Lead/Withdraw',
+                request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.WithdrawReply.FromString,
+                _registered_method=True)
         self.Silos = channel.unary_unary(
                 '/consilium.v1.Lead/Silos',
                 request_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.SilosRequest.SerializeToString,
@@ -576,6 +581,13 @@ class LeadServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Withdraw(self, request, context):
+        """Take a hospital's sums out of every model that can be without them, and name the models that cannot. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Silos(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -634,6 +646,11 @@ def add_LeadServicer_to_server(servicer, server):
                     servicer.Extend,
                     request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.ExtendRequest.FromString,
                     response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=protos_dot_consilium_dot_v1_dot_federation__pb2.WithdrawRequest.FromString,
+                    response_serializer=protos_dot_consilium_dot_v1_dot_federation__pb2.WithdrawReply.SerializeToString,
             ),
             'Silos': grpc.unary_unary_rpc_method_handler(
                     servicer.Silos,
@@ -913,6 +930,33 @@ class Lead(object):
             '/consilium.v1.Lead/Extend',
             protos_dot_consilium_dot_v1_dot_federation__pb2.ExtendRequest.SerializeToString,
             protos_dot_consilium_dot_v1_dot_federation__pb2.RunInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/consilium.v1.Lead/Withdraw',
+            protos_dot_consilium_dot_v1_dot_federation__pb2.WithdrawRequest.SerializeToString,
+            protos_dot_consilium_dot_v1_dot_federation__pb2.WithdrawReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -189,6 +189,8 @@ class LeadStub:
     """Await a silo no longer and ask it for no further round, or ask it again."""
     Extend: _grpc.UnaryUnaryMultiCallable[_federation_pb2.ExtendRequest, _federation_pb2.RunInfo]
     """Give everybody who is awaited in the open round more time."""
+    Withdraw: _grpc.UnaryUnaryMultiCallable[_federation_pb2.WithdrawRequest, _federation_pb2.WithdrawReply]
+    """Take a hospital's sums out of every model that can be without them, and name the models that cannot. Idempotent."""
     Silos: _grpc.UnaryUnaryMultiCallable[_federation_pb2.SilosRequest, _federation_pb2.SiloList]
 
 @_typing.type_check_only
@@ -212,6 +214,8 @@ class LeadAsyncStub(LeadStub):
     """Await a silo no longer and ask it for no further round, or ask it again."""
     Extend: _aio.UnaryUnaryMultiCallable[_federation_pb2.ExtendRequest, _federation_pb2.RunInfo]  # type: ignore[assignment]
     """Give everybody who is awaited in the open round more time."""
+    Withdraw: _aio.UnaryUnaryMultiCallable[_federation_pb2.WithdrawRequest, _federation_pb2.WithdrawReply]  # type: ignore[assignment]
+    """Take a hospital's sums out of every model that can be without them, and name the models that cannot. Idempotent."""
     Silos: _aio.UnaryUnaryMultiCallable[_federation_pb2.SilosRequest, _federation_pb2.SiloList]  # type: ignore[assignment]
 
 class LeadServicer(metaclass=_abc_1.ABCMeta):
@@ -292,6 +296,14 @@ class LeadServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_federation_pb2.RunInfo, _abc.Awaitable[_federation_pb2.RunInfo]]:
         """Give everybody who is awaited in the open round more time."""
+
+    @_abc_1.abstractmethod
+    def Withdraw(
+        self,
+        request: _federation_pb2.WithdrawRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_federation_pb2.WithdrawReply, _abc.Awaitable[_federation_pb2.WithdrawReply]]:
+        """Take a hospital's sums out of every model that can be without them, and name the models that cannot. Idempotent."""
 
     @_abc_1.abstractmethod
     def Silos(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ import torch
 
 from coordinator.cli import runs as lead
 from coordinator.config.hydra_config import compose_from, compose_spec
-from coordinator.config.manifest_builder import build_manifest
 from coordinator.runs import start_point
 from coordinator.storage.records import Run, RunState
 from fl_core.converter import Option
@@ -30,33 +27,11 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from service_core.storage.object_store import ObjectStore
 from tests.support import until
-from tests.support.coordinator import Site, World, enrolled, online, running
+from tests.support.coordinator import World, hospitals, join, running
 from tests.support.federations import METHOD_OPTIONS, NAMES, SCHEMA, manifest, same, shares
 from tests.support.hospital import ScriptedSilo
 
 FOUR = (*NAMES, "west")
-
-
-@contextmanager
-def hospitals(folder: Path) -> Iterator[tuple[World, dict[str, Site]]]:
-    """A coordinator that composes runs as in earnest, and a way to let hospitals join it."""
-    world, sites = World.create(folder / "coordinator", ()), dict[str, Site]()
-    world.compose = build_manifest  # type: ignore[method-assign, assignment]
-    world.start()
-    try:
-        yield world, sites
-    finally:
-        for site in sites.values():
-            site.stop()
-        world.stop()
-
-
-def join(world: World, sites: dict[str, Site], folder: Path, *names: str) -> None:
-    for name in names:
-        sites[name] = Site(world, enrolled(world, name, folder / name), f"digits/p4c5/{len(sites)}")
-        sites[name].start()
-    for name in names:
-        until(online(world, name), name)
 
 
 SMALL = ["data=digits", "model=digits_linear", "method=fedproc", "rounds=1", "train.epochs=1", "threads=1"]

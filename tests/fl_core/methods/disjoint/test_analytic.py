@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,21 +16,28 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import NearestCentroid
 from torch import Tensor
 
+from consilium.testing.federation import MadeUp
 from consilium.testing.methods import TRAIN
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulate.runner import build_simulation
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
-from fl_core.errors import ConfigError
+from fl_core.converter import Option
+from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.methods import build_method
 from fl_core.methods.disjoint import analytic
 from fl_core.methods.disjoint.analytic import LAMBDAS, MAX_ENTRY, STEP, Analytic
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import NamedOptions
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import Schema
 from fl_core.types.values import Examples, RoundContext, State
+from tests.support.federations import NAMES, go, manifest, same, shares
 
 CLASSES, RECORDS = 4, 200
 SCHEMA = Schema((6,), tuple("abcd"))
@@ -254,3 +262,122 @@ def test_a_head_without_a_bias_is_refused_with_the_remedy() -> None:
     network = build_model("random_features", {"width": 8, "head_bias": False}, SCHEMA, seed=0)
     with pytest.raises(ConfigError, match=r"E-CFG-08.*model\.head_bias=true"):
         Analytic().init_server(network, RoundContext(1, CLASSES))
+
+
+# ---- hospitals that leave, and personal models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"ridge": 0.0}, {"head": "lda"}, {"head": "ncm"}])
+def test_a_simulated_run_that_takes_a_silo_out_ends_in_the_model_that_never_had_it(options: dict[str, Option]) -> None:
+    of = lambda names: manifest(  # noqa: E731
+        "analytic", options, model="random_features", model_options={"width": 24}, rounds=rounds, names=names
+    )
+    rounds = build_method("analytic", options).exchanges
+    every = shares(n=60)
+    some, rest = [0, 2], of([NAMES[0], NAMES[2]])
+    whole, seen = go(of(NAMES), local_ports(RunSetup.of(of(NAMES)), every))
+    without, _ = go(rest, local_ports(RunSetup.of(rest), [every[k] for k in some]))
+    given = [record.added["east"] for record in seen.records if record.kind is TaskKind.TRAIN]
+    assert len(given) == rounds
+    assert len({digest for record in seen.records for digest in record.added.values()}) == 3 * rounds
+    out = replace(of(["east"]), grid=of(NAMES).grid, aggregator=NamedOptions("mean"))
+    out = replace(out, method=NamedOptions("analytic", {**out.method.options, "withdraws": ",".join(given)}))
+    left, records = go(out, local_ports(RunSetup.of(out), [every[1]]), state=whole)
+    assert same(left["sums"], without["sums"])
+    chosen = float(whole["chosen"]["ridge"])  # with the silo; the sums do not know it
+    if chosen == float(without["chosen"]["ridge"]):
+        assert same(left["w"], without["w"])
+    else:
+        assert options == {"ridge": 0.0}
+    assert all(not any(record.examples) for record in records.records)  # nobody measures the model of those who stay
+    with pytest.raises(UnavailableError, match=r"E-RUN-03.*E-RUN-47"):
+        go(out, local_ports(RunSetup.of(out), [every[2]]), state=whole)
+
+
+def slow_personal(rows: Rows, server: State, options: Sequence[float], ridge: float) -> tuple[float, np.ndarray]:
+    """Beta and W_k by explicit loops and inverses, from the state and the hospital's own rows."""
+    z, y, out = seen(rows), rows.labels.numpy(), analytic.held_out(rows.x).numpy()
+    z = np.concatenate((z, np.ones((len(z), 1))), axis=1)
+    target = np.eye(CLASSES)[y]
+    A, B = analytic.unpacked(server["sums"]["a"]).numpy(), server["sums"]["b"].numpy()
+    P = np.diag([ridge * np.diag(A)[:-1].mean()] * (len(A) - 1) + [0.0])
+    grams = {part: (z[keep].T @ z[keep], target[keep].T @ z[keep]) for part, keep in (("fit", ~out), ("rest", out))}
+
+    def weights(A: np.ndarray, B: np.ndarray) -> np.ndarray:
+        return (np.linalg.inv(A + P) @ B.T).T
+
+    scores = []
+    for beta in options:
+        fit, rest = grams["fit"], grams["rest"]
+        W = weights(A - rest[0] + beta * fit[0], B - rest[1] + beta * fit[1])
+        said = (z[out] @ W.T).argmax(1)
+        scores.append(np.mean([(said[y[out] == c] == c).mean() for c in np.unique(y[out])]))
+    beta = options[int(np.argmax(scores))]
+    own = [grams["fit"][k] + grams["rest"][k] for k in (0, 1)]
+    return beta, weights(A + beta * own[0], B + beta * own[1])
+
+
+def turned(seed: int) -> Rows:
+    """A hospital that calls the classes otherwise: only its own sums say so."""
+    rows = records(160, seed)
+    return Rows(rows.x, (rows.labels + 1) % CLASSES)
+
+
+def personal_head(rows: Rows, server: State, method: Analytic) -> np.ndarray:
+    context = RoundContext(2, CLASSES, 1, 1, 2).for_silo(0, 0)
+    data = PlainLocalData(RoundData(rows, rows, TRAIN, context))
+    made = method.personal(model(), method.broadcast(server), {}, data, context)
+    return torch.cat((made.head.weight, made.head.bias.unsqueeze(1)), dim=1).detach().numpy()
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 0.0])
+def test_a_personal_model_weighs_the_hospitals_own_sums_as_its_held_out_examples_say(ridge: float) -> None:
+    method = Analytic(personal_head=True, ridge=ridge)
+    alike, other = records(160, 5), turned(6)
+    server = trained(method, [records(400, 4), alike, other])
+    chosen = float(server["chosen"]["ridge"])
+    betas = []
+    for rows in (alike, other):
+        beta, wanted = slow_personal(rows, server, analytic.BETAS, chosen)
+        betas.append(beta)
+        assert np.allclose(personal_head(rows, server, method), wanted, rtol=1e-4, atol=1e-5)
+    assert betas[1] > 1  # who is unlike the others needs its own sums
+    assert np.abs(personal_head(other, server, method) - head(server)).max() > 0.01
+
+
+def test_a_personal_model_of_beta_0_and_of_a_run_that_sends_no_sums_is_the_global_one() -> None:
+    rows = records(300, 4)
+    server = trained(Analytic(personal_head=True), [rows])
+    assert np.array_equal(
+        personal_head(Rows(rows.x[:1], rows.labels[:1]), server, Analytic()), head(server).astype("f4")
+    )
+    assert set(Analytic().broadcast(server)) == {"w", "asked"}
+    nobody = Rows(rows.x[:0], rows.labels[:0])
+    assert np.allclose(personal_head(nobody, server, Analytic(personal_head=True)), head(server), atol=1e-6)
+
+
+def test_personal_heads_are_of_ridge_alone_and_of_finite_sums() -> None:
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*head=ridge"):
+        Analytic(personal_head=True, head="lda")
+    method, rows = Analytic(personal_head=True), records()
+    server = trained(method, [rows])
+    server["sums"]["a"][3] = math.nan
+    with pytest.raises(ProtocolError, match="E-WIRE-05"):
+        personal_head(rows, server, method)
+
+
+def test_personal_models_are_measured_at_the_end_and_are_better_where_hospitals_differ() -> None:
+    found = {}
+    for on in (False, True):
+        options: dict[str, Option] = {"personal_head": on}
+        run = manifest(
+            "analytic", options, model="random_features", model_options={"width": 24}, rounds=1, personal=True
+        )
+        parts = [
+            SiloShare(MadeUp(s.train.x, (s.train.labels + k) % CLASSES), s.test) for k, s in enumerate(shares(n=60))
+        ]
+        parts = [SiloShare(p.train, MadeUp(p.train.x, p.train.labels)) for p in parts]
+        _, seen_ = go(run, local_ports(RunSetup.of(run), parts))
+        assert "pa" not in seen_.records[0].personal
+        found[on] = seen_.records[1].personal["pa"]
+    assert found[True] > found[False]

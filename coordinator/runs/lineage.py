@@ -1,0 +1,194 @@
+"""A line of runs that go on from each other: whose updates its newest model has, and who took theirs out.
+
+Runs whose hospitals add to one exact sum (`analytic`) count each of them once: who is in the sums is not asked again by
+a run that goes on from them. Who has withdrawn from a run is in no later run of its line, and its updates are taken
+out by a run of its own, which the others go on from; where that cannot be, nobody goes on from the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from coordinator.storage.records import Run
+from coordinator.storage.runs import WITHDRAWN, RunStore
+from fl_core.errors import ConfigError, StateError
+from fl_core.methods import build_method
+from fl_core.methods.disjoint.analytic import Analytic
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.enums import TaskKind
+
+_NAMED = 5
+
+
+class Given(NamedTuple):
+    """An update that is in a model: the run and the training round that it came in, and its fingerprint, if any."""
+
+    run: str
+    round: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is known of one run from the runs before it."""
+
+    runs: RunStore
+
+    def before(self, run: Run) -> Iterator[Run]:
+        """Yield the runs that a run goes on from, the nearest first."""
+        while parent := parent_of(run):
+            run = self.runs.get(parent)
+            yield run
+
+    def updates_in(self, run: Run) -> dict[str, list[Given]]:
+        """Return by silo the updates that a run's model depends on; whose sums were taken out has none."""
+        found: dict[str, list[Given]] = {}
+        summed = False
+        for one in reversed([run, *self.before(run)]):
+            if adds(one) and not summed:
+                found = {}  # sums begin with nothing, whatever the model was
+            summed = adds(one)
+            rows = [row.record for row in self.runs.rounds(one.id) if row.record.kind is TaskKind.TRAIN]
+            if taken_out(one):
+                if is_complete(one):
+                    for name in one.members:
+                        found.pop(name, None)
+                continue
+            most = exchanges(one) if adds(one) else len(rows)
+            for record in rows[:most]:  # sums are complete then: what comes later is nothing
+                for name in record.included:
+                    found.setdefault(name, []).append(Given(one.id, record.round, record.added.get(name, "")))
+        return found
+
+    def withdrawn(self, run: Run) -> dict[str, list[str]]:
+        """Return who has withdrawn from a run or those before it, with the runs."""
+        found: dict[str, list[str]] = {}
+        for one in (run, *self.before(run)):
+            for event in self.runs.events_of(one.id, WITHDRAWN):
+                found.setdefault(event.silo, []).append(one.id)
+        return found
+
+    def not_asked(self, parent: Run, adds_up: bool) -> dict[str, str]:
+        """Return who may not be a member of a run that goes on from another, and why."""
+        found = {name: f"withdrew from {', '.join(ids)}" for name, ids in self.withdrawn(parent).items()}
+        if adds_up and adds(parent):
+            found = dict.fromkeys(self.updates_in(parent), "is in its sums already") | found
+        return found
+
+    def require_fits(self, parent: Run | None, manifest: RunManifest) -> None:
+        """Refuse a run that would count a hospital twice, or one that has withdrawn, or the sums of other features.
+
+        parent: what the run goes on from, if anything.
+        Raises StateError (E-RUN-11) on a parent that nobody goes on from; ConfigError: E-RUN-05 on a member, E-CFG-08
+        on options and E-CFG-23 on data that do not go with the parent's sums.
+        """
+        adding, out = manifest.method.name == Analytic.name, _digests(manifest.method.options)
+        if out:
+            self._require_taken_out(parent, manifest, out)
+            return
+        if parent is None:
+            return
+        self.require_open(parent)
+        if refused := {m.name: why for m in manifest.members if (why := self.not_asked(parent, adding).get(m.name))}:
+            listed = "; ".join(f"{name} {why}" for name, why in [*refused.items()][:_NAMED])
+            raise ConfigError(
+                "E-RUN-05",
+                f"expected hospitals that may go on from {parent.id}, found {len(refused)} that may not: {listed}: "
+                "leave them out of silos=[...]",
+            )
+        if adding and adds(parent):
+            _require_same_sums(parent, manifest)
+
+    def require_open(self, parent: Run) -> None:
+        """Raise StateError (E-RUN-11) on a run with a hospital's updates that it has withdrawn, or with half a sum."""
+        if gone := sorted({event.silo for event in self.runs.events_of(parent.id, WITHDRAWN)}):
+            raise StateError(
+                "E-RUN-11",
+                f"expected a model that no hospital has withdrawn from, found {', '.join(gone)} withdrawn from "
+                f"{parent.id}: go on from the run that took its sums out, or train anew without it; `coordinator "
+                f"withdraw {gone[0]}` names both",
+            )
+        if adds(parent) and not is_complete(parent):
+            raise StateError(
+                "E-RUN-11",
+                f"expected all exchanges of {parent.id} to be closed, found {parent.closed}: its sums hold a part of "
+                "its hospitals' examples; resume it first, or start anew",
+            )
+
+    def _require_taken_out(self, parent: Run | None, manifest: RunManifest, digests: Sequence[str]) -> None:
+        """Refuse to take out of a run's sums what was never added to them, or was taken out already."""
+        name = manifest.members[0].name
+        given = self.updates_in(parent).get(name, []) if parent is not None and adds(parent) else []
+        if len(manifest.members) != 1 or [g.fingerprint for g in given] != list(digests):
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected method.withdraws to name what {name} added to the sums of a run, found other digests: leave "
+                "it out, `coordinator withdraw` sets it",
+            )
+
+
+def method_of(run: Run) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the options of a run's method."""
+    return _read(run.manifest)[:2]
+
+
+def parent_of(run: Run) -> str:
+    """Return `Run.parent`, of each manifest read once."""
+    return _read(run.manifest)[2]
+
+
+@lru_cache(maxsize=4096)
+def _read(manifest: str) -> tuple[str, Mapping[str, Any], str]:
+    raw = json.loads(manifest)
+    return str(raw["method"]["name"]), raw["method"]["options"], str((raw.get("start") or {}).get("run", ""))
+
+
+def adds(run: Run) -> bool:
+    """Tell whether a run keeps sums that others can add to."""
+    return method_of(run)[0] == Analytic.name
+
+
+def taken_out(run: Run) -> bool:
+    """Tell whether a run takes the sums of its one member out."""
+    return bool(_digests(method_of(run)[1]))
+
+
+def _digests(options: Mapping[str, Any]) -> list[str]:
+    named = str(options.get("withdraws") or "")
+    return named.split(",") if named else []
+
+
+def is_complete(run: Run) -> bool:
+    """Tell whether every exchange of a run is closed."""
+    return run.closed >= exchanges(run)
+
+
+def exchanges(run: Run) -> int:
+    """Return how many rounds a run's method takes to end; 0 where every round brings it further."""
+    return build_method(*method_of(run)).exchanges
+
+
+def _require_same_sums(parent: Run, now: RunManifest) -> None:
+    before = RunManifest.from_json(parent.manifest)
+    weights = [m.method.options.get("class_weights", "none") for m in (before, now)]
+    if weights != ["none", "none"]:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected class_weights=none in {parent.id} and here, found {weights[0]} and {weights[1]}: balanced "
+            "weights follow from the counts of all hospitals, and sums have them inside; start a run with all of them",
+        )
+    for what, then, found in (
+        ("model", before.model, now.model),
+        ("seed", before.seed, now.seed),
+        ("classes, shape and columns", before.schema, now.schema),
+        ("image size", before.image_size, now.image_size),
+    ):
+        if then != found:
+            raise ConfigError(
+                "E-CFG-23",
+                f"expected the {what} of {parent.id}, found {found}: the sums are of other features; leave it as it is",
+            )

@@ -1,0 +1,243 @@
+"""A hospital withdraws: what every model has of it, a run that takes its sums out where that is exact, a signed record.
+
+Sums of `analytic` without privacy are exact integers: the state less what the hospital added is the state of a run that
+never had it, to the last bit. The coordinator keeps no single hospital's sums, so the hospital sends them once more, in
+a run of its own (method.withdraws) that goes on from the first; both sides hold them against the fingerprint that was
+noted when they were added. With the end of that run the state that had them is deleted. Models that were trained by
+gradients, or whose sums have weights or noise inside, cannot be without one hospital: nobody goes on from them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.runs import lineage
+from coordinator.runs.lineage import Given, Line
+from coordinator.storage.records import Run, RunState
+from coordinator.storage.runs import FETCHED, WITHDRAWN
+from coordinator.storage.store import Store
+from fl_core.aggregation import options as aggregators
+from fl_core.errors import ConfigError
+from fl_core.rounds.manifest import MAX_NAME_CHARS, NamedOptions, RunManifest, StartPoint
+from fl_core.training.evaluation import METRIC_PARTS, METRICS
+from fl_core.types.clinical import BASIC
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.pki import certificates
+from service_core.pki.identity import parse_certificate
+from service_core.storage.private_files import Credentials
+from service_core.version import version
+
+CONTEXT = "consilium withdrawal v1"
+_OVER = (RunState.FINISHED, RunState.ABORTED)
+Submit = Callable[[RunManifest, str, str, str], Run]
+"""As `RunScheduler.submit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """A run that a hospital has withdrawn from, or would.
+
+    given: its updates that the model has   by: the run that takes its sums out   reason: why they cannot be taken out
+    left: the others whose updates the model has   fetched: who read the model, and when   at: 0 where nothing is noted.
+    """
+
+    silo: str
+    run: Run
+    at: float
+    given: Sequence[Given]
+    by: Run | None
+    reason: str
+    left: Sequence[str]
+    fetched: Sequence[str]
+
+    def statement(self) -> str:
+        """Write what is signed: canonical JSON."""
+        about: dict[str, object] = {"silo": self.silo, "run": self.run.id, "manifest": self.run.manifest_digest}
+        about |= {"at": int(self.at), "updates": [[g.run, g.round + 1] for g in self.given]}
+        if self.by is None:
+            about |= {"taken_out": False, "why": self.reason}
+        else:
+            done = self.by.state is RunState.FINISHED
+            about |= {"taken_out": done, "by": self.by.id, "model": self.by.model_digest if done else ""}
+        return json.dumps(about, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    def message(self, own: Credentials) -> pb.Withdrawal:
+        """Write it for a lead, signed by the coordinator where it is noted."""
+        found = pb.Withdrawal(
+            silo=self.silo,
+            run_id=self.run.id,
+            run_name=self.run.name,
+            run_state=self.run.state.value,
+            at_unix=self.at,
+            given=[pb.GivenUpdate(run_id=g.run, round=g.round) for g in self.given],
+            by="" if self.by is None else self.by.id,
+            by_state="" if self.by is None else self.by.state.value,
+            reason=self.reason,
+            left=self.left,
+            fetched=self.fetched,
+            spec_json=self.run.spec,
+        )
+        if self.at:
+            key = certificates.load_key(own.key_pem, "the key in force")
+            found.statement = self.statement()
+            found.signature = certificates.sign(key, CONTEXT, found.statement.encode())
+            found.certificate = own.cert_pem
+        return found
+
+
+def is_signed(found: pb.Withdrawal, authority_pem: bytes) -> bool:
+    """Tell whether a certificate under the authority signed the statement; one that has expired since counts."""
+    try:
+        signer, authority = parse_certificate(found.certificate), parse_certificate(authority_pem)
+        public = certificates.public_key(signer)
+    except ValueError:
+        return False
+    sound = certificates.verify(public, CONTEXT, found.statement.encode(), found.signature)
+    return sound and certificates.issued_by(signer, authority)
+
+
+@dataclass(slots=True)
+class Withdrawals:
+    """Withdrawals from the runs of a store.
+
+    submit: takes a run   delete_unused: deletes the objects that a run no longer needs.
+    """
+
+    store: Store
+    submit: Submit
+    delete_unused: Callable[[str], None]
+
+    @property
+    def _line(self) -> Line:
+        return Line(self.store.runs)
+
+    def withdraw(self, silo: str, lead: str, preview: bool = False) -> list[Touched]:
+        """Note that a hospital has withdrawn from every run whose model has its updates, and begin what takes them out.
+
+        preview: do neither. Again is harmless, and begins what could not be begun before. Raises ConfigError (E-RUN-05)
+        on a hospital without an update in any model, or as `RunScheduler.submit`.
+        """
+        touched = self._touched(silo)
+        if not touched:
+            raise ConfigError(
+                "E-RUN-05",
+                f"expected a hospital with an update in a model, found none of {silo[:60]!r} in any run: correct the "
+                "name (coordinator silos)",
+            )
+        if preview:
+            return touched
+        for found in touched:
+            self.store.runs.withdraw(found.run.id, silo, f"{silo} has withdrawn, as {lead} ordered")
+        self._drop_halves(silo)
+        for found in touched:
+            if not found.reason and found.by is None:
+                self._begin(found, lead)
+        return self._touched(silo)
+
+    def of(self, run: Run) -> list[Touched]:
+        """Return the withdrawals from a run and from those that it goes on from."""
+        line = self._line
+        return [
+            self._about(one, event.silo, line.updates_in(one).get(event.silo, []))
+            for one in (run, *line.before(run))
+            for event in self.store.runs.events_of(one.id, WITHDRAWN)
+        ]
+
+    def _drop_halves(self, silo: str) -> None:
+        """Delete sums that nobody goes on from, since their run was aborted before they were whole."""
+        for run in self.store.runs.all():
+            if _is_half(run) and run.state_object is not None and silo in self._line.updates_in(run):
+                self.store.runs.drop_state(run.id, silo, "the run was aborted before its sums were whole: deleted here")
+                self.delete_unused(run.id)
+
+    def _touched(self, silo: str) -> list[Touched]:
+        line, found = self._line, list[Touched]()
+        for run in reversed(self.store.runs.all()):
+            if _is_half(run) or (lineage.taken_out(run) and silo in run.members):
+                continue
+            given = line.updates_in(run).get(silo, [])
+            if given or (silo in run.members and not run.state.ended):
+                found.append(self._about(run, silo, given))
+        return found
+
+    def _about(self, run: Run, silo: str, given: Sequence[Given]) -> Touched:
+        read = self.store.runs.events_of(run.id, FETCHED)
+        noted = next((e for e in self.store.runs.events_of(run.id, WITHDRAWN) if e.silo == silo), None)
+        left = sorted(set(self._line.updates_in(run)) - {silo})
+        by = self._taking_out(run, silo)
+        reason = "" if by is not None else self._obstacle(run, silo, given, left)
+        fetched = [f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(e.at))} UTC {e.text}" for e in read]
+        return Touched(silo, run, 0.0 if noted is None else noted.at, given, by, reason, left, fetched)
+
+    def _taking_out(self, run: Run, silo: str = "") -> Run | None:
+        """Return the run that takes a hospital's sums, or any one's, out of those of a run, unless it was aborted."""
+        others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.taken_out(o))
+        return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
+
+    def _obstacle(self, run: Run, silo: str, given: Sequence[Given], left: Sequence[str]) -> str:
+        """Say why a hospital's updates cannot be taken out of a model exactly; empty where they can."""
+        if not lineage.adds(run):
+            return "trained by gradients: what one hospital did to the model cannot be told from the rest"
+        manifest = RunManifest.from_json(run.manifest)
+        if manifest.privacy.name != "none":
+            return "its sums have noise inside, which the hospital cannot send again"
+        if manifest.method.options.get("class_weights", "none") != "none":
+            return "its sums have the weights of all hospitals' class counts inside"
+        if run.state_object is None and run.closed:
+            return "its model is deleted here: another hospital's sums were taken out of it"
+        if run.state not in _OVER or not lineage.is_complete(run):
+            return f"it is {run.state.value} after {run.closed} of {run.rounds} rounds: abort it or let it end"
+        if not all(g.fingerprint for g in given):
+            return "nothing was noted of what the hospital added: a part was cut, or the version was an earlier one"
+        if not left:
+            return "nobody else is in its sums: there is no model without the hospital"
+        if silo not in self.store.members.member_names():
+            return "the hospital is no member any more, so that it cannot send its sums once more"
+        if (other := self._taking_out(run)) is not None:
+            return f"{other.id} is taking out another hospital's sums: once it has ended, ask again"
+        return ""
+
+    def _begin(self, found: Touched, lead: str) -> None:
+        manifest, spec = self._manifest(found, lead), found.run.spec
+        attempt = 0
+        while True:
+            request = f"withdraw {found.silo} from {found.run.id}, attempt {attempt}"
+            known = self.store.runs.of_request(request)
+            if known is None:
+                self.submit(manifest, spec, request, found.run.id)
+                return
+            if known.state is not RunState.ABORTED:
+                return
+            attempt += 1
+
+    def _manifest(self, found: Touched, lead: str) -> RunManifest:
+        """Describe the run that takes a hospital's sums out: they come alone, on the grid on which they were added."""
+        manifest = RunManifest.from_json(found.run.manifest)
+        origin = RunManifest.from_json(self.store.runs.get(found.given[0].run).manifest)
+        options = dict(manifest.method.options)
+        options |= {"withdraws": ",".join(g.fingerprint for g in found.given), "personal_head": False}
+        weights = None if manifest.start is None else manifest.start.weights
+        return replace(
+            manifest,
+            name=f"withdraw-{found.silo}-{manifest.name}"[:MAX_NAME_CHARS],
+            method=NamedOptions(manifest.method.name, options),
+            members=(origin.members[origin.index(found.silo)],),
+            layout={n: spec for n, spec in manifest.layout.items() if n == METRICS or n not in METRIC_PARTS},
+            grid=origin.grid,
+            rounds=len(found.given),
+            cohort=0,
+            quorum=0,
+            personal=False,
+            metrics=BASIC,
+            aggregator=NamedOptions(aggregators.Mean.name),
+            start=None if weights is None else StartPoint(weights=weights),
+            lead=lead,
+            software=version(),
+        )
+
+
+def _is_half(run: Run) -> bool:
+    return run.state is RunState.ABORTED and lineage.adds(run) and not lineage.is_complete(run)
