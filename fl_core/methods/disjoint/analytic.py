@@ -83,6 +83,7 @@ class Analytic(FedAvg):
     """
 
     name: ClassVar[str] = "analytic"
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"personal_head", "withdraws"})
     bias_follows_classes: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True
