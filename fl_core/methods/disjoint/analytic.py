@@ -20,6 +20,16 @@ head of each lambda was right about them. A hash of the example says where it be
 What is summed does not know how examples are divided, so the model is that of one hospital with all of them. To the
 last bit: entries of sqrt(w_y) z are rounded to multiples of 2^-14 and bounded by 32 before they are multiplied, so that
 sums are exact in float64 and on the grid of the round (fixed_point.py), in any order and in any division.
+
+Private runs take another form, one release (Wang, "Revisiting Differentially Private Linear Regression", UAI 2018,
+AdaSSP; Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss", STOC 2014). With R = bound, k = 1/4, weights r_y^2 <= 1,
+
+    u = r_y (sqrt(1 - k^2) z / (R sqrt(d)), k), shortened to 1     A = sum u u^T + noise,  B = sum u e_y^T + noise
+    ridge:  W = (A+ + (ridge + S sqrt(d + 1) / 2) I)^-1 B          ridge: as above, on the features alone
+
+where noise on each number of svec(A) and B has the standard deviation s, and S^2 is the sum of all hospitals' s^2. The
+spectral norm of A's noise is about sqrt(2 (d + 1)) S, of which lambda is a third. A+ has the eigenvalues of A that are
+above 0; so has what lda makes of it. Counts are B's entries for the constant. All of this is computed from the release.
 """
 
 from __future__ import annotations
@@ -36,12 +46,23 @@ from torch import Tensor, nn
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.shared.prototypes import features_of
+from fl_core.models.split_model import SplitModel
 from fl_core.training.local_data import eval_batch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import BatchSums, Bundle, LocalResult, Part, PartRule, RoundContext, State, Tensors
-from fl_core.validate import NonNegative
+from fl_core.types.values import (
+    BatchSums,
+    Bundle,
+    LocalResult,
+    MomentSums,
+    Part,
+    PartRule,
+    RoundContext,
+    State,
+    Tensors,
+)
+from fl_core.validate import NonNegative, Positive
 
 MOMENTS, CLASSES = "moments", "classes"
 STEP, MAX_ENTRY = 2.0**-14, 32.0
@@ -52,6 +73,12 @@ FIT, ALL, REST, COUNT, NOTHING = "fit", "all", "rest", "count", "nothing"
 """What an exchange is about: moments of some or all examples, classes alone; nothing once all is summed."""
 _CONSTANT = 1
 """Entries behind the features."""
+SHARE = 0.25
+"""k, the entry of the constant in the vector that a private run sums: counts have noise of 4 s records."""
+NOISE = 0.5
+"""Lambda in units of S sqrt(d + 1): between a fourth and 2 of them the digits' accuracy differs by two points."""
+MAX_WEIGHT = 10.0
+"""Of a class in a private run, in units of one of average size: a smaller one would weigh all others down."""
 _NEVER = -1e30
 """The bias of a class that nobody has an example of."""
 
@@ -62,7 +89,9 @@ class Analytic(FedAvg):
 
     head: "ridge", "lda" or "ncm"   ridge: lambda, in units of the features' mean square; 0: of seven powers of ten the
     one with the best balanced accuracy on a fifth of the training examples, in one more exchange
-    class_weights: "balanced" gives every class the same share, in one more exchange, which counts.
+    class_weights: "balanced" gives every class the same share, in one more exchange, which counts
+    release: "noisy" is the form of private runs, where lambda follows from the noise, and ridge comes on top of it
+    bound: of the root mean square of a record's features in that form: longer ones are shortened.
 
     Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine;
     between machines the solution differs as their libraries of linear algebra do. Nothing of the model's body is
@@ -75,14 +104,24 @@ class Analytic(FedAvg):
     head: Literal["ridge", "lda", "ncm"] = "ridge"
     ridge: NonNegative = 1e-3
     class_weights: Literal["none", "balanced"] = "none"
+    release: Literal["exact", "noisy"] = "exact"
+    bound: Positive = 1.0
 
     @property
     def sends(self) -> tuple[str, ...]:
-        return (CLASSES, MOMENTS)
+        return (MOMENTS,) if self._is_noisy else (CLASSES, MOMENTS)
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
-        return {MOMENTS: PartRule(), CLASSES: PartRule()}
+        return {name: PartRule() for name in self.sends}
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        return {} if self._is_noisy else {"release": "noisy"}
+
+    @property
+    def _is_noisy(self) -> bool:
+        return self.release == "noisy"
 
     @property
     def exchanges(self) -> int:
@@ -95,14 +134,12 @@ class Analytic(FedAvg):
 
     @property
     def _chooses(self) -> bool:
-        return not self.ridge and self.head != "ncm"
+        return not self.ridge and self.head != "ncm" and not self._is_noisy
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        return {
-            Capability.PARTIAL_PARTICIPATION: "set cohort=0: who is left out of the one sum is left out of the model",
-            Capability.DIFFERENTIAL_PRIVACY: "moments have no noisy release: take method=fednh, or privacy=none",
-        }
+        left_out = "set cohort=0: who is left out of the one sum is left out of the model"
+        return {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
 
     def shared(self, name: str) -> bool:
         return name.startswith("head.")
@@ -119,7 +156,8 @@ class Analytic(FedAvg):
                 "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
             )
         everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + _CONSTANT
-        shapes = {"a": (width * (width + 1) // 2,), "b": (classes, width), "n": (classes,)}
+        last = {"variance": ()} if self._is_noisy else {"n": (classes,)}
+        shapes = {"a": (width * (width + 1) // 2,), "b": (classes, width), **last}
         candidates = {"candidates": torch.zeros(len(LAMBDAS), classes, width)} if self._chooses else {}
         return {
             "w": {name: torch.zeros_like(v) for name, v in everything.items() if self.shared(name)},
@@ -138,6 +176,8 @@ class Analytic(FedAvg):
         model.eval()
         net, asked, about = features_of(model), msg["asked"], self._about(context)
         width, classes = net.feature_dim + _CONSTANT, context.n_classes
+        if self._is_noisy:
+            return LocalResult({MOMENTS: self._released(net, asked, about, data, context)}, silo)
         found = {
             "a": torch.zeros(width, width, dtype=torch.float64),
             "b": torch.zeros(classes, width, dtype=torch.float64),
@@ -148,7 +188,9 @@ class Analytic(FedAvg):
         if context.prototypes and about == COUNT:
             found["n"] = data.class_counts().double()
         elif context.prototypes and about != NOTHING:
-            found |= data.sum(BatchSums(lambda x, y: self._sums(net, asked, about, x, y)))
+            part_of = lambda x, y: held_out(x) == (about == REST)  # noqa: E731, ARG005
+            sums = BatchSums(lambda x, y: self._sums(net, asked, about, x, y), None if about == ALL else part_of)
+            found |= data.sum(sums)
         classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
         parts = {
             MOMENTS: Part({"a": packed(found["a"])}, found["n"].sum().float()),
@@ -169,7 +211,38 @@ class Analytic(FedAvg):
             sums["right"] = own.T @ (logits.argmax(2) == y.unsqueeze(1)).double()
         return sums
 
+    def _released(self, net: SplitModel, asked: Tensors, about: str, data: LocalData, context: RoundContext) -> Part:
+        """Ask for the one release, or before it for noisy counts of classes, in their places of B."""
+        d, classes = net.feature_dim, context.n_classes
+        width = d + _CONSTANT
+        found: dict[str, Tensor] = {
+            "a": torch.zeros(width, width, dtype=torch.float64),
+            "b": torch.zeros(classes, width, dtype=torch.float64),
+            "variance": torch.zeros((), dtype=torch.float64),
+        }
+        scale = self._scale(d)
+
+        def vectors(x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                z = features_of(net).features(x).double()
+            whole = torch.cat((z, z.new_ones(len(z), _CONSTANT)), dim=1)
+            return whole * scale.to(z.device) * asked["root"].to(z.device)[y].unsqueeze(1)
+
+        if context.prototypes and about == COUNT:
+            found["b"][:, -1] = SHARE * data.class_counts().double()
+        elif context.prototypes and about == ALL:
+            found |= data.sum(MomentSums(vectors, width, classes, SHARE, second=self.head != "ncm"))
+        return Part({**found, "a": packed(found["a"])}, torch.tensor(data.size()))
+
+    def _scale(self, d: int) -> Tensor:
+        """Return what features and constant (d + 1,) are multiplied by in a private run."""
+        scale = torch.full((d + _CONSTANT,), math.sqrt((1 - SHARE**2) / d) / self.bound, dtype=torch.float64)
+        scale[d:] = SHARE
+        return scale
+
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
+        if self._is_noisy:
+            return self._merged_release(server, total[MOMENTS].total, self._about(context))
         counts, about = total[CLASSES].weight.double(), self._about(context)
         if about == NOTHING or not bool(counts.sum() > 0):
             return server
@@ -185,9 +258,32 @@ class Analytic(FedAvg):
             asked["candidates"] = torch.stack(heads)
         elif about == REST:
             chosen = LAMBDAS[best(total[CLASSES].total["right"].double(), counts)]
-        W = self._solved(sums, asked["root"], chosen)
-        head = {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
+        head = _head(self._solved(sums, asked["root"], chosen))
         return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, "sums": sums}
+
+    def _merged_release(self, server: State, found: Tensors, about: str) -> State:
+        if about == COUNT:
+            counts = found["b"][:, -1].double() / SHARE
+            least = max(float(counts.clamp(min=0.0).mean()) / MAX_WEIGHT, 1.0)
+            root = torch.rsqrt(counts.clamp(min=least))
+            return {**server, "asked": {**server["asked"], "root": root / root.max()}}
+        if about == NOTHING or not bool(found["variance"] > 0 or found["b"].any()):
+            return server
+        sums = {name: value + found[name].double() for name, value in server["sums"].items()}
+        head = _head(self._solved_noisy(sums, server["asked"]["root"]))
+        return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
+
+    def _solved_noisy(self, sums: Tensors, root: Tensor) -> Tensor:
+        A, B = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1)
+        counts = sums["b"][:, -1] / (SHARE * root)
+        there = counts >= 1.0  # else all that is known of a class is noise
+        weights, B = torch.where(there, root.square() * counts, 0.0), torch.where(there.unsqueeze(1), B, 0.0)
+        scale, noise = self._scale(len(A) - _CONSTANT), NOISE * math.sqrt(float(sums["variance"].clamp(min=0)) * len(A))
+        if self.head == "ridge":
+            return solve_ridge(positive(A), B, self.ridge, noise) * scale
+        scale[-_CONSTANT:] = 1.0  # these heads have biases of their own
+        W = solve_lda(A, B, weights, self.ridge, noise) if self.head == "lda" else nearest_mean(B, weights)
+        return W * scale
 
     def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
@@ -197,6 +293,10 @@ class Analytic(FedAvg):
 
     def exported(self, server: State) -> Tensors:
         return {**server["frozen"], **server["w"]}
+
+
+def _head(W: Tensor) -> Tensors:
+    return {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
 
 
 def best(right: Tensor, counts: Tensor) -> int:
@@ -247,21 +347,34 @@ def unpacked(triangle: Tensor) -> Tensor:
     return torch.tril(a) + torch.tril(a, -1).T
 
 
-def solve_ridge(A: Tensor, B: Tensor, ridge: float) -> Tensor:
+def positive(A: Tensor) -> Tensor:
+    """Return the nearest symmetric matrix whose eigenvalues are not below 0, which those of noisy moments can be."""
+    values, vectors = torch.linalg.eigh(A)
+    found: Tensor = (vectors * values.clamp(min=0.0)) @ vectors.T
+    return found
+
+
+def solve_ridge(A: Tensor, B: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
     """Return W (C, d + 1): least squares on one-hot targets with lambda N |W|^2, the constant's row left out.
 
-    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature.
+    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature   noise: added to
+    lambda N, for the constant as well.
     """
     size = len(A) - _CONSTANT
-    penalty = torch.full((len(A),), ridge * float(A.diagonal()[:size].mean()), dtype=A.dtype)
-    penalty[size:] = 0.0
+    penalty = torch.full((len(A),), ridge * float(A.diagonal()[:size].mean()) + noise, dtype=A.dtype)
+    penalty[size:] = noise
     return _solve(A + torch.diag(penalty), B.T).T
 
 
-def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float) -> Tensor:
-    """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen."""
+def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
+    """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen.
+
+    noise: of noisy sums, added to N times the covariance, whose eigenvalues below 0 are 0 first.
+    """
     means, size, total = _means(B, weights), len(A) - _CONSTANT, weights.sum()
     S = (A[:size, :size] - means.T @ (weights.unsqueeze(1) * means)) / total
+    if noise:
+        S = positive(S) + noise / total * torch.eye(size, dtype=A.dtype)
     S = S + ridge * float(A.diagonal()[:size].mean() / total) * torch.eye(size, dtype=A.dtype)
     W = _solve(S, means.T).T
     bias = torch.where(weights > 0, torch.log(weights / total) - (means * W).sum(1) / 2, _NEVER)
