@@ -269,3 +269,15 @@ def slow_personal_logits(
         own = dot(private[0][c], z) + private[1][c]
         found.append(length * dot(averaged[0][c], z) + averaged[1][c] + own if there else -math.inf)
     return found
+
+
+def slow_class_covariance(means: Sequence[Vector], counts: Vector) -> list[list[float]]:
+    """FedCOF's covariance of one class from its means at the silos that have it, and their counts: two at least."""
+    total, size = sum(counts), len(means[0])
+    centre = [sum(n * m[i] for n, m in zip(counts, means, strict=True)) / total for i in range(size)]
+    found = [[0.0] * size for _ in range(size)]
+    for n, m in zip(counts, means, strict=True):
+        for i in range(size):
+            for j in range(size):
+                found[i][j] += n * (m[i] - centre[i]) * (m[j] - centre[j]) / (len(means) - 1)
+    return found

@@ -20,6 +20,18 @@ head of each lambda was right about them. A hash of the example says where it be
 What is summed does not know how examples are divided, so the model is that of one hospital with all of them. To the
 last bit: entries of sqrt(w_y) z are rounded to multiples of 2^-14 and bounded by 32 before they are multiplied, so that
 sums are exact in float64 and on the grid of the round (fixed_point.py), in any order and in any division.
+
+`covariance="means"`: no A_k leaves. It is estimated from the means m_kc of the silos' examples of each class, which the
+server then sees one by one (Goswami, Magistri, Wang, Twardowski, Bagdanov and van de Weijer, "Covariances for Free:
+Exploiting Mean Distributions for Training-free Federated Learning", NeurIPS 2025, FedCOF), K_c silos having class c:
+
+    S_c = sum_k n_kc (m_kc - m_c)(m_kc - m_c)^T / (K_c - 1)
+    S   = sum_c w_c n_c S_c / sum_c w_c n_c    over the classes with K_c > 1
+    A   = sum_c w_c n_c (m_c m_c^T + S)
+
+S_c is the class's covariance without bias where its examples are divided at random. FedCOF counts a class with K_c = 1
+as one without any variance, has ridge without the part of A between classes, and unit rows of W; its shrinkage is
+lambda s I.
 """
 
 from __future__ import annotations
@@ -63,10 +75,11 @@ class Analytic(FedAvg):
     head: "ridge", "lda" or "ncm"   ridge: lambda, in units of the features' mean square; 0: of seven powers of ten the
     one with the best balanced accuracy on a fifth of the training examples, in one more exchange
     class_weights: "balanced" gives every class the same share, in one more exchange, which counts.
+    covariance: from the "moments" of all examples, or estimated from silos' class "means", for "lda" and "ridge"
 
-    Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine;
-    between machines the solution differs as their libraries of linear algebra do. Nothing of the model's body is
-    trained or sent. Rounds beyond the exchanges change nothing.
+    Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine,
+    unless A is estimated; between machines the solution differs as their libraries of linear algebra do. Nothing of the
+    model's body is trained or sent. Rounds beyond the exchanges change nothing.
     """
 
     name: ClassVar[str] = "analytic"
@@ -75,14 +88,33 @@ class Analytic(FedAvg):
     head: Literal["ridge", "lda", "ncm"] = "ridge"
     ridge: NonNegative = 1e-3
     class_weights: Literal["none", "balanced"] = "none"
+    covariance: Literal["moments", "means"] = "moments"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self._estimates and (self.head == "ncm" or not self.ridge):
+            found = "method.head=ncm, which has none" if self.head == "ncm" else "method.ridge=0, chosen by moments"
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected method.head=lda or ridge and a method.ridge > 0 for a covariance from means, found {found}: "
+                "change it, or leave method.covariance out",
+            )
+
+    @property
+    def _estimates(self) -> bool:
+        return self.covariance == "means"
 
     @property
     def sends(self) -> tuple[str, ...]:
-        return (CLASSES, MOMENTS)
+        return (CLASSES,) if self._estimates else (CLASSES, MOMENTS)
+
+    @property
+    def unsummed_parts(self) -> frozenset[str]:
+        return frozenset({CLASSES}) if self._estimates else frozenset()
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
-        return {MOMENTS: PartRule(), CLASSES: PartRule()}
+        return {name: PartRule() for name in self.sends}
 
     @property
     def exchanges(self) -> int:
@@ -99,16 +131,21 @@ class Analytic(FedAvg):
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        return {
+        found = {
             Capability.PARTIAL_PARTICIPATION: "set cohort=0: who is left out of the one sum is left out of the model",
             Capability.DIFFERENTIAL_PRIVACY: "moments have no noisy release: take method=fednh, or privacy=none",
         }
+        if not self._estimates:
+            return found
+        apart = "the server sees each silo's class means: set method.covariance=moments"
+        return {**found, Capability.DIFFERENTIAL_PRIVACY: apart, Capability.SECURE_AGGREGATION: apart}
 
     def shared(self, name: str) -> bool:
         return name.startswith("head.")
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
-        return 4 * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (feature_dim + _CONSTANT)
+        moments = 0 if self._estimates else 4 * (feature_dim + _CONSTANT) ** 2
+        return moments + 2 * n_classes * (feature_dim + _CONSTANT)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Make the state; raises ConfigError (E-CFG-08) on a head that is not linear or has no bias."""
@@ -119,7 +156,8 @@ class Analytic(FedAvg):
                 "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
             )
         everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + _CONSTANT
-        shapes = {"a": (width * (width + 1) // 2,), "b": (classes, width), "n": (classes,)}
+        moments = {} if self._estimates else {"a": (width * (width + 1) // 2,)}
+        shapes = {**moments, "b": (classes, width), "n": (classes,)}
         candidates = {"candidates": torch.zeros(len(LAMBDAS), classes, width)} if self._chooses else {}
         return {
             "w": {name: torch.zeros_like(v) for name, v in everything.items() if self.shared(name)},
@@ -139,10 +177,11 @@ class Analytic(FedAvg):
         net, asked, about = features_of(model), msg["asked"], self._about(context)
         width, classes = net.feature_dim + _CONSTANT, context.n_classes
         found = {
-            "a": torch.zeros(width, width, dtype=torch.float64),
             "b": torch.zeros(classes, width, dtype=torch.float64),
             "n": torch.zeros(classes, dtype=torch.float64),
         }
+        if not self._estimates:
+            found["a"] = torch.zeros(width, width, dtype=torch.float64)
         if self._chooses:
             found["right"] = torch.zeros(classes, len(LAMBDAS), dtype=torch.float64)
         if context.prototypes and about == COUNT:
@@ -150,19 +189,19 @@ class Analytic(FedAvg):
         elif context.prototypes and about != NOTHING:
             found |= data.sum(BatchSums(lambda x, y: self._sums(net, asked, about, x, y)))
         classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
-        parts = {
-            MOMENTS: Part({"a": packed(found["a"])}, found["n"].sum().float()),
-            CLASSES: Part(classwise, found["n"].float()),
-        }
+        parts = {CLASSES: Part(classwise, found["n"].float())}
+        if not self._estimates:
+            parts[MOMENTS] = Part({"a": packed(found["a"])}, found["n"].sum().float())
         return LocalResult(parts, silo)
 
-    @staticmethod
-    def _sums(net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
+    def _sums(self, net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
         kept = torch.ones(len(y), dtype=torch.bool) if about == ALL else held_out(x) == (about == REST)
         z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
         root, own = asked["root"].to(z.device), nn.functional.one_hot(y, len(asked["root"])).double()
         weighed = entries(z, root[y])
-        sums = {"a": weighed.T @ weighed, "b": own.T @ weighed, "n": own.sum(0)}
+        sums = {"b": own.T @ weighed, "n": own.sum(0)}
+        if not self._estimates:
+            sums["a"] = weighed.T @ weighed
         if about == REST:
             heads = asked["candidates"].to(z.device)
             logits = torch.einsum("nd,kcd->nkc", entries(z, torch.ones_like(root)[y]).float(), heads)
@@ -170,12 +209,13 @@ class Analytic(FedAvg):
         return sums
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
+        if self._estimates:
+            return self._merge_means(server, total[CLASSES], context)
         counts, about = total[CLASSES].weight.double(), self._about(context)
         if about == NOTHING or not bool(counts.sum() > 0):
             return server
         if about == COUNT:
-            root = torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
-            return {**server, "asked": {**server["asked"], "root": root}}
+            return {**server, "asked": {**server["asked"], "root": balanced(counts)}}
         new = {"a": total[MOMENTS].total["a"], "b": total[CLASSES].total["b"], "n": counts}
         sums = {name: server["sums"][name] + value.double() for name, value in new.items()}
         chosen = self.ridge or LAMBDAS[len(LAMBDAS) // 2]
@@ -189,6 +229,25 @@ class Analytic(FedAvg):
         head = {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
         return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, "sums": sums}
 
+    def _merge_means(self, server: State, each: Part, context: RoundContext) -> State:
+        """Merge silos' sums of each class, (K, C, d + 1) and (K, C), which are seen one by one.
+
+        A count below 1 is no example, and a sum beyond what so many examples can have is cut.
+        """
+        n, about, asked = each.weight.double(), self._about(context), server["asked"]
+        n = torch.where(n >= 1.0, n, 0.0)
+        if about == NOTHING or not bool(n.any()):
+            return server
+        if about == COUNT:
+            return {**server, "asked": {**asked, "root": balanced(n.sum(0))}}
+        bound = MAX_ENTRY * n.unsqueeze(2)
+        b = torch.minimum(torch.maximum(each.total["b"].double(), -bound), bound)
+        sums, weighted = {"b": b.sum(0), "n": n.sum(0)}, b * asked["root"].unsqueeze(1)
+        A = estimated_moments(weighted, n, asked["root"].square())
+        W = self._solved({**sums, "a": packed(A)}, asked["root"], self.ridge)
+        head = {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
+        return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
+
     def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
         if self.head == "ridge":
@@ -197,6 +256,33 @@ class Analytic(FedAvg):
 
     def exported(self, server: State) -> Tensors:
         return {**server["frozen"], **server["w"]}
+
+
+def balanced(counts: Tensor) -> Tensor:
+    """Return the roots (C,) of the weights that give every class of counts (C,) the same share."""
+    return torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
+
+
+def estimated_moments(b: Tensor, n: Tensor, weights: Tensor) -> Tensor:
+    """Return A (D, D), estimated from the sums of silos' examples of each class alone.
+
+    b: (K, C, D) w_c times the sum over the examples of class c at silo k   n: (K, C) their counts   weights: w (C,)
+    Raises ConfigError (E-CFG-08) where no class is at two silos, which leaves nothing to estimate a covariance from.
+    """
+    silos, counts = (n > 0).sum(0), n.sum(0)
+    shares = torch.where(silos > 1, weights * counts, 0.0)
+    if not bool(shares.any()):
+        raise ConfigError(
+            "E-CFG-08",
+            "expected a class that two silos have: how far their means are apart tells its covariance, found none: "
+            "set method.covariance=moments, or method.head=ncm",
+        )
+    means = b.sum(0) / (weights * counts).clamp(min=1e-300).unsqueeze(1)
+    apart = torch.where((n > 0).unsqueeze(2), b / (weights * n.clamp(min=1.0)).unsqueeze(2) - means, 0.0)
+    scale = shares * (silos - 1).clamp(min=1).reciprocal() / shares.sum()
+    rows = (apart * (n * scale).sqrt().unsqueeze(2)).flatten(0, 1)
+    total = (weights * counts).unsqueeze(1)
+    return means.T @ (total * means) + total.sum() * rows.T @ rows
 
 
 def best(right: Tensor, counts: Tensor) -> int:

@@ -99,9 +99,10 @@ class FedLoGe(FedAvg):
         """Join the received body and head with the silo's private head."""
         tensor_maps.load_state(model, msg["w"])
         private, there = linear(silo[PRIVATE]), data.class_counts() > 0
+        split = features_of(model)
+        averaged = cast(nn.Linear, split.head).weight
         with torch.no_grad():
-            split = features_of(model)
-            cast(Tensor, split.head.weight).mul_(private.weight.to(split.head.weight).norm(dim=1, keepdim=True))
+            averaged.mul_(private.weight.norm(dim=1, keepdim=True).to(averaged))
         return Adapted(TwoHeads(split, private), torch.ones(len(there)), ~there)
 
 
