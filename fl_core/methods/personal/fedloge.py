@@ -15,7 +15,8 @@ by Adam on the mean of each row's smallest angle, over zeros that fall anywhere 
 no class loses all features, and ||W W^T - C/(C-1) (I - 11^T/C)||^2 descends: where the zeros allow it, its minimum is
 the simplex, whose angles are the largest that C vectors can have. Its frame has a random constant bias; here there
 is none. It realigns once, after the last round, from its best round on test data; here the global model of every
-round is realigned, and personal models are made of the last one.
+round is realigned, and so are personal models: of the body and head that a round began with, and the private head
+that it trained on them.
 """
 
 from __future__ import annotations
@@ -53,13 +54,15 @@ class FedLoGe(FedAvg):
     sparsity: beta, the share of zeros in each row of the frame   length: gamma, of its rows
     norm: rho, the length of the global head's rows; 0 leaves the averaged head as it is
 
-    Guarantees: body and averaged head do not depend on private heads, unless `train.clip_norm` bounds all of them
-    together; the frame is the same for every silo and round.
+    classifier: what decides in the global model, the realigned "head" or the "frame", which the authors take where
+    classes are balanced
+
+    Guarantees: body and averaged head do not depend on private heads, unless one bound cuts the gradient of all
+    (`train.clip_norm`, record-level privacy); the frame is the same for every silo and round.
     """
 
     name: ClassVar[str] = "fedloge"
     has_personal_model: ClassVar[bool] = True
-    personal_at_end: ClassVar[bool] = True
     sparsity: HalfOpenUnit = 0.6
     length: Positive = 0.1
     norm: NonNegative = 1.7
@@ -96,7 +99,7 @@ class FedLoGe(FedAvg):
         return {**w, WEIGHT: self.norm * normalize(w[WEIGHT], dim=1, eps=EPS)} if self.norm else w
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Join the received body and head with the silo's private head."""
+        """Join the received body and head with the silo's private head; classes without an example are left out."""
         tensor_maps.load_state(model, msg["w"])
         private, there = linear(silo[PRIVATE]), data.class_counts() > 0
         split = features_of(model)

@@ -196,10 +196,14 @@ def test_personal_logits_are_the_slow_ones_and_missing_classes_are_never_chosen(
         assert logits == pytest.approx(slow_personal_logits(row, averaged, private, held), rel=1e-4, abs=1e-4)
 
 
-def test_personal_models_are_measured_once_of_the_final_model() -> None:
-    run, history = manifest("fedloge", train=TRAIN, rounds=2, personal=True), RoundHistory()
-    simulate(RunSetup.of(run), shares(), history)
-    assert [sorted(r.personal) != [] for r in history.records] == [False, False, True]
+def test_a_personal_model_is_of_the_received_body_whatever_training_left() -> None:
+    method, share, context = FedLoGe(length=1.0), shares()[0], FED.for_silo(0, 0)
+    data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
+    model, msg, x = model_of(), start(method), share.test.batch(torch.arange(4))[0]
+    silo = method.local(model, msg, method.init_silo(model_of(), FED), data, context).state
+    with torch.no_grad():
+        left, fresh = (method.personal(m, msg, silo, data, context).eval()(x) for m in (model, model_of()))
+    assert torch.equal(left, fresh)
 
 
 def test_a_head_without_a_bias_is_taken() -> None:
