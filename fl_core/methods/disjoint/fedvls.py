@@ -1,6 +1,6 @@
 """FedVLS: the received model teaches what it knows of classes that a silo lacks, and wrong logits are lowered.
 
-Guo, Ding, Liang, He, Wang and Tan, "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025 (and their
+Guo, Ding, Liang, He, Wang and Tan, "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025 (by their
 released code). pi_c is the share of class c in the silo's training examples, V its vacant classes (pi_c = 0), f the
 logits in training, g those of the received model in eval mode; B examples in a batch,
 

@@ -1,7 +1,7 @@
 """FedLoGe: a body trained towards a sparse fixed frame, an averaged and a private head that are realigned by norms.
 
 Xiao, Chen, Liu, Feng, Wu, Liu, Zhou, Yang and Liu, "FedLoGe: Joint Local and Generic Federated Learning under
-Long-tailed Data", ICLR 2024 (and their released code). z are features, W (C, d) the static sparse frame (SSE-C), psi
+Long-tailed Data", ICLR 2024 (by their released code). z are features, W (C, d) the static sparse frame (SSE-C), psi
 the averaged head, phi_k the private one, B_k the classes that silo k has:
 
     SSE-C    W = argmax of the smallest angle between rows of length gamma, a share beta of each row being 0
