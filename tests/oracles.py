@@ -211,3 +211,73 @@ def slow_geometric_median(points: list[list[float]], weights: list[float], steps
 def units(values: list[float], bits: int) -> int:
     """Sum the integers nearest to v * 2^bits with Python's exact integers (ties to even)."""
     return sum(round(v * 2**bits) for v in values)
+
+
+def slow_vacant_kl(f: Vector, g: Vector, counts: Vector) -> float:
+    """FedVLS's distillation of one example: KL between the two softmaxes over the classes without an example."""
+    vacant = [c for c, n in enumerate(counts) if n <= 0]
+    if not vacant:
+        return 0.0
+    student, teacher = softmax([f[c] for c in vacant]), softmax([g[c] for c in vacant])
+    return sum(p * math.log(p / q) for p, q in zip(teacher, student, strict=True))
+
+
+def slow_suppression(f: Sequence[Vector], y: Sequence[int], counts: Vector) -> float:
+    """FedVLS's logit suppression of a batch, class by class and example by example."""
+    total = 0.0
+    for c, n in enumerate(counts):
+        if n <= 0:
+            continue
+        share = n / sum(m for m in counts if m > 0)
+        lowered = [math.exp(row[c]) / (len(counts) * share) if y[i] != c else 1.0 for i, row in enumerate(f)]
+        total += share * math.log(sum(lowered) / len(lowered))
+    return total
+
+
+def slow_prior_ce(f: Vector, y: int, counts: Vector, gamma: float) -> float:
+    """Cross entropy after gamma log(share) was added to each logit: of the classes that have one, unless gamma = 0."""
+    weights = [(n / sum(counts)) ** gamma if gamma else 1.0 for n in counts]
+    return -math.log(weights[y] * math.exp(f[y]) / sum(w * math.exp(g) for w, g in zip(weights, f, strict=True)))
+
+
+def slow_vls(
+    f: Sequence[Vector],
+    g: Sequence[Vector],
+    y: Sequence[int],
+    counts: Vector,
+    weights: tuple[float, float, float],
+    single: bool,
+) -> float:
+    """FedVLS's objective of a batch; weights: lam, mu, gamma   single: suppression of every example alone."""
+    lam, mu, gamma = weights
+    rows = range(len(f))
+    terms = [slow_prior_ce(f[i], y[i], counts, gamma) + lam * slow_vacant_kl(f[i], g[i], counts) for i in rows]
+    if single:
+        lowered = mean([[slow_suppression([f[i]], [y[i]], counts)] for i in rows])[0]
+    else:
+        lowered = slow_suppression(f, y, counts)
+    return sum(terms) / len(terms) + mu * lowered
+
+
+def slow_personal_logits(
+    z: Vector, averaged: tuple[Sequence[Vector], Vector], private: tuple[Sequence[Vector], Vector], held: Sequence[bool]
+) -> list[float]:
+    """FedLoGe's personal logits: the averaged head's rows times the private ones' lengths, plus the private head."""
+    found = []
+    for c, there in enumerate(held):
+        length = math.sqrt(dot(private[0][c], private[0][c]))
+        own = dot(private[0][c], z) + private[1][c]
+        found.append(length * dot(averaged[0][c], z) + averaged[1][c] + own if there else -math.inf)
+    return found
+
+
+def slow_class_covariance(means: Sequence[Vector], counts: Vector) -> list[list[float]]:
+    """FedCOF's covariance of one class from its means at the silos that have it, and their counts: two at least."""
+    total, size = sum(counts), len(means[0])
+    centre = [sum(n * m[i] for n, m in zip(counts, means, strict=True)) / total for i in range(size)]
+    found = [[0.0] * size for _ in range(size)]
+    for n, m in zip(counts, means, strict=True):
+        for i in range(size):
+            for j in range(size):
+                found[i][j] += n * (m[i] - centre[i]) * (m[j] - centre[j]) / (len(means) - 1)
+    return found

@@ -149,7 +149,8 @@ def _read(manifest: str) -> tuple[str, Mapping[str, Any], str]:
 
 def adds(run: Run) -> bool:
     """Tell whether a run keeps sums that others can add to."""
-    return method_of(run)[0] == Analytic.name
+    name, options = method_of(run)
+    return name == Analytic.name and options.get("covariance", "moments") == "moments"
 
 
 def taken_out(run: Run) -> bool:
@@ -172,6 +173,13 @@ def exchanges(run: Run) -> int:
     return build_method(*method_of(run)).exchanges
 
 
+def _form(options: Mapping[str, Any]) -> dict[str, object]:
+    """Return what is in sums of exact, noisy and estimated moments; a noisy release for ncm has no second moments."""
+    form = {"release": options.get("release", "exact"), "covariance": options.get("covariance", "moments")}
+    noisy = {"bound": options.get("bound", 1.0), "moments": options.get("head") != "ncm"}
+    return form | (noisy if form["release"] == "noisy" else {})
+
+
 def _require_same_sums(parent: Run, now: RunManifest) -> None:
     before = RunManifest.from_json(parent.manifest)
     weights = [m.method.options.get("class_weights", "none") for m in (before, now)]
@@ -181,7 +189,9 @@ def _require_same_sums(parent: Run, now: RunManifest) -> None:
             f"expected class_weights=none in {parent.id} and here, found {weights[0]} and {weights[1]}: balanced "
             "weights follow from the counts of all hospitals, and sums have them inside; start a run with all of them",
         )
+    forms = [_form(m.method.options) for m in (before, now)]
     for what, then, found in (
+        ("form of the sums", *forms),
         ("model", before.model, now.model),
         ("seed", before.seed, now.seed),
         ("classes, shape and columns", before.schema, now.schema),

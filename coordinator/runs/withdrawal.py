@@ -180,7 +180,7 @@ class Withdrawals:
     def _obstacle(self, run: Run, silo: str, given: Sequence[Given], left: Sequence[str]) -> str:
         """Say why a hospital's updates cannot be taken out of a model exactly; empty where they can."""
         if not lineage.adds(run):
-            return "trained by gradients: what one hospital did to the model cannot be told from the rest"
+            return "trained by gradients, or of class means alone: one hospital's part cannot be told from the rest"
         manifest = RunManifest.from_json(run.manifest)
         if manifest.privacy.name != "none":
             return "its sums have noise inside, which the hospital cannot send again"

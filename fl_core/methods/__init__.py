@@ -24,6 +24,7 @@ from fl_core.methods.disjoint.fednh import FedNH
 from fl_core.methods.disjoint.fedproc import FedProc
 from fl_core.methods.disjoint.fedproto import FedProto
 from fl_core.methods.disjoint.fedrs import FedRS
+from fl_core.methods.disjoint.fedvls import FedVLS
 from fl_core.methods.drift.feddc import FedDC
 from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.methods.drift.fednova import FedNova
@@ -33,6 +34,7 @@ from fl_core.methods.drift.scaffold import Scaffold
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.ditto import Ditto
 from fl_core.methods.personal.fedbabu import FedBABU
+from fl_core.methods.personal.fedloge import FedLoGe
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.fedphp import FedPHP
 from fl_core.methods.personal.fedrep import FedRep
@@ -66,6 +68,8 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "fedgela": FedGELA,
     "fednh": FedNH,
     "fedcd": FedCD,
+    "fedvls": FedVLS,
+    "fedloge": FedLoGe,
     "analytic": Analytic,
 }
 

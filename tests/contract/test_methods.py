@@ -25,7 +25,10 @@ REPRESENTATIVES = {
 }
 """The methods that stand for the others below where time matters."""
 
-OTHERS = "fedprox feddyn feddc moon fedproc fedlc fedrs fedphp map fedper fedrep ditto fedrod creff fedgela fednh fedcd"
+OTHERS = (
+    "fedprox feddyn feddc moon fedproc fedlc fedrs fedphp map fedper fedrep ditto fedrod creff fedgela fednh fedcd "
+    "fedvls fedloge"
+)
 """Checked by the slow tests; a method that is in neither list is checked always."""
 
 TRAITS: Mapping[str, Callable[[MethodCase], object]] = {

@@ -36,6 +36,18 @@ AdaSSP; Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss", STOC 2014). With R =
 where noise on each number of svec(A) and B has the standard deviation s, and S^2 is the sum of all hospitals' s^2. The
 spectral norm of A's noise is about sqrt(2 (d + 1)) S, of which lambda is a third. A+ has the eigenvalues of A that are
 above 0; so has what lda makes of it. Counts are B's entries for the constant. All of this is computed from the release.
+
+`covariance="means"`: no A_k leaves. It is estimated from the means m_kc of the silos' examples of each class, which the
+server then sees one by one (Goswami, Magistri, Wang, Twardowski, Bagdanov and van de Weijer, "Covariances for Free:
+Exploiting Mean Distributions for Training-free Federated Learning", NeurIPS 2025, FedCOF), K_c silos having class c:
+
+    S_c = sum_k n_kc (m_kc - m_c)(m_kc - m_c)^T / (K_c - 1)
+    S   = sum_c w_c n_c S_c / sum_c w_c n_c    over the classes with K_c > 1
+    A   = sum_c w_c n_c (m_c m_c^T + S)
+
+S_c is the class's covariance without bias where its examples are divided at random. FedCOF counts a class with K_c = 1
+as one without any variance, has ridge without the part of A between classes, and unit rows of W; its shrinkage is
+lambda s I.
 """
 
 from __future__ import annotations
@@ -104,15 +116,18 @@ class Analytic(FedAvg):
     on from; `coordinator withdraw` sets it.
     release: "noisy" is the form of private runs, where lambda follows from the noise, and ridge comes on top of it
     bound: of the root mean square of a record's features in that form: longer ones are shortened.
+    covariance: from the "moments" of all examples, or estimated from silos' class "means", for "lda" and "ridge"
 
-    Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine;
-    between machines the solution differs as their libraries of linear algebra do. Nothing of the model's body is
-    trained or sent. Rounds beyond the exchanges change nothing. Sums less those of a silo are those of the others, to
-    the last bit. Nothing of a personal model leaves but its accuracy.
+    Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine,
+    unless A is estimated, noisy, or an update was cut; between machines the solution differs as their libraries of
+    linear algebra do. Nothing of the model's body is trained or sent. Rounds beyond the exchanges change nothing. Sums
+    less those of a silo are those of the others, to the last bit. Nothing of a personal model leaves but its accuracy.
     """
 
     name: ClassVar[str] = "analytic"
-    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"personal_head", "withdraws", "release", "bound"})
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset(
+        {"personal_head", "withdraws", "release", "bound", "covariance"}
+    )
     bias_follows_classes: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True
@@ -123,6 +138,7 @@ class Analytic(FedAvg):
     bound: Positive = 1.0
     personal_head: bool = False
     withdraws: str = ""
+    covariance: Literal["moments", "means"] = "moments"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,11 +146,20 @@ class Analytic(FedAvg):
             raise ConfigError(
                 "E-CFG-02", f"expected head=ridge beside personal_head=true, found {self.head}: leave one of them out"
             )
-        if self._is_noisy and (self.personal_head or self.withdraws):
-            what = "personal_head=true" if self.personal_head else "a withdrawal"
+        if self._estimates and (self.head == "ncm" or not self.ridge):
+            found = "method.head=ncm, which has none" if self.head == "ncm" else "method.ridge=0, chosen by moments"
             raise ConfigError(
                 "E-CFG-02",
-                f"expected exact sums for {what}, found the noisy ones of a private run: leave it out, or privacy=none",
+                f"expected method.head=lda or ridge and a method.ridge > 0 for a covariance from means, found {found}: "
+                "change it, or leave method.covariance out",
+            )
+        if not self._adds_up and (self.personal_head or self.withdraws):
+            what = "personal_head=true" if self.personal_head else "a withdrawal"
+            found = "the noisy ones of a private run" if self._is_noisy else "class means alone"
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected exact sums of all moments for {what}, found {found}: leave it out, or take privacy=none and "
+                "method.covariance=moments",
             )
 
     @property
@@ -143,8 +168,26 @@ class Analytic(FedAvg):
         return not self.withdraws
 
     @property
+    def _estimates(self) -> bool:
+        return self.covariance == "means"
+
+    @property
+    def _is_noisy(self) -> bool:
+        return self.release == "noisy"
+
+    @property
+    def _adds_up(self) -> bool:
+        return not self._is_noisy and not self._estimates
+
+    @property
     def sends(self) -> tuple[str, ...]:
-        return (MOMENTS,) if self._is_noisy else (CLASSES, MOMENTS)
+        if self._is_noisy:
+            return (MOMENTS,)
+        return (CLASSES,) if self._estimates else (CLASSES, MOMENTS)
+
+    @property
+    def unsummed_parts(self) -> frozenset[str]:
+        return frozenset({CLASSES}) if self._estimates else frozenset()
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
@@ -152,11 +195,7 @@ class Analytic(FedAvg):
 
     @property
     def private_form(self) -> Mapping[str, str | int]:
-        return {} if self._is_noisy else {"release": "noisy"}
-
-    @property
-    def _is_noisy(self) -> bool:
-        return self.release == "noisy"
+        return {"release": "noisy"} if self._adds_up else {}
 
     @property
     def exchanges(self) -> int:
@@ -176,15 +215,18 @@ class Analytic(FedAvg):
     @property
     def unsupported(self) -> Mapping[Capability, str]:
         left_out = "set cohort=0: who is left out of the one sum is left out of the model"
-        return {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
+        found = {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
+        if not self._estimates:
+            return found
+        apart = "the server sees each silo's class means: set method.covariance=moments"
+        return {**found, Capability.DIFFERENTIAL_PRIVACY: apart, Capability.SECURE_AGGREGATION: apart}
 
     def shared(self, name: str) -> bool:
         return name.startswith("head.")
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
-        return (12 if self.personal_head else 4) * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (
-            feature_dim + _CONSTANT
-        )
+        matrices = 0 if self._estimates else 12 if self.personal_head else 4
+        return matrices * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (feature_dim + _CONSTANT)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Make the state; raises ConfigError (E-CFG-08) on a head that is not linear or has no bias."""
@@ -195,8 +237,9 @@ class Analytic(FedAvg):
                 "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
             )
         everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + _CONSTANT
+        moments = {} if self._estimates else {"a": (width * (width + 1) // 2,)}
         last = {"variance": ()} if self._is_noisy else {"n": (classes,)}
-        shapes = {"a": (width * (width + 1) // 2,), "b": (classes, width), **last}
+        shapes = {**moments, "b": (classes, width), **last}
         candidates = {"candidates": torch.zeros(len(LAMBDAS), classes, width)} if self._chooses else {}
         return {
             "w": {name: torch.zeros_like(v) for name, v in everything.items() if self.shared(name)},
@@ -211,7 +254,7 @@ class Analytic(FedAvg):
         return {group: server[group] for group in ("w", "asked", *more)}
 
     def fingerprint(self, update: Bundle) -> str:
-        if self._is_noisy:  # noise is never drawn again
+        if not self._adds_up:  # noise is never drawn again, and a covariance of means is no sum
             return ""
         added = {"a": update[MOMENTS].total["a"], "b": update[CLASSES].total["b"], "n": update[CLASSES].weight}
         return tensor_maps.digest({name: v.detach().cpu().double() + 0.0 for name, v in added.items()})  # -0 is 0
@@ -229,10 +272,11 @@ class Analytic(FedAvg):
         if self._is_noisy:
             return LocalResult({MOMENTS: self._released(net, asked, about, data, context)}, silo)
         found = {
-            "a": torch.zeros(width, width, dtype=torch.float64),
             "b": torch.zeros(classes, width, dtype=torch.float64),
             "n": torch.zeros(classes, dtype=torch.float64),
         }
+        if not self._estimates:
+            found["a"] = torch.zeros(width, width, dtype=torch.float64)
         if self._chooses:
             found["right"] = torch.zeros(classes, len(LAMBDAS), dtype=torch.float64)
         if context.prototypes and about == COUNT:
@@ -242,19 +286,19 @@ class Analytic(FedAvg):
             sums = BatchSums(lambda x, y: self._sums(net, asked, about, x, y), None if about == ALL else part_of)
             found |= data.sum(sums)
         classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
-        parts = {
-            MOMENTS: Part({"a": packed(found["a"])}, found["n"].sum().float()),
-            CLASSES: Part(classwise, found["n"].float()),
-        }
+        parts = {CLASSES: Part(classwise, found["n"].float())}
+        if not self._estimates:
+            parts[MOMENTS] = Part({"a": packed(found["a"])}, found["n"].sum().float())
         return LocalResult(parts, silo)
 
-    @staticmethod
-    def _sums(net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
+    def _sums(self, net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
         kept = torch.ones(len(y), dtype=torch.bool) if about == ALL else held_out(x) == (about == REST)
         z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
         root, own = asked["root"].to(z.device), nn.functional.one_hot(y, len(asked["root"])).double()
         weighed = entries(z, root[y])
-        sums = {"a": weighed.T @ weighed, "b": own.T @ weighed, "n": own.sum(0)}
+        sums = {"b": own.T @ weighed, "n": own.sum(0)}
+        if not self._estimates:
+            sums["a"] = weighed.T @ weighed
         if about == REST and "candidates" in asked:
             sums["right"] = _judged(z, y, asked["candidates"].to(z.device))["right"]
         return sums
@@ -291,12 +335,13 @@ class Analytic(FedAvg):
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         if self._is_noisy:
             return self._merged_release(server, total[MOMENTS].total, self._about(context))
+        if self._estimates:
+            return self._merge_means(server, total[CLASSES], context)
         counts, about = total[CLASSES].weight.double(), self._about(context)
         if about == NOTHING or (about == COUNT and not bool(counts.sum() > 0)):
             return server
         if about == COUNT:
-            root = torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
-            return {**server, "asked": {**server["asked"], "root": root}}
+            return {**server, "asked": {**server["asked"], "root": balanced(counts)}}
         new = {"a": total[MOMENTS].total["a"], "b": total[CLASSES].total["b"], "n": counts}
         sign = -1.0 if self.withdraws else 1.0
         sums = {name: server["sums"][name] + sign * value.double() for name, value in new.items()}
@@ -338,6 +383,25 @@ class Analytic(FedAvg):
         scale[-_CONSTANT:] = 1.0  # these heads have biases of their own
         W = solve_lda(A, B, weights, self.ridge, noise) if self.head == "lda" else nearest_mean(B, weights)
         return W * scale
+
+    def _merge_means(self, server: State, each: Part, context: RoundContext) -> State:
+        """Merge silos' sums of each class, (K, C, d + 1) and (K, C), which are seen one by one.
+
+        A count below 1 is no example, and a sum beyond what so many examples can have is cut.
+        """
+        n, about, asked = each.weight.double(), self._about(context), server["asked"]
+        n = torch.where(n >= 1.0, n, 0.0)
+        if about == NOTHING or not bool(n.any()):
+            return server
+        if about == COUNT:
+            return {**server, "asked": {**asked, "root": balanced(n.sum(0))}}
+        bound = MAX_ENTRY * n.unsqueeze(2)
+        b = torch.minimum(torch.maximum(each.total["b"].double(), -bound), bound)
+        sums, weighted = {"b": b.sum(0), "n": n.sum(0)}, b * asked["root"].unsqueeze(1)
+        A = estimated_moments(weighted, n, asked["root"].square())
+        W = self._solved({**sums, "a": packed(A)}, asked["root"], self.ridge)
+        head = _head(W)
+        return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
 
     def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
@@ -387,6 +451,33 @@ class Analytic(FedAvg):
 
 def _head(W: Tensor) -> Tensors:
     return {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
+
+
+def balanced(counts: Tensor) -> Tensor:
+    """Return the roots (C,) of the weights that give every class of counts (C,) the same share."""
+    return torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
+
+
+def estimated_moments(b: Tensor, n: Tensor, weights: Tensor) -> Tensor:
+    """Return A (D, D), estimated from the sums of silos' examples of each class alone.
+
+    b: (K, C, D) w_c times the sum over the examples of class c at silo k   n: (K, C) their counts   weights: w (C,)
+    Raises ConfigError (E-CFG-08) where no class is at two silos, which leaves nothing to estimate a covariance from.
+    """
+    silos, counts = (n > 0).sum(0), n.sum(0)
+    shares = torch.where(silos > 1, weights * counts, 0.0)
+    if not bool(shares.any()):
+        raise ConfigError(
+            "E-CFG-08",
+            "expected a class that two silos have: how far their means are apart tells its covariance, found none: "
+            "set method.covariance=moments, or method.head=ncm",
+        )
+    means = b.sum(0) / (weights * counts).clamp(min=1e-300).unsqueeze(1)
+    apart = torch.where((n > 0).unsqueeze(2), b / (weights * n.clamp(min=1.0)).unsqueeze(2) - means, 0.0)
+    scale = shares * (silos - 1).clamp(min=1).reciprocal() / shares.sum()
+    rows = (apart * (n * scale).sqrt().unsqueeze(2)).flatten(0, 1)
+    total = (weights * counts).unsqueeze(1)
+    return means.T @ (total * means) + total.sum() * rows.T @ rows
 
 
 def best(right: Tensor, counts: Tensor) -> int:

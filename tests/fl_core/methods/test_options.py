@@ -51,6 +51,8 @@ WRONG = {
     "fedrod": [{"gamma": -1.0}, {"variant": "deep"}, {"phase": "both"}, {"hidden": -1}],
     "fedphp": [{"lam": 1.5}, {"transfer": "none"}, {"tau": 0.0}, {"kd": "js"}, {"mu_macro": -0.1}, {"mu_max": 2.0}],
     "map": [{"alpha": 2.0}, {"rs": "none"}, {"stages": "two"}, {"lam": -1.0}],
+    "fedvls": [{"lam": -0.1}, {"mu": -1.0}, {"gamma": float("nan")}, {"suppression": "all"}],
+    "fedloge": [{"sparsity": 1.0}, {"length": 0.0}, {"norm": -1.0}, {"classifier": "both"}],
 }
 
 
@@ -69,6 +71,7 @@ FEDAVG: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "fedrs": ({"alpha": 1.0}, {}),
     "fedgela": ({"etf": False, "adapt": False}, {"etf": False}),
     "fedphp": ({"lam": 0.0}, {"lam": 0.5}),
+    "fedvls": ({"lam": 0.0, "mu": 0.0, "gamma": 0.0}, {}),
 }
 """Options under which a method is FedAvg, and others under which it is not."""
 

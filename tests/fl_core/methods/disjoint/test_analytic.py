@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from sklearn.neighbors import NearestCentroid
 from torch import Tensor
 
 from consilium.testing.federation import MadeUp
-from consilium.testing.methods import TRAIN
+from consilium.testing.methods import CHECKS, TRAIN, MethodCase
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulate.runner import build_simulation
 from fl_core.aggregation.aggregator import Aggregator
@@ -28,15 +28,17 @@ from fl_core.methods import build_method
 from fl_core.methods.disjoint import analytic
 from fl_core.methods.disjoint.analytic import LAMBDAS, MAX_ENTRY, STEP, Analytic
 from fl_core.models import build_model
+from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.training.local_data import PlainLocalData
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import Schema
-from fl_core.types.values import Examples, RoundContext, State
+from fl_core.types.values import Examples, Part, RoundContext, State
+from tests.oracles import slow_class_covariance
 from tests.support.federations import NAMES, go, manifest, same, shares
 
 CLASSES, RECORDS = 4, 200
@@ -71,7 +73,7 @@ def trained(method: Analytic, parts: Sequence[Rows], rounds: int = 0) -> State:
     grid = FixedPointFormat("ring64", len(parts))
     for t in range(context.rounds):
         now = RoundContext(len(parts), CLASSES, context.rounds, t, len(parts))
-        sums = Aggregator({name: layout[name] for name in method.sends}, grid)
+        sums = Aggregator({name: layout[name] for name in method.sends}, grid, method.unsummed_parts)
         for k, part in enumerate(parts):
             data = PlainLocalData(RoundData(part, part, TRAIN, now.for_silo(k, 0)))
             sums.add(method.local(model(), method.broadcast(server), {}, data, now.for_silo(k, 0)).bundle, k)
@@ -381,3 +383,136 @@ def test_personal_models_are_measured_at_the_end_and_are_better_where_hospitals_
         assert "pa" not in seen_.records[0].personal
         found[on] = seen_.records[1].personal["pa"]
     assert found[True] > found[False]
+
+
+# ---- covariances from class means (FedCOF) ---------------------------------------------------------------------------
+
+
+def divided(rows: Rows, silos: int, seed: int = 0) -> list[Rows]:
+    draw = torch.Generator().manual_seed(seed)
+    owner = torch.randint(silos, (len(rows.labels),), generator=draw)
+    return [Rows(rows.x[owner == k], rows.labels[owner == k]) for k in range(silos)]
+
+
+MEANS = {"covariance": "means", "head": "lda", "ridge": 0.01}
+
+
+@pytest.mark.parametrize("class_weights", ["none", "balanced"])
+@pytest.mark.parametrize("head_kind", ["lda", "ridge"])
+def test_a_head_from_class_means_is_that_of_the_slow_covariance(class_weights: str, head_kind: str) -> None:
+    """Six silos; class 3 is at one of them alone, class 2 has a silo with a single example of it."""
+    rows = records(240, seed=4)
+    parts = divided(rows, 6)
+    parts = [Rows(p.x[keep], p.labels[keep]) for k, p in enumerate(parts) for keep in [(p.labels < 3) | (k == 0)]]
+    lonely = parts[5].labels != 2
+    lonely[(~lonely).nonzero()[0]] = True
+    parts[5] = Rows(parts[5].x[lonely], parts[5].labels[lonely])
+    method = build_method("analytic", {**MEANS, "head": head_kind, "class_weights": class_weights})
+    server = trained(method, parts)
+
+    counts = np.array([torch.bincount(p.labels, minlength=CLASSES).tolist() for p in parts], dtype=float)
+    n = counts.sum(0)
+    w = n.sum() / (CLASSES * n) if class_weights == "balanced" else np.ones(CLASSES)
+    z = [np.concatenate((seen(p), np.ones((len(p.x), 1))), axis=1) for p in parts]
+    m = np.stack([np.concatenate(z)[np.concatenate([p.labels for p in parts]) == c].mean(0) for c in range(CLASSES)])
+    known = [c for c in range(CLASSES) if (counts[:, c] > 0).sum() > 1]
+    assert known == [0, 1, 2]
+    pooled = np.zeros((m.shape[1], m.shape[1]))
+    for c in known:
+        held = [k for k in range(6) if counts[k, c]]
+        means = [z[k][parts[k].labels.numpy() == c].mean(0).tolist() for k in held]
+        pooled += w[c] * n[c] * np.array(slow_class_covariance(means, counts[held, c].tolist()))
+    pooled /= sum(w[c] * n[c] for c in known)
+    A = sum(w[c] * n[c] * (np.outer(m[c], m[c]) + pooled) for c in range(CLASSES))
+    shift = 0.01 * np.diag(A)[:-1].mean()
+    if head_kind == "ridge":
+        wanted = np.linalg.solve(A + np.diag([shift] * (len(A) - 1) + [0.0]), (w * n)[:, None].T * m.T).T
+    else:
+        total = (w * n).sum()
+        S = pooled[:-1, :-1] + shift / total * np.eye(len(A) - 1)
+        W = np.linalg.solve(S, m[:, :-1].T).T
+        bias = np.log(w * n / total) - (m[:, :-1] * W).sum(1) / 2
+        wanted = np.concatenate((W, bias[:, None]), axis=1)
+    rounding = 2e-3 if class_weights == "balanced" else 1e-6  # features are rounded after the root
+    assert np.allclose(head(server), wanted, atol=rounding * np.abs(wanted).max())
+
+
+def test_the_covariance_from_class_means_is_unbiased() -> None:
+    """As a distribution: over 6,000 draws its mean is the true covariance, and is not that of dividing by K."""
+    draw, d = torch.Generator().manual_seed(11), 3
+    root = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.5, 0.0], [-0.3, 0.8, 0.2]], dtype=torch.float64)
+    true, mean, counts = root @ root.T, torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64), [3, 5, 9, 14]
+    found = []
+    for _ in range(6000):
+        sums = [(torch.randn(n, d, generator=draw, dtype=torch.float64) @ root.T + mean).sum(0) for n in counts]
+        b, n = torch.stack(sums).unsqueeze(1), torch.tensor(counts, dtype=torch.float64).unsqueeze(1)
+        A = analytic.estimated_moments(b, n, torch.ones(1, dtype=torch.float64))
+        m = b.sum(0)[0] / sum(counts)
+        found.append(A / sum(counts) - torch.outer(m, m))
+    every = torch.stack(found)
+    error = every.std(0) / math.sqrt(len(found))
+    assert bool(((every.mean(0) - true).abs() < 4.5 * error).all())
+    assert bool(((every.mean(0) * 3 / 4 - true).abs() > 8 * error).diagonal().all())
+
+
+def test_what_leaves_a_silo_are_class_sums_and_no_matrix_of_features() -> None:
+    network, method = model(), build_method("analytic", MEANS)
+    plain, means = (derive_layout(m, network, SCHEMA) for m in (Analytic(), method))
+    width = 24 + 1
+    assert sum(math.prod(s) for s in plain["moments"].shapes.values()) == width * (width + 1) // 2
+    assert method.sends == ("classes",)
+    assert {name: spec.shapes for name, spec in means.items() if name in ("moments", "classes")} == {
+        "classes": {"b": (CLASSES, width)}
+    }
+    assert set(method.init_server(model(), RoundContext(2, CLASSES))["sums"]) == {"b", "n"}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_with_means_the_contract_of_methods_holds(check: Callable[[MethodCase], None]) -> None:
+    check(MethodCase("analytic", {**MEANS, "class_weights": "balanced"}))
+    check(MethodCase("analytic", MEANS))
+
+
+def test_where_no_class_is_at_two_silos_there_is_no_covariance_and_the_error_says_what_to_do() -> None:
+    rows = records()
+    parts = [Rows(rows.x[rows.labels == c], rows.labels[rows.labels == c]) for c in range(CLASSES)]
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*method\.covariance=moments"):
+        trained(build_method("analytic", MEANS), parts)
+
+
+def test_means_are_refused_where_single_hospitals_must_not_be_seen() -> None:
+    method = build_method("analytic", MEANS)
+    assert method.unsummed_parts == {"classes"}
+    assert Analytic().unsummed_parts == frozenset()
+    remedy = r"E-CFG-08.*method\.covariance=moments"
+    for capability in (Capability.SECURE_AGGREGATION, Capability.DIFFERENTIAL_PRIVACY):
+        with pytest.raises(ConfigError, match=remedy):
+            check_supported(method, [capability])
+    words = ["data=digits", "federation=iid-5", "method=analytic", "method.covariance=means", "model=random_features"]
+    build_simulation(compose_spec(words))
+    for privacy, said in (("dp_record", remedy), ("dp_silo_small", r"E-PRIV-16.*privacy=dp_record")):
+        with pytest.raises(ConfigError, match=said):
+            build_simulation(compose_spec([*words, f"privacy={privacy}"]))
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*one by one.*norm_clipped"):
+        build_simulation(compose_spec([*words, "aggregator=median"]))
+
+
+@pytest.mark.parametrize("options", [{"head": "ncm"}, {"head": "lda", "ridge": 0.0}])
+def test_means_without_a_use_or_a_lambda_are_refused_with_the_remedy(options: dict) -> None:
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*leave method\.covariance out"):
+        build_method("analytic", {**options, "covariance": "means"})
+
+
+@pytest.mark.parametrize("lie", [(1e-9, 5.0), (0.4, -1e6), (1.0, 2.0**23), (3.0, -(2.0**23)), (0.0, 7.0)])
+def test_a_count_below_one_is_no_example_and_a_sum_is_held_to_what_examples_can_have(lie: tuple[float, float]) -> None:
+    """A silo that lies moves the covariance no further than entries of honest features could."""
+    draw = torch.Generator().manual_seed(1)
+    n, b = torch.full((3, CLASSES), 5.0, dtype=torch.float64), torch.randn(3, CLASSES, 7, generator=draw).double()
+    n[2, 1], b[2, 1] = lie[0], torch.full((7,), lie[1], dtype=torch.float64)
+    method, context = build_method("analytic", MEANS), RoundContext(3, CLASSES, cohort=3)
+    network = build_model("random_features", {"width": 6}, SCHEMA, seed=3)
+    server = method.init_server(network, context)
+    sums = method.merge(server, {"classes": Part({"b": b}, n)}, context)["sums"]
+    there = float(lie[0]) if lie[0] >= 1 else 0.0
+    assert float(sums["n"][1]) == 10.0 + there
+    assert float((sums["b"][1] - b[:2, 1].sum(0)).abs().max()) <= MAX_ENTRY * there
