@@ -137,7 +137,7 @@ class RunSetup:
         if not self.frozen:
             return found
         self._require_weights()
-        return on_body(copy.deepcopy(self.network.body), found)
+        return on_body(copy.deepcopy(self.network.body).cpu(), found)
 
     def exported(self, server: State) -> Tensors:
         """Choose the tensors of an exported model: `Method.exported`, and those of a frozen body."""
