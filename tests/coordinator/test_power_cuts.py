@@ -202,7 +202,7 @@ def test_dying_again_and_again_while_a_hospital_is_taken_out_leaves_all_of_it_or
 ) -> None:
     memories = {name: Memory() for name in PEOPLE}
     world = template
-    server = world.start()
+    world.start()
     people = start(world, memories)
     run = world.finished(world.submit(SUMMED, uuid.uuid4().hex).id)
     whole, life, lives = world.model(run.id), 0, 0
@@ -223,7 +223,7 @@ def test_dying_again_and_again_while_a_hospital_is_taken_out_leaves_all_of_it_or
         with suppress(PowerCut):
             (touched,) = (t for t in withdrawals.withdraw("east", "lead") if t.run.id == run.id)
             assert touched.by is not None
-            until(partial(_settled, world, power, touched.by.id), "the end or a power cut", 30)
+            until(partial(_settled, world, power, touched.by.id), "the end or a power cut", 120)
         if not power.cut.is_set():
             break
         bury(server)
