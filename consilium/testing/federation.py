@@ -15,6 +15,7 @@ from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.simulation.in_process import SiloShare
+from fl_core.training.frozen_features import trained_part
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Bundle, Examples, Part, State, Tensors
@@ -66,18 +67,20 @@ def manifest(
     metrics: str = "basic",
 ) -> RunManifest:
     """Freeze a run over the three silos."""
-    built, chosen = build_model(model, model_options or {}, SCHEMA, seed), all_options(method, options or {})
+    network, chosen = build_model(model, model_options or {}, SCHEMA, seed), all_options(method, options or {})
+    train = train or TrainConfig(batch_size=5, epochs=1)
+    trained = trained_part(network, SCHEMA, train, model)
     return RunManifest(
         name="test",
         method=NamedOptions(method, chosen),
         model=NamedOptions(model, model_options or {}),
         data="made-up",
         schema=SCHEMA,
-        train=train or TrainConfig(batch_size=5, epochs=1),
+        train=train,
         rounds=rounds,
         seed=seed,
         members=make_members(names, seed, share),
-        layout=derive_layout(build_method(method, chosen), built, SCHEMA, personal, metrics),
+        layout=derive_layout(build_method(method, chosen), *trained, personal, metrics),
         grid=FixedPointFormat("ring64", len(names)),
         privacy=NamedOptions("none"),
         cohort=cohort,

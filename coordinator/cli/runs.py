@@ -274,7 +274,7 @@ def export(
 ) -> Reply:
     """Write a run's newest model as safetensors, with a model card; with --format also for other programs."""
     from coordinator.lead import portable
-    from coordinator.lead.export import check_detail, export_model, state_limit
+    from coordinator.lead.export import check_detail, export_model, frozen_weights, state_limit
     from fl_core.extensions import loading
 
     loading.load_distributions(extension)
@@ -287,9 +287,12 @@ def export(
             raise ConfigError(
                 "E-RUN-11", f"expected a run with a closed round, found {run!r} in state {detail.info.state}"
             )
-        state = Path(scratch) / "state"
-        client.fetch(detail.info.model_object, state, state_limit(check_detail(detail)))
-        tensors, card, others = export_model(detail, state, out, more, licence)
+        state, manifest, body = Path(scratch) / "state", check_detail(detail), None
+        client.fetch(detail.info.model_object, state, state_limit(manifest))
+        if (weights := frozen_weights(manifest)) is not None:
+            body = Path(scratch) / "weights"
+            client.fetch(weights.object, body, weights.size)
+        tensors, card, others = export_model(detail, state, out, more, licence, body)
     files = {"model": str(tensors), "card": str(card), "others": [str(file) for file in others]}
     shown = f"wrote {', '.join(map(str, (tensors, *others)))} and {card}"
     return Reply({**files, "model_digest": detail.info.model_digest}, [shown])

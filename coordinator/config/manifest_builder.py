@@ -21,6 +21,7 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
+from fl_core.training.frozen_features import check_shared, trained_part
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
 from fl_core.types.columns import Column
 from fl_core.types.interfaces import Method
@@ -101,9 +102,11 @@ def manifest_from(
     model = _model_choice(spec)
     require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
-    capabilities.check_micro_batch(built, network, spec.train)
+    trained = trained_part(network, schema, spec.train, model.name)
+    capabilities.check_micro_batch(built, trained.model, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
-    layout = {**derive_layout(built, network, schema, spec.personal, metrics), **profiles.extra_parts(privacy)}
+    own = derive_layout(built, *trained, spec.personal, metrics)
+    check_shared(method.name, own, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-02",
@@ -116,7 +119,7 @@ def manifest_from(
         data=str(spec.data["name"]),
         schema=schema,
         members=_members(spec, names, sizes),
-        layout=layout,
+        layout={**own, **profiles.extra_parts(privacy)},
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
         image_size=request_of(spec).image_size,

@@ -17,16 +17,16 @@ from coordinator.lead.tables import aggregator_text, private_form, software_text
 from coordinator.lead.withdrawals import card_lines
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods.fedavg import Traits
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL
-from fl_core.types.records import judgements
+from fl_core.types.records import FEATURES, judgements
 from privacy import profiles
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.codec import read_state
+from protos.wire.codec import read_state, read_weights
 from service_core import clinical_report
 from service_core.console import printable
 
@@ -61,17 +61,29 @@ def _unsound(expected: str, found: str) -> ProtocolError:
 
 def state_limit(manifest: RunManifest) -> int:
     """Return more bytes than any method's server state has: some of them keep several copies of the model."""
-    tensors = CompiledRun(manifest).model.state_dict().values()
+    tensors = CompiledRun(manifest).network.state_dict().values()
     size = sum(int(t.numel() * t.element_size()) for t in tensors)
     return _STATE_COPIES * size + _STATE_EXTRA
 
 
+def frozen_weights(manifest: RunManifest) -> Weights | None:
+    """Name the weights of a body that the run never sent, and so did not store with its model; None without any."""
+    frozen, start = manifest.train.freeze == FEATURES, manifest.start
+    return start.weights if frozen and start is not None else None
+
+
 def export_model(
-    detail: pb.RunDetail, state_file: Path, out: Path, formats: Sequence[str] = (), licence: str = ""
+    detail: pb.RunDetail,
+    state_file: Path,
+    out: Path,
+    formats: Sequence[str] = (),
+    licence: str = "",
+    weights_file: Path | None = None,
 ) -> tuple[Path, Path, list[Path]]:
     """Write `<out>/<run>.safetensors`, the card `<out>/<run>.md` and a file for each other format; return the paths.
 
-    The tensors are all that the method needs to classify, and the metadata names its options and the model's.
+    The tensors are all that the method needs to classify, and the metadata names its options and the model's: a whole
+    model also where the run trained a part of it. weights_file: the object that `frozen_weights` names.
     Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; as `check_detail`.
     """
     info, manifest = detail.info, check_detail(detail)
@@ -80,7 +92,10 @@ def export_model(
         raise StateError(
             "E-STATE-22", f"expected the model {info.model_digest[:16]}, found {found[:16]}: fetch it again"
         )
-    weights = dict(CompiledRun(manifest).method.exported(server))
+    run = CompiledRun(manifest)
+    if weights_file is not None:
+        run = run.with_weights(read_weights(weights_file))
+    weights = dict(run.exported(server))
     out.mkdir(parents=True, exist_ok=True)
     tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
     facts = {
@@ -99,7 +114,7 @@ def export_model(
     for kind in dict.fromkeys(formats):
         others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
         named = portable.facts(manifest, info.run_id, info.model_digest, licence)
-        portable.write(kind, manifest, server, named, others[-1])
+        portable.write(kind, run, server, named, others[-1])
         text += "\n".join(map(printable, portable.lines(kind, others[-1].name, manifest)))
     card.write_text(text)
     return tensors, card, others
@@ -131,6 +146,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         *([f"| private form | {form} |"] if (form := private_form(manifest.to_json())) else []),
         *([f"| start | {start} |"] if (start := started_from(manifest.to_json())) else []),
         f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
+        *([f"| trained | projection and head, on {_body(manifest)} |"] if run.frozen else []),
         f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
         f"| local training | {_words(asdict(manifest.train))} |",
         f"| seed | {manifest.seed} |",
@@ -162,6 +178,11 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "",
     ]
     return "\n".join(map(printable, lines))
+
+
+def _body(manifest: RunManifest) -> str:
+    weights = frozen_weights(manifest)
+    return f"a frozen body of {weights}" if weights else "a frozen body of random weights, drawn from the seed"
 
 
 def _words(options: Mapping[str, object]) -> str:

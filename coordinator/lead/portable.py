@@ -24,8 +24,8 @@ from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
 from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import State
-from privacy.compiled_run import CompiledRun
 
 ONNX, TORCH = "onnx", "torch"
 FORMATS = (ONNX, TORCH)
@@ -65,12 +65,11 @@ def normalisation(data: str) -> tuple[Sequence[float], Sequence[float]]:
     return tuple(getattr(known, "mean", ())), tuple(getattr(known, "std", ()))
 
 
-def classifier(manifest: RunManifest, server: State) -> nn.Module:
+def classifier(run: RunSetup, server: State) -> nn.Module:
     """Make the model that the run evaluates, for images in [0, 1]; raises ConfigError (E-CFG-08) where it has none."""
-    run = CompiledRun(manifest)
     run.method.exported(server)  # refuses a method without a model of the federation's own
-    network = run.method.global_model(run.new_model(), run.method.broadcast(server))
-    mean, std = normalisation(manifest.data)
+    network = run.classifier(server)
+    mean, std = normalisation(run.manifest.data)
     return (_FromImages(network, mean, std) if mean else network).eval()
 
 
@@ -105,14 +104,14 @@ def require(formats: Sequence[str]) -> None:
             _require(name)
 
 
-def write(kind: str, manifest: RunManifest, server: State, named: Mapping[str, str], file: Path) -> None:
+def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], file: Path) -> None:
     """Write a model whose batch may have any size.
 
     Raises ConfigError (E-CFG-08) where the extra is not installed, and on a model that cannot be written like this;
     after writing, the file's answer to random images is held against the model's.
     """
     require([kind])
-    network = classifier(manifest, server)
+    manifest, network = run.manifest, classifier(run, server)
     images = torch.rand(3, *manifest.schema.shape, generator=torch.Generator().manual_seed(0))
     try:
         with _quiet():

@@ -78,6 +78,12 @@ def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tu
     manifest, before = compiled.manifest, RunManifest.from_json(parent.manifest)
     _require_same_model(parent, before, manifest)
     kept, fresh = codec.read_state(objects.verified(parent.state_object)), compiled.initial_state()
+    if before.train.freeze != manifest.train.freeze:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected train.freeze={before.train.freeze}, as in {parent.id}, found {manifest.train.freeze}: leave it "
+            "as it was, or export that run and begin with its file (coordinator export; model.weights=FILE)",
+        )
     model = dict(kept["w"])
     if _shapes(model) != _shapes(fresh["w"]):  # one that keeps a part of the model apart, which this method trains
         model = dict(CompiledRun.of(before).method.exported(kept))
@@ -89,7 +95,7 @@ def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tu
         )
     if not tensor_maps.all_finite(model):
         raise ProtocolError("E-WIRE-05", f"expected a model of numbers in {parent.id}, found NaN or infinity")
-    partial = not set(tensor_maps.copy_state(compiled.model)) <= set(model)
+    partial = not set(tensor_maps.copy_state(compiled.network)) <= set(model)
     if partial and manifest.model != before.model:
         raise ConfigError(
             "E-CFG-23",

@@ -113,7 +113,7 @@ class Simulation:
         run = self.result.run
         if not run.method.has_global_model:
             raise ConfigError("E-CFG-08", f"expected a method with a global model, found {self.manifest.method.name}")
-        return run.method.global_model(run.new_model(), run.method.broadcast(self.result.server)).eval()
+        return run.classifier(self.result.server).eval()
 
     def save(self, folder: str | Path) -> None:
         """Write what `coordinator simulate --out` writes; raises as `ResultFolder.claim`."""

@@ -329,7 +329,11 @@ class ResultFolder:
     def differences(self, spec: RunSpec) -> list[str]:
         """Name the keys in which the folder's configuration differs from `spec`, with both values; none without one."""
         found = self.configuration()
-        return [] if found is None else differences(found, plain(spec))
+        if found is None:
+            return []
+        if isinstance(model := found.get("model"), dict) and "adapter" in spec.model:
+            model.setdefault("adapter", "none")  # of a folder from before it existed
+        return differences(found, plain(spec))
 
     def configuration(self) -> Mapping[str, object] | None:
         """Read the configuration in the folder; raises StateError (E-STATE-22) on a damaged one."""
@@ -424,7 +428,7 @@ def model_bytes(result: Result) -> bytes:
         "manifest_digest": manifest.digest(),
         "model_digest": result.model_digest,
     }
-    tensors = {name: v.detach().cpu().contiguous() for name, v in result.method.exported(result.server).items()}
+    tensors = {name: v.detach().cpu().contiguous() for name, v in result.run.exported(result.server).items()}
     return save(tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
 
 

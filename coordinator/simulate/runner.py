@@ -27,7 +27,7 @@ from fl_core import datasets
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_test
+from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_test, with_features
 from fl_core.simulation.measures import BestHistory, GlobalTestEvaluator, LatestPersonal, fine_tuned
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
@@ -117,7 +117,9 @@ def run(
         ResultFolder(out).claim(spec, manifest, words)
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
     factories = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
-    shares, engine = [SiloShare(s.train, s.test, s.public) for s in sets], engine or SimulationEngine()
+    engine = engine or SimulationEngine()
+    own = [SiloShare(s.train, s.test, s.public) for s in sets]
+    shares = with_features(compiled, own, choose_device(engine.device), threads_of(manifest))
     if callable(observer):
         observer = observer(manifest)
     history = _history(compiled, shares, observer or Observer(), choose_device(engine.device))

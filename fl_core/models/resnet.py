@@ -94,7 +94,7 @@ class ResNet18(HeadOptions):
     norm: str = "batch"
     groups: int = 2
     stem: str = "cifar"
-    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"stem"})
+    omitted_at_default: ClassVar[frozenset[str]] = HeadOptions.omitted_at_default | {"stem"}
     _plan: ClassVar[Plan] = Plan("resnet18", (2, 2, 2, 2), (64, 128, 256, 512))
 
     def build(self, schema: Schema) -> SplitModel:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, Literal, cast, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -18,6 +20,9 @@ from fl_core.types.values import Tensors
 
 MAX_LAYERS = 16
 """Of a projection: each is a module, which takes time even where it has no numbers."""
+HIDDEN = 256
+"""Units between the two layers of `adapter=mlp`."""
+Adapter = Literal["none", "linear", "mlp"]
 
 
 class SplitModel(nn.Module):
@@ -82,14 +87,29 @@ def assemble(
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What the options of every model have: widths of the projection, and whether the head has a bias."""
+    """What the options of every model have: widths of the projection, and whether the head has a bias.
+
+    adapter: a projection that is as wide as the body's output d0: "linear" d0 -> d0, "mlp" d0 -> 256 -> d0 with ReLU.
+    """
 
     projection: tuple[int, ...] = ()
     head_bias: bool = True
+    adapter: Adapter = "none"
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"adapter"})
 
     def complete(self, body: nn.Module, body_dim: int, schema: Schema) -> SplitModel:
-        """Put projection and head on a body (B, body_dim)."""
-        return assemble(body, body_dim, self.projection, len(schema.classes), head_bias=self.head_bias)
+        """Put projection and head on a body (B, body_dim); raises ConfigError (E-CFG-02) on two projections."""
+        validate.one_of("E-CFG-02", "model", get_args(Adapter), adapter=self.adapter)
+        widths = self.projection
+        if self.adapter != "none":
+            if widths:
+                raise ConfigError(
+                    "E-CFG-02",
+                    f"expected model.adapter or model.projection, found {self.adapter} and {list(widths)}, which are "
+                    "layers of one place: leave one out",
+                )
+            widths = (body_dim,) if self.adapter == "linear" else (HIDDEN, body_dim)
+        return assemble(body, body_dim, widths, len(schema.classes), head_bias=self.head_bias)
 
 
 def kaiming(body: nn.Module) -> nn.Module:
@@ -124,6 +144,33 @@ def frozen_copy(model: nn.Module, values: Tensors | None = None) -> SplitModel:
         tensor_maps.load_state(twin, values)
     twin.requires_grad_(False)
     return cast(SplitModel, twin.eval())
+
+
+def behind_body(model: SplitModel, owner: str) -> SplitModel:
+    """Return projection and head alone: a model of the body's output (B, d0) under the same names, sharing tensors.
+
+    Raises ConfigError (E-CFG-08) on a model that is more than its three parts.
+    """
+    if type(model).forward is not SplitModel.forward or type(model).features is not SplitModel.features:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a model of body, projection and head with train.freeze=features, found {owner}, which has a "
+            "forward pass of its own: leave train.freeze out",
+        )
+    return SplitModel(nn.Identity(), model.projection, model.head, model.feature_dim, model.n_classes)
+
+
+def on_body(body: nn.Module, trained: nn.Module) -> nn.Module:
+    """Return a classifier of examples: a body, and on it a model of its output."""
+    return nn.Sequential(OrderedDict(body=body, classifier=trained))
+
+
+def body_rows(body: nn.Module, x: Tensor) -> Tensor:
+    """Return a body's output (B, d0), in eval mode and without gradients."""
+    body.eval()
+    with torch.no_grad():
+        z: Tensor = body(x)
+    return z
 
 
 class CachedFeatures(nn.Module):

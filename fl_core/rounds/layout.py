@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
 from fl_core.training.evaluation import GLOBAL_PARTS, METRICS, evaluate_personal
-from fl_core.training.local_data import PlainLocalData
+from fl_core.training.local_data import NOTHING_TO_TRAIN, PlainLocalData
 from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method, RoundData
@@ -41,7 +42,12 @@ def derive_layout(
     data = PlainLocalData(RoundData(blank, blank, TrainConfig(batch_size=2, epochs=1), context))
     server = method.init_server(model, context)
     msg = method.broadcast(server)
-    layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)
+    try:
+        layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)
+    except ConfigError as error:
+        if error.message != NOTHING_TO_TRAIN:
+            raise
+        raise ConfigError(error.code, f"method {method.name}: {error.message}") from error
     if personal:
         layout |= _layout(evaluate_personal(model, data, context.n_classes))
     parts = GLOBAL_PARTS if metrics == CLINICAL else (METRICS,)

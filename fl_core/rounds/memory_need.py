@@ -7,7 +7,7 @@ made-up examples once its model is built.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_iter
 from fl_core.errors import RefusedError
 from fl_core.methods import build_method
 from fl_core.models import describe
+from fl_core.models.split_model import body_rows
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.silo_round import SiloRuntime, measure_global
 from fl_core.training import memory
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.interfaces import LocalData
-from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Examples, LossFn, RoundContext, SgdOptions, State
 
 _FLOAT = 4
@@ -51,10 +52,11 @@ def require_memory(
     on a GPU, what is received and sent lies in the machine's memory. Nothing is allocated.
     """
     facts = describe(model.name, schema, model.options)
-    gradients = _FLOAT * facts.parameters
+    gradients = _FLOAT * facts.parameters if train.freeze != FEATURES else 0  # a head's are few
     kept = {"adam": 2 * gradients}.get(train.optimizer, gradients if train.momentum else 0)
     own = _FLOAT * build_method(method.name, method.options).own_numbers(len(schema.classes), facts.feature_dim)
-    training, carried = facts.state_bytes + gradients + kept, 2 * facts.state_bytes + own
+    sent = 0 if train.freeze == FEATURES else 2 * facts.state_bytes
+    training, carried = facts.state_bytes + gradients + kept, sent + own
     on = {device: training, memory.CPU: carried} if device.type == "cuda" else {memory.CPU: training + carried}
     what = f"{model.name} with {facts.parameters:,} parameters, trained by {method.name} (data and activations apart)"
     for place, need in on.items():
@@ -124,11 +126,24 @@ def measure_step(
     Guarantees: reads no record; leaves torch's global generator as it was.
     """
     free = memory.free_memory(device)
-    taken = [_LiveTensors(device, None if free is None else free // 2) for _ in FEW]
+    taken = [LiveTensors(device, None if free is None else free // 2) for _ in FEW]
     for live, number in zip(taken, FEW, strict=True):
         with live:
             _two_rounds(runtime, msg, partial(_opened, open_data, number, live), context)
     few, more = taken
+    return StepMemory(device, tuple(few.after), tuple(more.after), tuple(few.in_training))
+
+
+def measure_pass(body: nn.Module, shape: Sequence[int], device: torch.device) -> StepMemory:
+    """Pass a few made-up examples through a frozen body, moved to the device, and see what that takes beside it.
+
+    Raises and guarantees as `measure_step`.
+    """
+    free, body = memory.free_memory(device), body.to(device)
+    few, more = (LiveTensors(device, None if free is None else free // 2) for _ in FEW)
+    for live, number in zip((few, more), FEW, strict=True):
+        with live:
+            body_rows(body, torch.zeros(number, *shape, device=device))
     return StepMemory(device, tuple(few.after), tuple(more.after), tuple(few.in_training))
 
 
@@ -144,14 +159,14 @@ def _two_rounds(runtime: SiloRuntime, msg: State, open_data: Callable[[], LocalD
         del bundle
 
 
-def _opened(open_data: Callable[[int], LocalData], number: int, live: _LiveTensors) -> LocalData:
+def _opened(open_data: Callable[[int], LocalData], number: int, live: LiveTensors) -> LocalData:
     return _Watched(open_data(number), live)
 
 
 class _Watched(LocalDataWrapper):
     """Says when a method trains."""
 
-    def __init__(self, data: LocalData, live: _LiveTensors) -> None:
+    def __init__(self, data: LocalData, live: LiveTensors) -> None:
         super().__init__(data)
         self._live = live
 
@@ -163,7 +178,7 @@ class _Watched(LocalDataWrapper):
             self._live.training = False
 
 
-class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up, after each operation, what the tensors hold that were made since; raises above a limit."""
 
     def __init__(self, device: torch.device, most: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -20,14 +20,17 @@ from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.extensions import registry
 from fl_core.methods import build_method
-from fl_core.models import build_model, pretrained
+from fl_core.models import SplitModel, build_model, pretrained
+from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Guard, Method, SiloPort
-from fl_core.types.values import RoundContext, State, Tensors
+from fl_core.types.records import FEATURES, Schema
+from fl_core.types.values import Examples, RoundContext, State, Tensors
 
 
 class Guards(NamedTuple):
@@ -73,31 +76,76 @@ class RunSetup:
         Raises ProtocolError (E-WIRE-06) unless they fit the model and leave out what the manifest says that they do.
         """
         found = copy.copy(self)
-        found.__dict__.update(weights=weights, model=self.new_model())
-        if unfit := pretrained.problem(weights, found.model):
+        found.__dict__.update(weights=weights, network=copy.deepcopy(self.network))
+        found.__dict__.pop("_trained", None)
+        if unfit := pretrained.problem(weights, found.network):
             raise ProtocolError("E-WIRE-06", f"expected weights of {self.manifest.model.name}, found {unfit}")
-        start, fresh = self.manifest.start, pretrained.fresh_modules(weights, found.model)
+        start, fresh = self.manifest.start, pretrained.fresh_modules(weights, found.network)
         if start is None or start.weights is None or start.weights.fresh != fresh:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected weights that leave out what the manifest says, found {len(fresh)} modules without any "
                 f"({', '.join(fresh[:3])}): ask the lead",
             )
-        tensor_maps.load_state(found.model, weights)
-        if not pretrained.answers_numbers(found.model, self.manifest.schema.shape):
+        tensor_maps.load_state(found.network, weights)
+        if not pretrained.answers_numbers(found.network, self.manifest.schema.shape):
             raise ProtocolError(
                 "E-WIRE-06", "expected a model that answers images with numbers, found NaN or infinity: ask the lead"
             )
         return found
 
     @cached_property
-    def model(self) -> nn.Module:
-        """The run's model with its initial weights, to read only: training takes a `new_model`."""
-        return self._drawn_model()
+    def network(self) -> SplitModel:
+        """The whole model with its initial weights, to read only."""
+        return self._drawn()
 
-    def _drawn_model(self) -> nn.Module:
+    def _drawn(self) -> SplitModel:
         manifest = self.manifest
         return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
+
+    def _trained_of(self, network: SplitModel) -> Trained:
+        manifest = self.manifest
+        return trained_part(network, manifest.schema, manifest.train, manifest.model.name)
+
+    @cached_property
+    def _trained(self) -> Trained:
+        return self._trained_of(self.network)
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained, with its initial weights, to read only: the whole model, or what stands on a frozen body."""
+        return self._trained.model
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of what is trained on: the manifest's, or of the features that a frozen body gives."""
+        return self._trained.schema
+
+    @property
+    def frozen(self) -> bool:
+        """Whether examples are features, made by the body that the run begins with."""
+        return self.manifest.train.freeze == FEATURES
+
+    def features(self, examples: Examples, device: torch.device) -> Iterator[FeatureBatch]:
+        """Make what a run with a frozen body is trained on; raises as `frozen_features.feature_batches`."""
+        self._require_weights()
+        return feature_batches(self.network.body, examples, device)
+
+    def classifier(self, server: State) -> nn.Module:
+        """Make the global model of a server state, for examples as they are; raises as `Method.global_model`."""
+        found = self.method.global_model(self.new_model(), self.method.broadcast(server))
+        if not self.frozen:
+            return found
+        self._require_weights()
+        return on_body(copy.deepcopy(self.network.body), found)
+
+    def exported(self, server: State) -> Tensors:
+        """Choose the tensors of an exported model: `Method.exported`, and those of a frozen body."""
+        found = self.method.exported(server)
+        if not self.frozen:
+            return found
+        self._require_weights()
+        return {**tensor_maps.select(tensor_maps.copy_state(self.network), lambda n: n.startswith("body.")), **found}
 
     def new_model(self) -> nn.Module:
         """Copy the model with its initial weights; training and dry runs change what they are given."""
@@ -193,8 +241,8 @@ class RunSetup:
 
         A part that is not "delta" holds gradients: it may be longer by the learning rate's inverse.
         """
-        model = self.model if self.weights is None else self._drawn_model()  # the same where weights are at hand or not
-        tensors, found = tensor_maps.named_tensors(model), dict[str, float]()
+        drawn = self._trained if self.weights is None else self._trained_of(self._drawn())  # with weights or without
+        tensors, found = tensor_maps.named_tensors(drawn.model), dict[str, float]()
         for part, spec in self.manifest.layout.items():
             if not spec.weight_shape:
                 named = {key: tensors[key].detach() for key in spec.shapes if key in tensors}

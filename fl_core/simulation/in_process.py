@@ -15,6 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
 from fl_core.training import devices
 from fl_core.training.evaluation import ConcatExamples
+from fl_core.training.frozen_features import in_memory
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import DataFactory, RoundData
@@ -75,7 +76,10 @@ class PassedState:
 
 @dataclass(frozen=True, slots=True)
 class SiloShare:
-    """The examples of one simulated silo; public: the official test set, where `test` was held out of its own data."""
+    """The examples of one simulated silo; public: the official test set, where `test` was held out of its own data.
+
+    Of a run with frozen features they are these: see `with_features`.
+    """
 
     train: Examples
     test: Examples
@@ -137,6 +141,26 @@ def on_device(shares: Sequence[SiloShare], device: torch.device, train_as_stored
             placed.append(examples)
     public = [share.public for share in shares]
     return [SiloShare(*splits) for splits in zip(placed_train, placed_test, public, strict=True)]
+
+
+def with_features(
+    run: RunSetup, shares: Sequence[SiloShare], device: torch.device | None = None, threads: int = 0
+) -> list[SiloShare]:
+    """Make what a run with a frozen body is trained on of what silos have; of any other run it is what they have.
+
+    Raises as `RunSetup.features`. A set that several silos share passes through the body once.
+    """
+    if not run.frozen:
+        return list(shares)
+    made: dict[int, Examples] = {}
+
+    def of(examples: Examples) -> Examples:
+        if id(examples) not in made:
+            made[id(examples)] = in_memory(examples, run.features(examples, device or torch.device("cpu")))
+        return made[id(examples)]
+
+    with thread_count(run.manifest.threads or threads):
+        return [SiloShare(of(s.train), of(s.test), None if s.public is None else of(s.public)) for s in shares]
 
 
 def local_ports(

@@ -14,6 +14,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.validate import HalfOpenUnit, Positive, at_most, between, bounded, one_of
 
 MAX_STEPS, MAX_STRENGTH = 2**31 - 1, 1e12
+FEATURES = "features"
 Strength = Annotated[float, bounded(between, 0, MAX_STRENGTH)]
 
 
@@ -44,7 +45,8 @@ class TrainConfig:
     are augmented where the model is trained, by the same draws. These four change results within float noise alone.
     micro_batch: examples of a step whose loss is computed at once (0: all of them); gradients of the parts add up to
     the step's, so less memory is taken and results change within float noise alone. Not with batch norm or a loss that
-    mixes examples.
+    mixes examples. freeze: "features" leaves the model's body as the run begins with it: examples are its output, made
+    of each once, and what stands behind it is the model that is trained and sent (`training/frozen_features.py`).
     """
 
     lr: Annotated[Positive, bounded(at_most, MAX_STRENGTH)] = 0.01
@@ -64,6 +66,7 @@ class TrainConfig:
     compile: bool = False
     augment_on_device: bool = False
     micro_batch: Annotated[int, bounded(between, 0, MAX_STEPS)] = 0
+    freeze: Annotated[str, bounded(one_of, ("none", FEATURES))] = "none"
 
     def check(self) -> None:
         """Raise ConfigError (E-CFG-02) on what no schedule can be, whoever made it."""
@@ -72,6 +75,12 @@ class TrainConfig:
             raise ConfigError("E-CFG-02", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
         if self.augment_on_device and not self.augment:
             raise ConfigError("E-CFG-02", "train.augment_on_device needs train.augment=true: set it, or leave both out")
+        if self.augment and self.freeze == FEATURES:
+            raise ConfigError(
+                "E-CFG-02",
+                "expected train.augment=false with train.freeze=features, which makes features of images once, as they "
+                "are: leave one out",
+            )
 
     def facts(self) -> dict[str, object]:
         """Return all fields for JSON, without later ones at their default, so that digests stay as they were."""
@@ -82,7 +91,7 @@ class TrainConfig:
         return raw
 
 
-_LATER = {"cudnn_benchmark": False, "compile": False, "augment_on_device": False, "micro_batch": 0}
+_LATER = {"cudnn_benchmark": False, "compile": False, "augment_on_device": False, "micro_batch": 0, "freeze": "none"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,8 +172,7 @@ class PrivacyProfile(ABC):
 
     def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
         """Say how many examples a member has in memory at once, and how to train on some that are nobody's."""
-        manifest = self.run.manifest
-        train, schema = manifest.train, manifest.schema
+        train, schema = self.run.manifest.train, self.run.schema
 
         def opened(number: int) -> LocalData:
             examples = MadeUpExamples(schema, number)

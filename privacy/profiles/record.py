@@ -61,7 +61,7 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
         member.units,
         run.method,
         run.new_model(),
-        manifest.schema,
+        run.schema,
         manifest.personal,
     )
 
@@ -175,7 +175,7 @@ class RecordProfile(PrivateProfile):
     def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
         """Train on the rows of the batches; a coupled term sees a microbatch at once, at most about twice its mean."""
         run, plan = self.run, self.plan(index)
-        schema = run.manifest.schema
+        schema = run.schema
 
         def opened(number: int) -> LocalData:
             from privacy.mechanisms.record.private_data import DpSgdLocalData

@@ -21,7 +21,7 @@ from service_core.storage import backup as backups
 from service_core.version import software
 from silo.cli.options import DataRootOption, SiloHome, label_space, open_store, text_of
 from silo.identity.identity import SiloIdentity
-from silo.storage.home import OBJECTS, Home
+from silo.storage.home import FEATURES, OBJECTS, Home
 from silo.storage.store import Store
 
 PAGES = ("page.html", OPENED_PAGE)
@@ -37,7 +37,7 @@ def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
         database=home.database.name,
         objects=OBJECTS,
         databases=inside(home.ledger),
-        left_out=("instance.json", *PAGES, FOLDER, *(() if ledger_key else inside(home.ledger_key))),
+        left_out=("instance.json", FEATURES, *PAGES, FOLDER, *(() if ledger_key else inside(home.ledger_key))),
         referenced=_referenced,
         place=str,
         copy_log=copy_log,

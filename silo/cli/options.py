@@ -83,6 +83,13 @@ ImageCacheOption = Annotated[
         help="GiB of decoded images to keep, in a nameless file of the home that ends with the service; 0: none.",
     ),
 ]
+FeatureCacheOption = Annotated[
+    float,
+    typer.Option(
+        "--feature-cache",
+        help="GiB of features that frozen models made of the examples, kept in the home; 0: take part in no such run.",
+    ),
+]
 PulseFloorOption = Annotated[
     float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
 ]

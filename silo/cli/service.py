@@ -20,6 +20,7 @@ from silo.cli import audit, data, ledger, membership, operations, policy, status
 from silo.cli.options import (
     AnswerAfterOption,
     DataRootOption,
+    FeatureCacheOption,
     ImageCacheOption,
     LogFormatOption,
     MetricsBudgetsOption,
@@ -59,6 +60,7 @@ def serve(
     answer_after: AnswerAfterOption = 0.0,
     pulse_floor: PulseFloorOption = 1.0,
     image_cache: ImageCacheOption = 4.0,
+    feature_cache: FeatureCacheOption = 4.0,
     metrics: MetricsOption = None,
     metrics_budgets: MetricsBudgetsOption = False,
     show_page: PageOption = False,
@@ -89,6 +91,7 @@ def serve(
         metrics_address(metrics, metrics_budgets),
         metrics_budgets,
         image_cache,
+        feature_cache,
     )
     foreground.serve(settings, as_json, log_format=logs.chosen(log_format), page=show_page)
 

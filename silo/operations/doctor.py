@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fl_core.errors import FederationError
 from protos.wire.status import from_status
+from service_core.console import counted
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
 from service_core.operations.health import Answer
@@ -54,7 +55,7 @@ class Examination:
         if SiloIdentity(self.home.path).joined:
             found |= {"modes": self._modes, "database": lambda: checks.database(self.home.database)}
         found |= {"network": self._network} if self.network else {}
-        found |= {"policy": self._policy, "ledger": self._ledger}
+        found |= {"policy": self._policy, "ledger": self._ledger, "features": self._features}
         if self.data is not None:
             found["data"] = self._data
         if self.device is not None:
@@ -143,6 +144,23 @@ class Examination:
             return
         count = Ledger(file, key).verify(ChainHead(seen.seq, seen.head))
         yield checks.ok("ledger", f"{count} events, unbroken; others saw event {seen.seq}")
+
+    def _features(self) -> Iterator[Finding]:
+        from silo.storage.feature_cache import FeatureCache
+
+        files = FeatureCache(self.home.features, 0).files()
+        if damaged := [file.path.name for file in files if not file.sound]:
+            remedy = "nothing: it is made again when a run needs it"
+            yield checks.warning("features", f"{damaged[0]} does not hold what was written", remedy)
+        sound = [file for file in files if file.sound]
+        size, lost = sum(file.size for file in files), sum(file.left_out for file in sound)
+        text = f"{counted(len(sound), 'set')} of features kept, {size / 2**20:.0f} MiB"
+        if lost:
+            yield checks.warning(
+                "features", f"{text}; {counted(lost, 'example')} left out that cannot be read", "silo data check REF"
+            )
+        else:
+            yield checks.ok("features", text)
 
     def _attested(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, by this home's own notes."""

@@ -44,6 +44,7 @@ from silo.operations.metrics import SiloMetrics
 from silo.service.enrolment import MembershipMaintainer, pinned_version
 from silo.service.task_queue import TaskQueue
 from silo.service.task_runner import ResponseTiming, TaskRunner
+from silo.storage.feature_cache import DEFAULT_GIB, FeatureCache
 from silo.storage.home import Home
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
@@ -63,7 +64,8 @@ class SiloSettings:
 
     answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
     metrics: where they are served, if anywhere; metrics_budgets: with what the ledger says was spent.
-    image_cache_gib: of decoded images, kept in the home; see `ImageLoader`.
+    image_cache_gib: of decoded images, kept in the home; see `ImageLoader`   feature_cache_gib: of features that a
+    frozen body made of them; see `FeatureCache`.
     """
 
     home: Home
@@ -78,10 +80,13 @@ class SiloSettings:
     metrics: LoopbackAddress | None = None
     metrics_budgets: bool = False
     image_cache_gib: float = CACHE_BYTES / 2**30
+    feature_cache_gib: float = DEFAULT_GIB
 
     def source(self) -> DataSource:
         """Make the data source; raises ConfigError (E-CFG-02) on a nominal size or a cache that is none."""
-        validate.between("E-CFG-02", "", 0, 2**20, image_cache=self.image_cache_gib)
+        validate.between(
+            "E-CFG-02", "", 0, 2**20, image_cache=self.image_cache_gib, feature_cache=self.feature_cache_gib
+        )
         if self.nominal_size is not None and not 1 <= self.nominal_size < 2**53:
             raise ConfigError("E-CFG-02", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
         loader = ImageLoader(self.home.path, int(self.image_cache_gib * 2**30))
@@ -160,7 +165,9 @@ class Service:
         self._queue = TaskQueue(self.store, self._client.send, emit, clock)
         self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
         timed = self.metrics.timing(run_round)
-        trainer = Trainer(self.name, source, self._controls, self._device, settings.prototypes, timed)
+        features = FeatureCache(settings.home.features, int(settings.feature_cache_gib * 2**30))
+        features.forget(but=str(source.reference))
+        trainer = Trainer(self.name, source, self._controls, self._device, features, settings.prototypes, timed)
         self._worker = TaskRunner(
             self._queue,
             Outbox(self.store, objects, self.name),

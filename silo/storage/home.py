@@ -4,7 +4,7 @@
 `addresses.json` of the coordinator                       `serve.lock` which service runs
 `instance.json` who served here last                     `policy.toml` what the hospital takes part in
 `ledger.db` what its records were used for, and what is left of their budget
-`served.json` which data the last service served
+`served.json` which data the last service served         `features/` what frozen models made of the hospital's examples
 `ledger.key` the secret that it is chained under        `ledger.json` where both lie instead, when homes share them
 """
 
@@ -23,6 +23,7 @@ from service_core.storage import private_files
 
 VARIABLE = "CONSILIUM_SILO_HOME"
 OBJECTS = "objects"
+FEATURES = "features"
 SERVED = "served.json"
 LOCK_FILE = "serve.lock"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
@@ -127,6 +128,10 @@ class Home:
     @property
     def objects(self) -> Path:
         return self.path / OBJECTS
+
+    @property
+    def features(self) -> Path:
+        return self.path / FEATURES
 
     def write_addresses(self, addresses: tuple[Address, ...]) -> None:
         private_files.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())

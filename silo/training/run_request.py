@@ -6,6 +6,7 @@ import math
 
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types.records import FEATURES
 from privacy.compiled_run import CompiledRun
 from silo.reports.leaving import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest
@@ -49,7 +50,7 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         charges = charges_of(profile.charges(index, submits and member.prototypes))
     return RunRequest(
         method=manifest.method.name,
-        model=manifest.model.name,
+        model=manifest.model.name + (" with a frozen body" if manifest.train.freeze == FEATURES else ""),
         data=manifest.data,
         classes=tuple(manifest.schema.classes),
         rounds=manifest.rounds,

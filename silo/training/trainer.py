@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,22 +21,24 @@ from torch import nn
 from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
 from fl_core.datasets import DataRequest, ImageLoader, SiloDataset
+from fl_core.datasets.examples import SPLITS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.extensions import loading
 from fl_core.rounds import sampling
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
-from fl_core.rounds.memory_need import StepMemory, measure_step
+from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
 from fl_core.training import memory
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL
-from fl_core.training.local_data import has_batch_norm
+from fl_core.training.frozen_features import with_rows
+from fl_core.training.local_data import eval_batch, has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
-from fl_core.types.enums import Coupling, TaskKind
+from fl_core.types.enums import Coupling, Split, TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
-from fl_core.types.values import Bundle, Progress, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, Examples, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.accounting.release_plan import TEST, TRAIN
@@ -46,6 +49,7 @@ from protos.wire.tasks import TaskKey
 from service_core.storage.digests import file_digest
 from service_core.version import version
 from silo.connection.retry import CancelledError
+from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.outbox import TrainingResult
 from silo.storage.tasks import Evaluation
 from silo.training.hospital_controls import HospitalControls
@@ -219,6 +223,12 @@ class PreparedRun:
         free = memory.free_memory(self.device)
         if free is None:
             return
+        if (need := self.body_memory) > free:
+            raise RefusedError(
+                "E-RUN-38",
+                f"expected about {memory.mib(need)} of free memory on {self.device} to pass images through the frozen "
+                f"body of {self.run.manifest.model.name}, found less: choose a smaller model or smaller images",
+            )
         rows, step = self.step_memory
         if (need := step.need(rows.training, rows.evaluating)) <= free:
             return
@@ -234,6 +244,15 @@ class PreparedRun:
             f"expected about {memory.mib(need)} of free memory on {self.device} for {self.run.manifest.model.name} "
             f"with {rows.training} examples at once, found less: {remedy}",
         )
+
+    @cached_property
+    def body_memory(self) -> int:
+        """Return the bytes that a batch of examples takes in a frozen body; 0 without one."""
+        if not self.run.frozen:
+            return 0
+        shape = self.run.manifest.schema.shape
+        with _cpu_threads(self.run.manifest.threads):
+            return measure_pass(self.run.network.body, shape, self.device).need(0, eval_batch(shape))
 
     def _smaller(self, fitting: int) -> str:
         method, divided = self.run.method, f"train.micro_batch={fitting}"
@@ -253,6 +272,7 @@ class Trainer:
         data: DataSource,
         controls: HospitalControls,
         device: torch.device,
+        features: FeatureCache,
         prototypes: bool = True,
         run_round: RunRound = run_silo_round,
     ) -> None:
@@ -264,6 +284,7 @@ class Trainer:
         self._run_round = run_round
         self._prepared: tuple[str, PreparedRun] | None = None
         self._fitting: PreparedRun | None = None
+        self._features = features
 
     def prepare(self, run: CompiledRun, fetch_weights: Callable[[Weights], Tensors]) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
@@ -283,6 +304,7 @@ class Trainer:
                 self._controls.require_labels(run, self._data.declared_classes)
             if self._data.refresh():
                 self._prepared = None
+                self._features.forget()
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             return self._prepared[1]
         if not _compatible(manifest.software, version()):
@@ -297,7 +319,7 @@ class Trainer:
             data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
-        own = derive_layout(run.method, run.new_model(), manifest.schema, manifest.personal, manifest.metrics)
+        own = derive_layout(run.method, run.new_model(), run.schema, manifest.personal, manifest.metrics)
         if {**own, **profiles.extra_parts(manifest.privacy)} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
@@ -306,6 +328,9 @@ class Trainer:
             )
         if manifest.start is not None and manifest.start.weights is not None:
             run = run.with_weights(fetch_weights(manifest.start.weights))
+        if run.frozen:
+            width, declared = run.schema.shape[0], sum(self._data.examples) or self._data.nominal_size
+            self._features.require_room(declared, width)
         runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
         runtime.model.to(self.device)
         with _hide_details(run.private, ConfigError, RefusedError):
@@ -351,8 +376,9 @@ class Trainer:
         if prepared.ledger is not None:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
+            with _hide_details(prepared.run.private):
+                train, test = self._examples(prepared, progress)
             try:
-                train, test = prepared.dataset.train, prepared.dataset.test
                 data = prepared.data_factory(RoundData(train, test, manifest.train, context, self.device, progress))
             except RefusedError as error:
                 self._controls.record_refusal(key.run_id, error)
@@ -369,6 +395,46 @@ class Trainer:
             server_tracks_state=method.server_tracks_state,
             unprotected=_unprotected(prepared, outcome.bundle, key.kind),
             fingerprint=prepared.dataset.fingerprint,
+        )
+
+    def _examples(self, prepared: PreparedRun, progress: Progress) -> list[Examples]:
+        """Return the training and test examples of a run: with a frozen body their features, as kept or made here."""
+        found = list[Examples]()
+        for split, examples in zip(SPLITS, (prepared.dataset.train, prepared.dataset.test), strict=True):
+            if not prepared.run.frozen:
+                found.append(examples)
+                continue
+            make = partial(self._blocks, prepared.run, examples, progress)
+            kept = self._features.get(self._feature_key(prepared, split), len(examples), make)
+            there = torch.ones(len(examples), dtype=torch.bool)
+            there[list(kept.left_out)] = False
+            found.append(with_rows(examples, torch.nonzero(there).flatten(), torch.from_numpy(kept.rows)))
+        return found
+
+    def _blocks(self, run: CompiledRun, examples: Examples, progress: Progress) -> Iterator[Block]:
+        for batch in run.features(examples, self.device):
+            progress(batch.done, len(examples))
+            yield Block(batch.positions.tolist(), batch.rows.numpy())
+
+    def _feature_key(self, prepared: PreparedRun, split: Split) -> FeatureKey:
+        manifest, body = prepared.run.manifest, prepared.run.network.body
+        maker = {
+            "body": tensor_maps.digest(tensor_maps.copy_state(body)),
+            "model": asdict(manifest.model),
+            "extensions": [asdict(extension) for extension in manifest.extensions],
+            "shape": manifest.schema.shape,
+            "window": manifest.schema.window,
+            "threads": torch.get_num_threads(),
+            "device": self.device.type,
+            "software": [version(), torch.__version__],
+        }
+        request = DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window)
+        return FeatureKey(
+            origin=str(self._data.reference),
+            data=prepared.data_version,
+            request=repr(request),
+            split=split.value,
+            maker=json.dumps(maker, sort_keys=True),
         )
 
     def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:

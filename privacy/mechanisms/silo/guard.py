@@ -237,7 +237,7 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
     if manifest.personal or (method.unsummed_parts and terms.placement == "central"):
         remedy = "personal=false" if manifest.personal else "privacy.placement=local"
         raise ConfigError("E-PRIV-16", f"silo-level privacy covers sums over silos alone: set {remedy}")
-    weights = dry_run(method, run.new_model(), manifest.schema, manifest.train, lambda _: 1, probe=False).weights
+    weights = dry_run(method, run.new_model(), run.schema, manifest.train, lambda _: 1, probe=False).weights
     if odd := sorted(name for name, w in weights.items() if w not in (0.0, 1.0, SIZE)):
         raise ConfigError(
             "E-PRIV-16",

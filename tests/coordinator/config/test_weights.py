@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from coordinator.cli import runs as lead
 from coordinator.config import weights
@@ -35,7 +35,7 @@ from protos.wire.chunks import read_chunks
 from service_core.storage.digests import file_digest, write_all
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, online
-from tests.support.federations import schema
+from tests.support.federations import same, schema
 
 SMALL = ["data=digits", "model=digits_linear", "method=fedper", "rounds=1", "train.epochs=1", "threads=1"]
 SOURCE = "model.weights_source='trained in 2025, CC BY 4.0'"
@@ -114,6 +114,44 @@ def test_hospitals_begin_with_weights_that_the_lead_sent_and_end_in_the_bits_of_
     finally:
         for site in sites:
             site.stop()
+
+
+@pytest.mark.parametrize("words", [[], ["model.adapter=linear", "method=fedgela"]], ids=["fedavg", "fedgela"])
+def test_hospitals_train_a_head_on_the_frozen_weights_and_the_export_is_a_whole_model(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    names = ("hospital0", "hospital1")
+    sites = [Site(world, enrolled(world, n, tmp_path / n), f"digits/p2c5/{k}") for k, n in enumerate(names)]
+    trained = build_model("digits_cnn", {}, schema((1, 8, 8)), 9)
+    save_file(tensor_maps.copy_state(trained), tmp_path / "body.safetensors")
+    small = ["data=digits", "rounds=2", "train.epochs=1", "threads=1", "train.freeze=features", *words]
+    words = [*small, f"model.weights={tmp_path / 'body.safetensors'}"]
+    try:
+        for name, site in zip(names, sites, strict=True):
+            site.start()
+            until(online(world, name), name)
+        lead.run(words, home=world.home, as_json=True)
+        run = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
+        lead.export(run.id, out=tmp_path / "models", formats=["torch"], home=world.home)
+    finally:
+        for site in sites:
+            site.stop()
+    simulated = runner.run(compose_spec([*words, "federation=p2c5"]))
+    assert run.model_digest == simulated.model_digest
+    assert simulated.model_digest != runner.run(compose_spec([*small, "federation=p2c5"])).model_digest
+    exported = load_file(tmp_path / "models" / f"{run.id}.safetensors")
+    assert same(exported, dict(simulated.run.exported(simulated.server)))
+    body = {n: v for n, v in tensor_maps.copy_state(trained).items() if n.startswith("body.")}
+    assert same({n: v for n, v in exported.items() if n.startswith("body.")}, body)
+    x = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    program = torch.export.load(tmp_path / "models" / f"{run.id}.pt2").module()
+    whole = simulated.run.classifier(simulated.server).eval()
+    with torch.no_grad():
+        assert torch.allclose(program(x), whole(x), atol=1e-4)
+    assert (
+        "projection and head, on a frozen body of pretrained weights"
+        in (tmp_path / "models" / f"{run.id}.md").read_text()
+    )
 
 
 def test_a_path_is_in_no_configuration_that_is_sent_and_a_service_refuses_one(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
 from fl_core.types.values import State
+from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
 from tests.support.federations import manifest, shares
@@ -36,7 +37,10 @@ def trained(method: str = "fedavg") -> tuple[RunManifest, State]:
 
 def test_images_in_0_1_are_normalised_as_hospitals_do() -> None:
     run, state = trained()
-    plain, inside = portable.classifier(run, state), portable.classifier(replace(run, data="folder"), state)
+    plain, inside = (
+        portable.classifier(CompiledRun(run), state),
+        portable.classifier(CompiledRun(replace(run, data="folder")), state),
+    )
     assert (portable.normalisation("folder"), portable.normalisation("digits")) == (
         (IMAGENET_MEAN, IMAGENET_STD),
         ((), ()),
@@ -54,7 +58,7 @@ def test_an_unknown_format_a_missing_package_and_a_method_without_a_model_are_sa
     with pytest.raises(ConfigError, match=r"E-CFG-02.*safetensors, onnx, torch, found 'tflite'"):
         export("latest", formats=["tflite"], home=tmp_path)
     with pytest.raises(ConfigError, match="E-CFG-08"):
-        portable.classifier(manifest("local", {}), {"w": {}})
+        portable.classifier(CompiledRun(manifest("local", {})), {"w": {}})
     real = importlib.import_module
 
     def without(name: str, package: str | None = None) -> object:
@@ -85,7 +89,7 @@ def test_files_classify_as_the_evaluated_model_does_by_the_lines_of_the_card(tmp
     detail = pb.RunDetail(info=info, manifest_json=run.to_json())
     _, card, files = export_model(detail, tmp_path / "state", tmp_path, ["onnx", "torch"], "CC BY 4.0")
     assert [f.name for f in files] == ["r1.onnx", "r1.pt2"]
-    network = portable.classifier(run, state)
+    network = portable.classifier(CompiledRun(run), state)
     session = onnxruntime.InferenceSession(str(files[0]))
     program = torch.export.load(files[1]).module()
     for number in (1, 2, 17):

@@ -21,7 +21,7 @@ from fl_core.methods import METHODS
 from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
-from fl_core.types.records import Schema
+from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
@@ -202,6 +202,21 @@ def test_what_silos_make_from_the_seed_needs_the_seed_of_the_parent(objects: Obj
     with pytest.raises(ConfigError, match="E-CFG-08: expected seed=0"):
         start_point.resolve(after(objects, manifest("fedbabu")), manifest("fedbabu", seed=1), objects)
     start_point.resolve(after(objects, manifest()), manifest(seed=1), objects)
+
+
+FROZEN = TrainConfig(batch_size=5, epochs=1, freeze="features")
+
+
+def test_a_run_on_frozen_features_goes_on_from_one_with_the_same_body_alone(objects: ObjectStore) -> None:
+    frozen = manifest(train=FROZEN)
+    run, state = start_point.resolve(after(objects, frozen), frozen, objects)
+    assert set(state["w"]) == {"head.weight", "head.bias"}
+    assert run.start.model == tensor_maps.digest(state["w"])
+    for parent, child in ((frozen, manifest()), (manifest(), frozen)):
+        with pytest.raises(ConfigError, match=r"E-CFG-08: expected train.freeze.*model.weights=FILE"):
+            start_point.resolve(after(objects, parent), child, objects)
+    with pytest.raises(ConfigError, match="E-CFG-08: expected seed=0"):  # another body
+        start_point.resolve(after(objects, frozen), manifest(train=FROZEN, seed=1), objects)
 
 
 def test_a_model_that_diverged_or_was_damaged_is_no_start(objects: ObjectStore) -> None:

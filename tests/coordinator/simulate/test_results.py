@@ -83,6 +83,17 @@ def test_the_table_of_silos_counts_every_example_once(made: tuple[Path, Result])
     assert (frame[frame.split == "train"].query("examples > 0").groupby("silo").size() == 2).all()  # p5c2
 
 
+def test_a_folder_from_before_models_had_adapters_is_one_of_the_same_configuration(tmp_path: Path) -> None:
+    folder, spec = ResultFolder(tmp_path), compose_simulation(SHORT)
+    written = results.plain(spec)
+    del written["model"]["adapter"]  # type: ignore[attr-defined]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    assert folder.differences(spec) == []
+    assert folder.differences(compose_simulation([*SHORT, "model.adapter=linear"])) == [
+        "model.adapter: 'none' there, 'linear' here"
+    ]
+
+
 @pytest.mark.parametrize(("std", "shown"), [(2.0, True), (1e6, False)])
 def test_what_noise_hides_has_its_interval_or_no_number(std: float, shown: bool, made: tuple[Path, Result]) -> None:
     noise = uncertainty.RunNoise(uncertainty.EvaluationNoise(std), frozenset({"pa"}))

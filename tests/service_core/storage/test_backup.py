@@ -151,9 +151,12 @@ def test_a_hospitals_outbox_is_in_its_backup_and_the_ledgers_key_is_not(tmp_path
     outbox = opened(tmp_path / "home")
     entry = stage(outbox)
     (tmp_path / "home" / "ledger.key").write_bytes(b"secret")
+    (tmp_path / "home" / "features").mkdir(mode=0o700)
+    (tmp_path / "home" / "features" / "of-records.rows").write_bytes(b"rows")
     silo_cli.backup(tmp_path / "backup", home=tmp_path / "home", as_json=True)
     outbox.store.close_database()
     assert not (tmp_path / "backup" / "ledger.key").exists()
+    assert not list((tmp_path / "backup").rglob("features*"))
     silo_cli.restore(tmp_path / "backup", home=tmp_path / "new", as_json=True)
     again = opened(tmp_path / "new")
     assert again.find(key(), B).object_digest == entry.object_digest

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coordinator.pki.membership import Membership
@@ -13,6 +14,7 @@ from coordinator.storage.store import Store
 from privacy.ledger.ledger import Ledger
 from service_core.pki.identity import Address
 from silo.cli.service import run
+from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
 from tests.support.coordinator import World, enrolled
 
@@ -130,3 +132,18 @@ def test_data_and_device_are_looked_at_when_asked(capsys, home, tmp_path):
     assert (status, level(found, "data"), level(found, "device")) == (0, ["ok"], ["ok"])
     status, found = examine(capsys, home.path, "--data", "folder:/nowhere", "--classes", "a,b", "--device", "cuda:99")
     assert (status, level(found, "data"), level(found, "device")) == (1, ["problem"], ["problem"])
+
+
+def test_features_that_are_kept_are_counted_and_damaged_ones_named(capsys, home):
+    cache = FeatureCache(home.features, 1 << 24)
+    for k, lost in enumerate((0, 2)):
+        rows = np.ones((300 - lost, 1024), dtype=np.float32)
+        cache.get(FeatureKey("o", "d", "r", str(k), "m"), 300, lambda: iter([Block(list(range(len(rows))), rows)]))  # noqa: B023
+    _, found = examine(capsys, home.path)
+    assert found["features"][0]["level"] == "warning"
+    assert found["features"][0]["found"] == "2 sets of features kept, 2 MiB; 2 examples left out that cannot be read"
+    path = cache.files()[0].path
+    path.write_bytes(path.read_bytes()[:-1])
+    _, found = examine(capsys, home.path)
+    assert path.name in found["features"][0]["found"]
+    assert len(found["features"]) == 2

@@ -1,0 +1,317 @@
+"""Features that a frozen body made of the hospital's examples, kept from run to run. Imports no torch.
+
+A file has rows of float32 (m, d), a footer of JSON, its length, and a keyed BLAKE3 of all before it, under a secret of
+this home. Its name follows from what the features were made of and by (`FeatureKey`), so another body, other
+preprocessing or other data is another file. What is edited, cut, copied from elsewhere or put under another name is
+never believed: it is deleted and made again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from fl_core.errors import RefusedError
+from service_core.storage import disk, private_files
+
+log = logging.getLogger(__name__)
+Rows = NDArray[np.float32]
+DEFAULT_GIB = 4.0
+"""What is kept by default: 800,000 examples of 1,280 features."""
+_MAC, _LENGTH, _MAX_FOOTER = 32, 8, 64 << 20
+_BLOCK, _MAX_OPEN = 1 << 20, 16
+_SECRET, _SUFFIX, _PART = "secret", ".rows", ".part"
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureKey:
+    """What features follow from.
+
+    origin: reference of the data   data: which version of them   request: what a run wants of them (classes, size)
+    split: of the data   maker: what body made them, on which machine.
+    """
+
+    origin: str
+    data: str
+    request: str
+    split: str
+    maker: str
+
+    @property
+    def name(self) -> str:
+        return blake3(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:40]
+
+
+class Block(NamedTuple):
+    """Some rows of features, and the positions of the examples that they are of."""
+
+    positions: list[int]
+    rows: Rows
+
+
+class KeptFeatures(NamedTuple):
+    """Features (m, d) of all but some of n examples, read from the file where they are looked at."""
+
+    rows: Rows
+    left_out: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A file as `doctor` shows it. sound: its keyed digest holds."""
+
+    path: Path
+    size: int
+    examples: int
+    left_out: int
+    sound: bool
+
+
+class _Footer(NamedTuple):
+    key: FeatureKey
+    n: int
+    width: int
+    left_out: tuple[int, ...]
+
+
+class _Status(NamedTuple):
+    """What the system says of an open file; a write changes it. The time of change is one that no program can set."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> _Status:
+        found = os.fstat(fd)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+class FeatureCache:
+    """Files of features in a folder of the home that only its owner may enter, of at most so many bytes in all.
+
+    Guarantees: files have mode 0600; memory does not grow with the number of examples; a file is whole or not there,
+    also after a crash; those that were not used for longest make room for new ones.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._open: dict[str, tuple[int, _Status, KeptFeatures]] = {}
+
+    def get(self, key: FeatureKey, n: int, make: Callable[[], Iterator[Block]]) -> KeptFeatures:
+        """Return the features of n examples, made by `make` in the examples' order where they are not here.
+
+        Files of another version of the same data are deleted. Raises RefusedError (E-RUN-38) where there is no room,
+        UnavailableError (E-STATE-63) where the disk takes nothing, and whatever `make` raises: nothing is kept then.
+        """
+        private_files.private_folder(self.folder)
+        kept = self._kept_open(key) or self._from_file(key, n)
+        if kept is not None:
+            return kept
+        self._delete(lambda of: (of.origin, of.request) == (key.origin, key.request) and of.data != key.data)
+        made = self._made(key, n, make())
+        with disk.disk_errors(self.folder):
+            made.replace(self._path(key))
+        private_files.sync_folder(self.folder)
+        kept = self._from_file(key, n)
+        assert kept is not None
+        return kept
+
+    def require_room(self, examples: float, width: int) -> None:
+        """Raise RefusedError (E-RUN-38) where features of so many examples never fit."""
+        if examples * width * 4 > self.max_bytes:
+            raise _too_large()
+
+    def forget(self, but: str = "") -> None:
+        """Delete all files; but: except those of this reference's data. Rows that are in use stay readable."""
+        self.close()
+        if self.folder.is_dir():
+            self._delete(lambda found: found.origin != but)
+
+    def close(self) -> None:
+        for fd, _, _ in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def files(self) -> list[KeptFile]:
+        """List what is kept, each file held against its digest."""
+        found, secret = list[KeptFile](), self._read_secret()
+        for path in self._paths():
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                fd = file.fileno()
+                size, footer = os.fstat(fd).st_size, _footer(fd)
+                if footer is None:
+                    found.append(KeptFile(path, size, 0, 0, False))
+                    continue
+                sound = footer.key.name == path.stem and secret is not None and _is_sound(fd, secret)
+                found.append(KeptFile(path, size, footer.n, len(footer.left_out), sound))
+        return found
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def _path(self, key: FeatureKey) -> Path:
+        return self.folder / f"{key.name}{_SUFFIX}"
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob(f"*{_SUFFIX}")) if self.folder.is_dir() else []
+
+    def _secret(self) -> bytes:
+        found = self._read_secret()
+        if found is None:
+            found = secrets.token_bytes(32)
+            private_files.write_private(self.folder / _SECRET, found)
+        return found
+
+    def _read_secret(self) -> bytes | None:
+        with suppress(OSError):
+            found = (self.folder / _SECRET).read_bytes()
+            return found if len(found) == 32 else None
+        return None
+
+    def _kept_open(self, key: FeatureKey) -> KeptFeatures | None:
+        """Return what was verified before, unless the file was written to since."""
+        if key.name not in self._open:
+            return None
+        fd, status, kept = self._open[key.name]
+        if _Status.of(fd) == status:
+            return kept
+        os.close(fd)
+        del self._open[key.name]
+        return None
+
+    def _from_file(self, key: FeatureKey, n: int) -> KeptFeatures | None:
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        with suppress(OSError):
+            os.utime(fd)  # used now
+        status, footer = _Status.of(fd), _footer(fd)
+        if footer is None or (footer.key, footer.n) != (key, n) or not _is_sound(fd, self._secret()):
+            log.warning("%s does not hold what was written, and is made again", path)
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            return None
+        rows = np.zeros((n - len(footer.left_out), footer.width), dtype=np.float32)
+        if rows.size:
+            with os.fdopen(fd, "rb", closefd=False) as file:  # pages are read when they are looked at
+                rows = np.memmap(file, dtype="<f4", mode="c", shape=rows.shape)
+        kept = KeptFeatures(rows, footer.left_out)
+        if len(self._open) >= _MAX_OPEN:
+            os.close(self._open.pop(next(iter(self._open)))[0])
+        self._open[key.name] = fd, status, kept
+        return kept
+
+    def _made(self, key: FeatureKey, n: int, blocks: Iterator[Block]) -> Path:
+        for left in self.folder.glob(f"*{_PART}"):  # of a crash
+            left.unlink()
+        part, hasher = self._path(key).with_suffix(_PART), blake3(key=self._secret())
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as file:
+
+                def write(data: bytes) -> None:
+                    with disk.disk_errors(part):
+                        file.write(data)
+                    hasher.update(data)
+
+                width, following, left_out = 0, 0, list[int]()
+                for block in blocks:
+                    if not width:
+                        width = block.rows.shape[1]
+                        self._make_room(key, n * width * 4)
+                    write(block.rows.astype("<f4").tobytes())
+                    for position in block.positions:
+                        left_out += range(following, position)
+                        following = position + 1
+                left_out += range(following, n)
+                footer = {"key": asdict(key), "n": n, "width": width, "left_out": left_out}
+                text = json.dumps(footer).encode()
+                write(text + len(text).to_bytes(_LENGTH, "little"))
+                with disk.disk_errors(part):
+                    file.write(hasher.digest())
+                    file.flush()
+                    os.fsync(fd)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return part
+
+    def _make_room(self, key: FeatureKey, size: int) -> None:
+        """Delete what was not used for longest, but nothing of the same examples' other split made by the same body."""
+        others = {path: path.stat() for path in self._paths()}
+        left = self.max_bytes - size - sum(found.st_size for found in others.values())
+        for path, found in sorted(others.items(), key=lambda item: item[1].st_mtime_ns):
+            if left >= 0:
+                break
+            footer = _read_footer(path)
+            if footer is not None and (footer.key.data, footer.key.maker) == (key.data, key.maker):
+                continue
+            path.unlink(missing_ok=True)
+            left += found.st_size
+        if left < 0:
+            raise _too_large()
+        if size > disk.available(self.folder):
+            raise RefusedError(
+                "E-RUN-38", "expected free disk for the features of this hospital's examples, found less: free some"
+            )
+
+    def _delete(self, unwanted: Callable[[FeatureKey], bool]) -> None:
+        for path in self._paths():
+            footer = _read_footer(path)
+            if footer is None or unwanted(footer.key):
+                path.unlink(missing_ok=True)
+
+
+def _too_large() -> RefusedError:
+    return RefusedError(
+        "E-RUN-38",
+        "expected features of this hospital's examples that fit into what it keeps of them, found more: serve with a "
+        "larger --feature-cache, or choose a body with fewer features",
+    )
+
+
+def _read_footer(path: Path) -> _Footer | None:
+    try:
+        with path.open("rb") as file:
+            return _footer(file.fileno())
+    except OSError:
+        return None
+
+
+def _footer(fd: int) -> _Footer | None:
+    """Read what a file says of itself, which is not to be believed before its digest; None where that is nothing."""
+    size = os.fstat(fd).st_size
+    at = size - _MAC - _LENGTH
+    if at < 0:
+        return None
+    length = int.from_bytes(os.pread(fd, _LENGTH, at), "little")
+    if not 0 < length <= min(at, _MAX_FOOTER):
+        return None
+    try:
+        raw = json.loads(os.pread(fd, length, at - length))
+        found = _Footer(FeatureKey(**raw["key"]), raw["n"], raw["width"], tuple(raw["left_out"]))
+        whole = (found.n - len(found.left_out)) * found.width * 4 == at - length
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if whole else None
+
+
+def _is_sound(fd: int, secret: bytes) -> bool:
+    hasher, at, end = blake3(key=secret), 0, os.fstat(fd).st_size - _MAC
+    while at < end and (block := os.pread(fd, min(_BLOCK, end - at), at)):
+        hasher.update(block)
+        at += len(block)
+    return at == end and secrets.compare_digest(hasher.digest(), os.pread(fd, _MAC, end))

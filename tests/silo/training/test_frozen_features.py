@@ -1,0 +1,218 @@
+"""A hospital in runs with a frozen body: one pass over its images, whose features are kept; all else is as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_core import datasets
+from fl_core.errors import DataError, RefusedError
+from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.memory_need import LiveTensors
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import SiloShare, local_ports, with_features
+from fl_core.training import memory
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Examples
+from privacy.compiled_run import CompiledRun
+from privacy.release_log import InMemoryReleaseLog
+from protos.wire.tasks import TaskKey
+from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
+from silo.storage.home import Home
+from silo.storage.store import Store
+from silo.training import trainer
+from silo.training.hospital_controls import HospitalControls
+from silo.training.run_request import request_of
+from silo.training.trainer import DataSource, Trainer
+from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
+from tests.support.hospital import rounds_equal
+from tests.support.privacy import TRAIN, budgeted, private
+
+CPU = torch.device("cpu")
+
+
+def frozen(run: RunManifest) -> RunManifest:
+    made = replace(run, train=replace(run.train, freeze="features"))
+    setup = RunSetup(made)
+    return replace(made, layout=derive_layout(setup.method, setup.new_model(), setup.schema))
+
+
+def shares() -> list[SiloShare]:
+    return [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
+
+
+@pytest.mark.parametrize("made", [manifest, private])
+def test_rounds_equal_the_simulation_bit_for_bit(make, tmp_path, made):
+    if made is private:
+        ledger = budgeted(tmp_path / "home0")
+    run = frozen(made())
+    hospital = make(run)
+    hospital.start()
+    compiled = CompiledRun.of(run)
+    doors = [compiled.profile.data_factory(k, InMemoryReleaseLog()) for k in range(3)]
+    port = local_ports(compiled, with_features(compiled, shares()), doors)[1]
+    rounds_equal(hospital, port, [compiled.method.broadcast(compiled.initial_state())] * 3)
+    found = FeatureCache(Home(tmp_path / "home0").features, 0).files()
+    assert [(file.sound, file.left_out) for file in found] == [(True, 0)] * 2
+    if made is private:
+        assert {state for _, state, _ in ledger.entries(TRAIN)} == {"SPENT"}
+
+
+class Bench:
+    """A trainer at one hospital, without its service."""
+
+    def __init__(self, folder: Path, run: RunManifest, gib: float = 4.0) -> None:
+        home = enrolled(folder)
+        self.controls = HospitalControls(home, Store(home.database), "f")
+        self.data = DataSource("digits/p3c4/1")
+        self.features = FeatureCache(home.features, int(gib * 2**30))
+        self.trainer = Trainer(MEMBERS[1], self.data, self.controls, CPU, self.features)
+        self.run = CompiledRun.of(run)
+        self.state = self.run.method.broadcast(self.run.initial_state())
+        self.told: list[tuple[int, int]] = []
+
+    def prepared(self):
+        return self.trainer.prepare(self.run, lambda _: {})
+
+    def round(self):
+        key = TaskKey("run-1", 0, TaskKind.TRAIN)
+        return self.trainer.train(
+            self.prepared(), key, len(MEMBERS), self.state, None, lambda done, total: self.told.append((done, total))
+        )
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "home", frozen(manifest()))
+
+
+def test_progress_is_told_while_features_are_made_and_they_are_made_once(bench, monkeypatch):
+    n = len(bench.data.load().train)
+    bench.round()
+    first, before = list(bench.told), {p: p.read_bytes() for p in bench.features.folder.iterdir()}
+    assert (n, n) in first
+    bench.told.clear()
+    bench.round()
+    assert (n, n) not in bench.told
+    assert len(bench.told) < len(first)
+    assert {p: p.read_bytes() for p in bench.features.folder.iterdir()} == before
+
+
+def test_a_cancelled_pass_leaves_nothing_and_the_next_one_ends(bench):
+    class StoppedError(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        raise StoppedError
+
+    prepared = bench.prepared()
+    with pytest.raises(StoppedError):
+        bench.trainer.train(prepared, TaskKey("run-1", 0, TaskKind.TRAIN), len(MEMBERS), bench.state, None, stop)
+    assert bench.features.files() == []
+    assert not list(bench.features.folder.glob("*.part"))
+    assert bench.round().bundle["delta"].total
+
+
+@pytest.mark.fault("somebody who may write in the home", "edits features between two rounds", "the update is the same")
+def test_an_update_does_not_follow_an_edited_file(bench):
+    honest = bench.round().bundle["delta"].total
+    for path in bench.features.folder.glob("*.rows"):
+        path.write_bytes(bytes(4000) + path.read_bytes()[4000:])
+    again = bench.round().bundle["delta"].total
+    assert all(torch.equal(again[name], value) for name, value in honest.items())
+
+
+def test_another_body_or_other_threads_have_features_of_their_own(tmp_path):
+    folder = tmp_path / "home"
+    for run, files in ((manifest(), 2), (manifest(seed=4), 4), (manifest(threads=2), 6), (manifest(rounds=7), 6)):
+        bench = Bench(folder, frozen(run))
+        bench.round()
+        assert len(bench.features.files()) == files
+
+
+def test_a_run_whose_features_never_fit_is_refused_before_round_1(tmp_path):
+    bench = Bench(tmp_path / "home", frozen(manifest()), gib=1e-6)
+    with pytest.raises(RefusedError, match=r"E-RUN-38.*--feature-cache"):
+        bench.prepared()
+
+
+def test_memory_for_a_batch_of_images_in_the_body_is_asked_for_before_round_1(bench, monkeypatch):
+    prepared = bench.prepared()
+    prepared.require_memory()
+    need = prepared.body_memory
+    rows, step = prepared.step_memory
+    assert need > step.need(rows.training, rows.evaluating)  # a batch of images in a network, and rows in a head
+    monkeypatch.setattr(memory, "free_memory", lambda _: need - 1)
+    with pytest.raises(RefusedError, match=r"E-RUN-38.*frozen body"):
+        prepared.require_memory()
+
+
+def test_features_go_when_the_data_change_and_when_others_are_served(bench, make, tmp_path, monkeypatch):
+    bench.round()
+    monkeypatch.setattr(bench.data, "refresh", lambda: True)
+    bench.prepared()
+    assert bench.features.files() == []
+    hospital = make(frozen(manifest()))
+    hospital.start()
+    hospital.stop()
+    cache = FeatureCache(Home(hospital.folder).features, 1 << 20)
+    for origin in ("digits/p3c4/1", "digits/p3c4/2"):
+        cache.get(FeatureKey(origin, "d", "r", "train", "m"), 0, lambda: iter(()))
+    hospital.start()
+    assert [file.path.stem for file in cache.files()] == [FeatureKey("digits/p3c4/1", "d", "r", "train", "m").name]
+
+
+def test_whoever_decides_about_a_run_reads_that_the_body_is_frozen():
+    asked = request_of(CompiledRun.of(frozen(manifest())), "center1", True)
+    assert asked.model == "digits_cnn with a frozen body"
+
+
+def test_what_goes_wrong_with_images_of_a_private_run_is_hidden_and_not_charged(make, tmp_path, monkeypatch):
+    ledger = budgeted(tmp_path / "home0")
+
+    def broken(*_: object) -> Sequence[Block]:
+        raise DataError("E-DATA-04", "expected 17 more readable images")
+
+    monkeypatch.setattr(trainer.Trainer, "_blocks", broken)
+    hospital = make(frozen(private()))
+    hospital.start()
+    hospital.offer(state=CompiledRun.of(hospital.manifest).initial_state())
+    refused = hospital.refused()
+    assert refused.code == "E-RUN-31"
+    assert "17" not in refused.reason
+    assert ledger.entries(TRAIN) == []
+
+
+class Endless(Examples):
+    """So many images, made when they are read."""
+
+    def __init__(self, n: int) -> None:
+        self.labels = torch.zeros(n, dtype=torch.long)
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        del augment
+        return index.float().view(-1, 1, 1, 1).expand(-1, 1, 8, 8).contiguous(), self.labels[index]
+
+
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
+    held, run = [], CompiledRun.of(frozen(manifest()))
+    for n in (2_000, 20_000):
+        examples, live = Endless(n), LiveTensors(CPU, None)
+        cache = FeatureCache(tmp_path / str(n), 1 << 30)
+
+        def blocks(examples=examples):
+            for batch in run.features(examples, CPU):
+                yield Block(batch.positions.tolist(), batch.rows.numpy())
+
+        with live:
+            kept = cache.get(FeatureKey("o", "d", "r", "s", "m"), n, blocks)
+        assert kept.rows.shape[0] == n
+        assert Path(cache.files()[0].path).stat().st_size > kept.rows.nbytes
+        held.append(max(live.after))
+    assert 0 < held[1] <= held[0]
