@@ -186,6 +186,7 @@ def _require_same_sums(parent: Run, now: RunManifest) -> None:
         ("seed", before.seed, now.seed),
         ("classes, shape and columns", before.schema, now.schema),
         ("image size", before.image_size, now.image_size),
+        ("train.freeze", before.train.freeze, now.train.freeze),
     ):
         if then != found:
             raise ConfigError(
