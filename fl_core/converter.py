@@ -66,6 +66,19 @@ def read_options(kind: type[T], owner: str, options: Mapping[str, object]) -> T:
         raise ConfigError("E-CFG-01" if error.unknown else "E-CFG-02", str(error)) from error
 
 
+Value = TypeVar("Value")
+
+
+def stated(kind: type, options: Mapping[str, Value]) -> dict[str, Value]:
+    """Leave out options at their default that a method or a model gained later: `omitted_at_default` of its class.
+
+    Digests of what was written before stay as they were.
+    """
+    gained: frozenset[str] = getattr(kind, "omitted_at_default", frozenset())
+    default = {f.name: f.default for f in fields(kind) if f.name in gained}
+    return {key: value for key, value in options.items() if key not in gained or value != default[key]}
+
+
 def rename(kind: type, **names: str) -> None:
     renamed: dict[str, Any] = {field: override(rename=name) for field, name in names.items()}
     read: _Read = make_dict_structure_fn(kind, CONVERTER, **renamed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from fl_core import validate
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.types.clinical import CLINICAL
-from fl_core.validate import NonNegative, Positive, at_most, bounded, one_of
+from fl_core.validate import Count, NonNegative, Positive, at_most, bounded, one_of
 from privacy.accounting.record_config import COUPLED, Delta, DpConfig, RecordDpConfig, Rng
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Floors:
         declared: the hospital's own size; the manifest may name a smaller one.
         """
         most = SHARE_OF_UNITS / max(plan.units, declared)
-        if plan.steps_per_call:
+        if plan.steps_per_call or plan.moment_round >= 0:
             self.check_update(plan.noise)
         if not plan.rate <= self.max_rate:
             raise RefusedError("E-POLICY-05", f"expected a rate <= {self.max_rate:g}, found {plan.rate:.4g}")
@@ -117,11 +117,16 @@ class Floors:
 
 @dataclass(frozen=True, slots=True)
 class Prototypes:
-    """[prototypes] submit: False submits none   hidden: classes that none are submitted of   min_count: least units."""
+    """[prototypes] submit: False submits none   hidden: classes that none are submitted of   min_count: least units.
+
+    min_examples: least examples of a class of which exact sums leave, in a run without privacy whose method sums
+    products of features (analytic): a sum over one example is that example (0: any number).
+    """
 
     submit: bool = True
     hidden: tuple[str, ...] = ()
     min_count: NonNegative = 0.0
+    min_examples: Count = 5
 
     def __post_init__(self) -> None:
         validate.declared("E-POLICY-01", "prototypes", self)

@@ -14,7 +14,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan
 from privacy.mechanisms.noise import grid, sources
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
-from privacy.mechanisms.record import class_sums, per_sample_gradients, private_data
+from privacy.mechanisms.record import class_sums, moments, per_sample_gradients, private_data
 from privacy.mechanisms.record.draws import Draws
 from privacy.mechanisms.record.per_sample_gradients import ClippedGradientEngine, Gradients, clipped, per_unit
 from privacy.mechanisms.record.private_data import DpSgdLocalData
@@ -168,6 +168,19 @@ def clip_without_convolutions() -> AbstractContextManager[None]:
     return replaced(per_sample_gradients.grid, "square_norms", square_norms)
 
 
+def moments_not_clipped() -> AbstractContextManager[None]:
+    """Put no bound on the vectors whose products are summed."""
+    unbounded = lambda rows, bound: honest(rows, OPEN)  # noqa: E731, ARG005
+    honest = grid.contributions
+    return replaced(grid, "contributions", unbounded)
+
+
+def halved_moment_noise() -> AbstractContextManager[None]:
+    """Halve the noise that a release of moments is charged for."""
+    honest = moments.sensitivity
+    return replaced(moments, "sensitivity", lambda query: honest(query) / 2)
+
+
 class Missing(SeededNoise):
     """Noise that is none."""
 
@@ -193,5 +206,7 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "draws by position": drawn_by_position,
     "any batch shape": any_shape,
     "convolutions not clipped": clip_without_convolutions,
+    "moments not clipped": moments_not_clipped,
+    "halved noise on moments": halved_moment_noise,
 }
 """Faults by name."""

@@ -31,6 +31,8 @@ FAULT_OF: Mapping[str, str] = {
     "linear": "missing clip",
     "normalisation": "missing clip",
     "worst record": "halved noise",
+    "moments": "moments not clipped",
+    "class of one": "halved noise on moments",
 }
 """The fault that each attack detects: how training was before, or a fault of its kind."""
 

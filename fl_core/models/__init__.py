@@ -7,7 +7,7 @@ Every model is features and a head (`split_model.py`). One file per family; `sma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fl_core import rng
-from fl_core.converter import Option, read_options, shown
+from fl_core.converter import Option, read_options, shown, stated
 from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 from fl_core.models.efficientnet import EfficientNetB0
@@ -122,10 +122,7 @@ def stated_options(name: str, options: Mapping[str, Option]) -> dict[str, Option
 
     Raises ConfigError as `model_options`.
     """
-    kind = type(model_options(name, options))
-    gained: frozenset[str] = getattr(kind, "omitted_at_default", frozenset())
-    default = {f.name: f.default for f in fields(kind) if f.name in gained}
-    return {key: value for key, value in options.items() if key not in gained or value != default[key]}
+    return stated(type(model_options(name, options)), options)
 
 
 def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: int) -> SplitModel:

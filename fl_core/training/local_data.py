@@ -24,6 +24,7 @@ from fl_core.types.values import (
     Examples,
     ExampleSums,
     LossFn,
+    MomentSums,
     PenaltyFn,
     Query,
     SgdOptions,
@@ -271,6 +272,10 @@ def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
         return query.sums(x, y)
     if isinstance(query, ExampleSums):
         return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
+    if isinstance(query, MomentSums):
+        u, own = query.vectors(x, y).double(), nn.functional.one_hot(y, query.n_classes).double()
+        a = u.T @ u if query.second else u.new_zeros(query.width, query.width)
+        return {"a": a, "b": own.T @ u, "variance": u.new_zeros(())}
     vectors = query.vectors(x, y)
     total = vectors.new_zeros(query.n_classes, vectors.shape[1]).index_add_(0, y, vectors)
     return {"sum": total, "count": torch.bincount(y, minlength=query.n_classes).to(vectors.dtype)}

@@ -196,12 +196,33 @@ class BatchSums:
     """A `sum` query whose sums are made batch by batch, for counts that are larger than the examples: never private.
 
     sums: (x (B, ...), y (B,)) -> name -> sum over the batch, of one shape whatever B is, 0 included
+    kept: (x, y) -> (B,) bool, which of the examples `sums` reads; all without.
     """
 
     sums: Callable[[Tensor, Tensor], Tensors]
+    kept: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-Query = ExampleSums | ClassSums | BatchSums
+@dataclass(frozen=True, slots=True)
+class MomentSums:
+    """A joint `sum` query: second moments of a D-vector, and its sums per class.
+
+    vectors: (x (B, ...), y (B,)) -> (B, D), whose last entry is `constant` times a weight of the class, so that a sum
+    per class ends in a count   second: False leaves the moments out, as zeros without noise.
+
+    In private data a vector counts with length 1 at most: a record moves (svec(u u^T), u (x) e_y), where svec counts
+    entries beside the diagonal sqrt(2) times, by at most sqrt(2), or by 1 without moments. Result: {"a": (D, D),
+    "b": (C, D), "variance": ()} in float64, the last of the noise on each number of svec(A) and B, 0 without noise.
+    """
+
+    vectors: Callable[[Tensor, Tensor], Tensor]
+    width: int
+    n_classes: int
+    constant: float
+    second: bool = True
+
+
+Query = ExampleSums | ClassSums | BatchSums | MomentSums
 LossFn = Callable[[nn.Module, Tensor, Tensor], Losses]
 PenaltyFn = Callable[[nn.Module], Tensor]
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from fl_core.training.local_data import sum_batch
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Coupling, Split
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,
-    BatchSums,
     ClassSums,
     LossFn,
+    MomentSums,
     Part,
     Query,
     RoundContext,
@@ -37,7 +38,7 @@ class DataRequirements:
     """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
 
     closing: steps of each training in the closing evaluation   weights: of the parts that one number weighs, for a silo
-    of `SIZE` examples.
+    of `SIZE` examples   moments: the round in which second moments are asked for, -1 for none.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -45,6 +46,7 @@ class DataRequirements:
     class_sums: int = 0
     example_sums: int = 0
     counts: bool = False
+    moments: int = -1
     weights: dict[str, float] = field(default_factory=dict)
 
 
@@ -52,10 +54,11 @@ class _RecordingLocalData:
     """Local data without an example, which record what they are asked for."""
 
     def __init__(
-        self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: DataRequirements, probe: bool
+        self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: DataRequirements, probe: bool, round: int
     ) -> None:
         self.lr, self.batch_size = train.lr, train.batch_size
         self._schema, self._train, self._steps_of, self._needs, self._probe = schema, train, steps_of, needs, probe
+        self._round = round
 
     def planned_steps(self, epochs: float | None = None) -> int:
         return self._steps_of(self._train.epochs if epochs is None else epochs)
@@ -79,10 +82,13 @@ class _RecordingLocalData:
             width = query.vectors(x, y).shape[1]
             made_up = torch.randn(query.n_classes, width, generator=torch.Generator().manual_seed(0))
             return {"sum": made_up, "count": torch.ones(query.n_classes)}
+        if isinstance(query, MomentSums):
+            if self._probe:
+                check_rows(query, self._schema)
+            self._needs.moments = self._round
+            return sum_batch(query, x, y)
         self._needs.example_sums += split is Split.TRAIN
-        if isinstance(query, BatchSums):
-            return query.sums(x, y)
-        return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
+        return sum_batch(query, x, y)
 
     def size(self) -> float:
         return SIZE
@@ -103,6 +109,7 @@ def dry_run(
 ) -> DataRequirements:
     """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
 
+    Of a method that ends after so many exchanges all of these are run, and what they ask for is returned together.
     steps_of: epochs -> steps   probe: check that examples' losses are apart, once per process for one method, network
     and batch; raises as `check_independence`   personal: with personal models, which some methods train further.
     """
@@ -110,11 +117,11 @@ def dry_run(
     needs, subject = DataRequirements(), (type(method), method, str(model), schema, train.batch_size, personal)
     probe = probe and subject not in _PROBED
     server, silo = method.init_server(model, context), method.init_silo(model, context)
-    for t in range(2):
-        needs = DataRequirements()
+    for t in range(max(2, method.exchanges)):
+        needs = DataRequirements(counts=needs.counts, moments=needs.moments) if method.exchanges else DataRequirements()
         at_server = replace(context, round=t)
         at_silo = at_server.for_silo(0, 0)
-        data = _RecordingLocalData(schema, train, steps_of, needs, probe)
+        data = _RecordingLocalData(schema, train, steps_of, needs, probe, t)
         msg = method.broadcast(server)
         bundle, silo = method.local(model, msg, silo, data, at_silo)
         if personal and not method.personal_at_end:
@@ -125,7 +132,7 @@ def dry_run(
         )
     if personal and method.personal_at_end:
         last, at_end = DataRequirements(), replace(context, round=context.rounds).for_silo(0, 0)
-        data = _RecordingLocalData(schema, train, steps_of, last, probe)
+        data = _RecordingLocalData(schema, train, steps_of, last, probe, context.rounds)
         method.personal(model, method.broadcast(server), silo, data, at_end)
         needs.closing, needs.counts = last.steps, needs.counts or last.counts
         needs.class_sums, needs.example_sums = (

@@ -79,7 +79,8 @@ class ReleasePlan:
 
     evaluates_global_model: the model received is evaluated, where the method has a global model   personal: personal
     models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
-    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated there, and in no round.
+    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated there, and in no round
+    moment_round: the round that releases second moments; -1 for none.
     """
 
     terms: RecordDpConfig
@@ -93,6 +94,7 @@ class ReleasePlan:
     personal: bool = False
     closing_steps: tuple[int, ...] = ()
     personal_at_end: bool = False
+    moment_round: int = -1
 
     @classmethod
     def of(
@@ -131,6 +133,7 @@ class ReleasePlan:
             personal,
             tuple(needs.closing),
             method.personal_at_end,
+            needs.moments,
         )
 
     @property
@@ -161,7 +164,7 @@ class ReleasePlan:
 
     @cached_property
     def noise(self) -> float:
-        """Return z of the training steps: the least with which the whole run fits the budget."""
+        """Return z of the training steps, or of the moments: the least with which the whole run fits the budget."""
         return solve_noise(self.terms.epsilon, self.terms.delta, self._history)
 
     @property
@@ -194,6 +197,13 @@ class ReleasePlan:
         return Release("prototypes", TRAIN, Mechanism(self.terms.prototype_noise))
 
     @property
+    def moments(self) -> Release:
+        return self._moments(None)
+
+    def _moments(self, noise: float | None) -> Release:
+        return Release("moments", TRAIN, Mechanism(self.noise if noise is None else noise))
+
+    @property
     def class_counts(self) -> Release:
         return Release("class counts", TRAIN, Mechanism(self.terms.count_noise))
 
@@ -224,6 +234,8 @@ class ReleasePlan:
             planned += self.training(steps, noise)
         if train and prototypes and self.sends_prototypes(round):
             planned += [self.prototypes] * self.prototype_sums
+        if train and prototypes and round == self.moment_round:
+            planned.append(self._moments(noise))
         if counts:
             planned.append(self.class_counts)
         return planned
@@ -231,12 +243,17 @@ class ReleasePlan:
     @property
     def costliest(self) -> list[Release]:
         """Return what a repeated round releases at most; of a run that trains at its end, a round and that end."""
-        found = self._releases(0, True, True, self.needs_class_counts or self.personal, None)
+        found = self._releases(self._costliest_round, True, True, self.needs_class_counts or self.personal, None)
         return found + (self._releases(self.rounds, False, False, False, None) if self.closing_steps else [])
+
+    @property
+    def _costliest_round(self) -> int:
+        return max(0, self.moment_round)
 
     def _history(self, noise: float) -> History:
         """List the whole run on the training records at training noise z: every round, its end, and the reserve."""
         counts, again = self.needs_class_counts or self.personal, self.terms.reserve_rounds
-        rounds = [self._releases(t, True, True, t == 0 and counts, noise) for t in (*range(self.rounds), *[0] * again)]
+        repeated = (*range(self.rounds), *[self._costliest_round] * again)
+        rounds = [self._releases(t, True, True, t == 0 and counts, noise) for t in repeated]
         ends = [self._releases(self.rounds, False, False, False, noise)] * (1 + again)
         return [r.mechanism for released in (*rounds, *ends) for r in released if r.collection == TRAIN]

@@ -10,6 +10,7 @@ released; from the scores follows a lower bound on epsilon (epsilon_bounds.py), 
 | augmentation, dropout | draws that one record more would shift for all others | secret draws (draws.py) |
 | batch shape | kernels that add in another order when one record makes a batch longer | one shape (class_sums.py) |
 | each kind of layer, worst record | a clip that leaves a layer out, too little noise | the mechanism itself |
+| moments, class of one | a sum of products without a bound, with too little noise | the mechanism (moments.py) |
 | underflow | gradients and clips so small that their squares vanish | ranges of a run's numbers (ranges.py) |
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.datasets.augmentation import LESIONS
 from fl_core.datasets.examples import TensorExamples
-from fl_core.types.values import ClassSums, Losses
+from fl_core.types.values import ClassSums, Losses, MomentSums
 from privacy.audit.target import ListedExamples
 from privacy.audit.worlds import Attack
 
@@ -45,6 +46,8 @@ def attacks(only: str | None = None) -> list[Attack]:
         "linear": lambda: _layer("linear", nn.Sequential(nn.Flatten(), nn.Linear(64, 2, bias=False))),
         "normalisation": lambda: _layer("normalisation", nn.GroupNorm(1, 1)),
         "worst record": _worst_record,
+        "moments": lambda: _moments("moments", 2.0, trials=300),
+        "class of one": lambda: _moments("class of one", 2.0, trials=3000),
     }
     return [make() for name, make in made.items() if only in (None, name)]
 
@@ -207,3 +210,12 @@ def _worst_record() -> Attack:
     return Attack(
         "worst record", lambda: nn.Linear(1, 1, bias=False), worlds[0], worlds[1], noise=2.0, loss=_output, trials=3000
     )
+
+
+def _moments(name: str, noise: float, trials: int) -> Attack:
+    """Look for the one record of a class, which is as long as may be, in a release of second moments."""
+    x, y = torch.zeros(5, 3), torch.tensor([0, 0, 0, 0, 3])
+    x[4] = 1e3
+    worlds = [ListedExamples(x[:n], y[:n]) for n in (4, 5)]
+    query = MomentSums(lambda rows, _: torch.cat((rows, 0 * rows[:, :1] + 0.25), dim=1).double(), 4, 4, 0.25)
+    return Attack(name, nn.Identity, worlds[0], worlds[1], noise=noise, query=query, trials=trials)

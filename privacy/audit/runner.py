@@ -323,6 +323,8 @@ def dishonest() -> Iterator[tuple[str, RunManifest]]:
             )
     for value in BAD:
         yield f"train.lr={value:g}", replace(made, train=replace(made.train, lr=value))
+        released = NamedOptions("analytic", {"release": "noisy", "bound": value})
+        yield f"method=analytic method.bound={value:g}", replace(made, method=released)
         yield f"method.mu={value:g}", replace(made, method=NamedOptions("fedprox", {"mu": value}))
     yield "privacy.epsilon=nan", replace(made, privacy=NamedOptions("dp_record", {"epsilon": math.nan}))
     lite: dict[str, Option] = {"mu1": 0.0, "mu2": 0.1, "inter_weighting": "example", "lite": 10}

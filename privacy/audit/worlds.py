@@ -14,7 +14,7 @@ from fl_core import rng
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import ClassSums, Examples, Losses, LossFn, RoundContext, SgdOptions
+from fl_core.types.values import ClassSums, Examples, Losses, LossFn, MomentSums, RoundContext, SgdOptions
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
@@ -37,7 +37,7 @@ class Attack:
         others, both: the records without and with the one that is looked for
         noise: z of the step
         score: of a release, by default its projection on what the record would move
-        query: a release of class sums is attacked in place of a step
+        query: a release of class sums or of moments is attacked in place of a step
     """
 
     name: str
@@ -47,7 +47,7 @@ class Attack:
     noise: float = 10.0
     score: Score | None = None
     augment: bool = False
-    query: ClassSums | None = None
+    query: ClassSums | MomentSums | None = None
     trials: int = 300
     loss: LossFn = field(default=lambda m, x, y: Losses(cross_entropy(m(x), y, reduction="none")))
 
@@ -59,14 +59,14 @@ class Attack:
         data = self.both if with_record else self.others
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
         terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
-        plan = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False)
+        plan = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False, moment_round=0)
         plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
         local_data = DpSgdLocalData(
             RoundData(data, data, config, CONTEXT), plan, ReleaseAllowance(plan.releases(0, True)), noise
         )
         if self.query is not None:
             sums = local_data.sum(self.query)
-            return torch.cat([sums["sum"].flatten(), sums["count"].flatten()])
+            return torch.cat([value.flatten() for value in sums.values()])
         with rng.torch_scope(0, "audit", "model"):
             model = self.model()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}

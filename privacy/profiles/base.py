@@ -130,11 +130,17 @@ class PrivacyProfile(ABC):
 
     @abstractmethod
     def data_factory(
-        self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
+        self,
+        index: int,
+        log: ReleaseLog,
+        hidden: frozenset[int] = frozenset(),
+        min_count: float = 0.0,
+        min_examples: int = 0,
     ) -> DataFactory:
         """Make what opens a member's examples, round by round; releases are logged before any example is read.
 
         hidden: positions of classes whose prototypes stay here   min_count: as well as those with fewer examples
+        min_examples: least examples of a class of which exact sums leave, in a run without privacy
         """
 
     @abstractmethod

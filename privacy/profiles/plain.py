@@ -17,9 +17,15 @@ class PlainProfile(PrivacyProfile):
     """Profile "none", and every other one at epsilon = inf."""
 
     def data_factory(
-        self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
+        self,
+        index: int,
+        log: ReleaseLog,
+        hidden: frozenset[int] = frozenset(),
+        min_count: float = 0.0,
+        min_examples: int = 0,
     ) -> DataFactory:
-        return with_prototype_filter(PlainLocalData, hidden, min_count)
+        exact = min_examples if self.run.method.exact else 0
+        return with_prototype_filter(PlainLocalData, hidden, min_count, exact)
 
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
         return []

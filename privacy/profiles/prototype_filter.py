@@ -1,26 +1,39 @@
-"""Prototypes that a hospital does not submit: of named classes, and of small ones."""
+"""What a hospital does not submit of single classes: prototypes, or sums over examples, of named and of small ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import DataFactory, LocalData
-from fl_core.types.values import ClassSums, Query, Tensors
+from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, Tensors
 
 
 class PrototypeFilter(LocalDataWrapper):
-    """Hides classes, and those with fewer examples than `least`, from sums over training examples."""
+    """Hides classes, and those with fewer examples than `least`, from sums over training examples.
 
-    def __init__(self, data: LocalData, hidden: frozenset[int], least: float) -> None:
+    least_exact: of a class whose examples are part of exact sums of products (BatchSums): a sum over one example is
+    that example. Fewer are left out of all that is summed there, as if the hospital had none.
+    """
+
+    def __init__(self, data: LocalData, hidden: frozenset[int], least: float, least_exact: int = 0) -> None:
         super().__init__(data)
-        self._hidden, self._least = sorted(hidden), least
+        self._hidden, self._least, self._least_exact = sorted(hidden), least, least_exact
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Sum a query; hidden classes are rows of zeros with weight 0, as if they had no example."""
+        if split is not Split.TRAIN:
+            return super().sum(query, bound=bound, split=split)
+        if isinstance(query, BatchSums):
+            return super().sum(self._without_left_out(query), bound=bound, split=split)
+        if isinstance(query, MomentSums):
+            return self._moments(query)
         found = super().sum(query, bound=bound, split=split)
-        if split is not Split.TRAIN or not isinstance(query, ClassSums):
+        if not isinstance(query, ClassSums):
             return found
         kept = found["count"] >= self._least
         kept[self._hidden] = False
@@ -28,8 +41,42 @@ class PrototypeFilter(LocalDataWrapper):
             name: torch.where(kept.view(-1, *[1] * (v.dim() - 1)), v, torch.zeros_like(v)) for name, v in found.items()
         }
 
+    def _moments(self, query: MomentSums) -> Tensors:
+        """Ask with vectors of zeros for hidden classes, which add nothing, and leave their rows of noise here."""
+        shown = torch.ones(query.n_classes, dtype=torch.float64)
+        shown[self._hidden] = 0.0
+        if self._least_exact:  # a run without privacy that asks as private ones do
+            shown[self.class_counts() < self._least_exact] = 0.0
 
-def with_prototype_filter(factory: DataFactory, hidden: frozenset[int], least: float) -> DataFactory:
-    if not hidden and least <= 0:
+        def vectors(x: Tensor, y: Tensor) -> Tensor:
+            found = query.vectors(x, y)
+            return torch.where(shown.to(y.device)[y].unsqueeze(1) > 0, found, torch.zeros_like(found))
+
+        found = super().sum(replace(query, vectors=vectors))
+        return {**found, "b": found["b"] * shown.unsqueeze(1)}
+
+    def _without_left_out(self, query: BatchSums) -> BatchSums:
+        """Return the query over the examples of the classes that may be summed; examples it does not read count not."""
+        counts, kept = self.class_counts(), query.kept
+        n_classes = len(counts)
+        if kept is not None:
+            asked = BatchSums(lambda x, y: {"n": torch.bincount(y[kept(x, y).to(y.device)], minlength=n_classes)})
+            counts = super().sum(asked)["n"]
+        shown = counts >= self._least_exact
+        shown[self._hidden] = False
+        if bool((shown | (counts == 0)).all()):
+            return query
+
+        def sums(x: Tensor, y: Tensor) -> Tensors:
+            own = shown.to(y.device)[y]
+            return query.sums(x[own.to(x.device)], y[own])
+
+        return replace(query, sums=sums)
+
+
+def with_prototype_filter(
+    factory: DataFactory, hidden: frozenset[int], least: float, least_exact: int = 0
+) -> DataFactory:
+    if not hidden and least <= 0 and least_exact <= 1:
         return factory
-    return lambda data: PrototypeFilter(factory(data), hidden, least)
+    return lambda data: PrototypeFilter(factory(data), hidden, least, least_exact)

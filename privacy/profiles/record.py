@@ -98,7 +98,12 @@ class RecordProfile(PrivateProfile):
         return replace(chosen, refuse_above=math.inf, signs=False) if isinstance(chosen, NormClipped) else chosen
 
     def data_factory(
-        self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
+        self,
+        index: int,
+        log: ReleaseLog,
+        hidden: frozenset[int] = frozenset(),
+        min_count: float = 0.0,
+        min_examples: int = 0,
     ) -> DataFactory:
         plan, rounds = self.plan(index), self.run.manifest.rounds
         if min_count > plan.terms.min_count:
@@ -130,7 +135,7 @@ class RecordProfile(PrivateProfile):
     def project(self) -> list[Projection]:
         found = []
         for k in range(len(self.run.manifest.members)):
-            steps = [r.mechanism for r in self.releases(k) if r.purpose == "training"]
+            steps = [r.mechanism for r in self.releases(k) if r.purpose in ("training", "moments")]
             rate, least = (steps[0].rate, min(m.noise for m in steps)) if steps else (0.0, 0.0)
             number = sum(m.steps for m in steps)
             found.append(self.projection(k, epsilon_prv, self.plan(k).costliest, rate, number, least))

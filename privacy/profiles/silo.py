@@ -89,7 +89,12 @@ class SiloProfile(PrivateProfile):
         return Mean()
 
     def data_factory(
-        self, index: int, log: ReleaseLog, hidden: frozenset[int] = frozenset(), min_count: float = 0.0
+        self,
+        index: int,
+        log: ReleaseLog,
+        hidden: frozenset[int] = frozenset(),
+        min_count: float = 0.0,
+        min_examples: int = 0,
     ) -> DataFactory:
         """Progress is reported without step numbers: how many steps a round has follows from the number of records."""
         rounds = self.run.manifest.rounds

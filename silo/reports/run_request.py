@@ -132,4 +132,6 @@ class RunRequest:
             allowed += f", but not of {', '.join(said.hidden)}"
         if said.submit and said.min_count:
             allowed += f", but only of classes with at least {said.min_count:g}"
+        if said.submit and said.min_examples and self.epsilon is None and "moments" in self.parts:
+            allowed += f"; exact sums only over classes with at least {said.min_examples} examples"
         return Comparison("Class prototypes", "asked for" if self.prototypes else "not asked for", allowed)

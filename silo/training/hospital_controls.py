@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch
 from fl_core.datasets import SiloDataset
 from fl_core.errors import DataError, FederationError, RefusedError, StateError
 from fl_core.extensions import loading, registry
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
@@ -35,6 +37,8 @@ from silo.training.run_request import request_of
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
     from privacy.ledger.run_ledger import RunLedger
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -189,7 +193,9 @@ class HospitalControls:
         policy, profile = self.policy(), run.profile
         hidden, least = _hidden_classes(policy, run.manifest), policy.prototypes.min_count
         if not run.private:
-            factory = profile.data_factory(index, InMemoryReleaseLog(), hidden, least)
+            _warn_of_few(run, len(dataset.train))
+            least_exact = policy.prototypes.min_examples
+            factory = profile.data_factory(index, InMemoryReleaseLog(), hidden, least, least_exact)
             return factory, None, policy.prototypes.submit
         from privacy.ledger.registration import unit_of
         from privacy.ledger.run_ledger import RunLedger
@@ -250,6 +256,18 @@ def describe_request(run: CompiledRun) -> str:
     if profile.terms is None:
         return f"{what}{lead}, without differential privacy"
     return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"
+
+
+def _warn_of_few(run: CompiledRun, examples: int) -> None:
+    """Warn where sums of second moments leave of fewer examples than a feature has numbers."""
+    if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
+        log.warning(
+            "%s: second moments of %d numbers leave without privacy, of fewer training examples than that: they show "
+            'which vectors these can be. privacy=dp_record protects them; [privacy] require = "dp_record" in '
+            "policy.toml refuses other runs",
+            run.manifest.name,
+            numbers,
+        )
 
 
 def _hidden_classes(policy: Policy, manifest: RunManifest) -> frozenset[int]:

@@ -64,7 +64,7 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         subject=profile.subject,
         rng="" if terms is None else terms.rng,
         test_data="" if terms is None else terms.test_data,
-        prototypes=member is not None and member.prototypes and "prototypes" in manifest.layout,
+        prototypes=member is not None and member.prototypes and bool({"prototypes", "moments"} & {*manifest.layout}),
         parts=leaves.parts,
         tensors=leaves.tensors,
         charges=charges,

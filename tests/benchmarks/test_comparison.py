@@ -68,7 +68,7 @@ def test_every_setting_is_fair_and_its_table_is_what_the_store_makes(name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["digits_linear", "digits_frozen"])
+@pytest.mark.parametrize("name", ["digits_linear", "digits_frozen", "digits_private"])
 def test_stored_runs_are_what_todays_code_computes(name: str) -> None:
     """One of each method: to the last bit on such a machine as the table names, else within rounding that grew."""
     store, page = run.RESULTS / f"{name}.jsonl", (run.RESULTS / f"{name}.md").read_text().strip()

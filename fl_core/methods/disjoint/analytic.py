@@ -26,6 +26,16 @@ out again: it sends its sums once more, and the digest of each says that they ar
 A personal model weighs the hospital's own sums A_k, B_k once more, after the last exchange and at the hospital alone:
 
     W_k = (A + beta A_k + lambda s N I)^-1 (B + beta B_k)
+
+Private runs take another form, one release (Wang, "Revisiting Differentially Private Linear Regression", UAI 2018,
+AdaSSP; Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss", STOC 2014). With R = bound, k = 1/4, weights r_y^2 <= 1,
+
+    u = r_y (sqrt(1 - k^2) z / (R sqrt(d)), k), shortened to 1     A = sum u u^T + noise,  B = sum u e_y^T + noise
+    ridge:  W = (A+ + (ridge + S sqrt(d + 1) / 2) I)^-1 B          ridge: as above, on the features alone
+
+where noise on each number of svec(A) and B has the standard deviation s, and S^2 is the sum of all hospitals' s^2. The
+spectral norm of A's noise is about sqrt(2 (d + 1)) S, of which lambda is a third. A+ has the eigenvalues of A that are
+above 0; so has what lda makes of it. Counts are B's entries for the constant. All of this is computed from the release.
 """
 
 from __future__ import annotations
@@ -42,12 +52,23 @@ from torch import Tensor, nn
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.shared.prototypes import features_of
+from fl_core.models.split_model import SplitModel
 from fl_core.training.local_data import eval_batch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import BatchSums, Bundle, LocalResult, Part, PartRule, RoundContext, State, Tensors
-from fl_core.validate import NonNegative
+from fl_core.types.values import (
+    BatchSums,
+    Bundle,
+    LocalResult,
+    MomentSums,
+    Part,
+    PartRule,
+    RoundContext,
+    State,
+    Tensors,
+)
+from fl_core.validate import NonNegative, Positive
 
 MOMENTS, CLASSES = "moments", "classes"
 STEP, MAX_ENTRY = 2.0**-14, 32.0
@@ -60,6 +81,12 @@ FIT, ALL, REST, COUNT, NOTHING = "fit", "all", "rest", "count", "nothing"
 """What an exchange is about: moments of some or all examples, classes alone; nothing once all is summed."""
 _CONSTANT = 1
 """Entries behind the features."""
+SHARE = 0.25
+"""k, the entry of the constant in the vector that a private run sums: counts have noise of 4 s records."""
+NOISE = 0.5
+"""Lambda in units of S sqrt(d + 1): between a fourth and 2 of them the digits' accuracy differs by two points."""
+MAX_WEIGHT = 10.0
+"""Of a class in a private run, in units of one of average size: a smaller one would weigh all others down."""
 _NEVER = -1e30
 """The bias of a class that nobody has an example of."""
 
@@ -75,6 +102,8 @@ class Analytic(FedAvg):
     right most often (balanced) about the fifth of its training examples that A is then without; of head=ridge alone
     withdraws: digests of the sums, one an exchange and with commas between, that this run takes out of those it goes
     on from; `coordinator withdraw` sets it.
+    release: "noisy" is the form of private runs, where lambda follows from the noise, and ridge comes on top of it
+    bound: of the root mean square of a record's features in that form: longer ones are shortened.
 
     Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine;
     between machines the solution differs as their libraries of linear algebra do. Nothing of the model's body is
@@ -83,12 +112,15 @@ class Analytic(FedAvg):
     """
 
     name: ClassVar[str] = "analytic"
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"personal_head", "withdraws", "release", "bound"})
     bias_follows_classes: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True
     head: Literal["ridge", "lda", "ncm"] = "ridge"
     ridge: NonNegative = 1e-3
     class_weights: Literal["none", "balanced"] = "none"
+    release: Literal["exact", "noisy"] = "exact"
+    bound: Positive = 1.0
     personal_head: bool = False
     withdraws: str = ""
 
@@ -98,6 +130,12 @@ class Analytic(FedAvg):
             raise ConfigError(
                 "E-CFG-02", f"expected head=ridge beside personal_head=true, found {self.head}: leave one of them out"
             )
+        if self._is_noisy and (self.personal_head or self.withdraws):
+            what = "personal_head=true" if self.personal_head else "a withdrawal"
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected exact sums for {what}, found the noisy ones of a private run: leave it out, or privacy=none",
+            )
 
     @property
     def has_global_model(self) -> bool:  # type: ignore[override]
@@ -106,11 +144,19 @@ class Analytic(FedAvg):
 
     @property
     def sends(self) -> tuple[str, ...]:
-        return (CLASSES, MOMENTS)
+        return (MOMENTS,) if self._is_noisy else (CLASSES, MOMENTS)
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
-        return {MOMENTS: PartRule(), CLASSES: PartRule()}
+        return {name: PartRule() for name in self.sends}
+
+    @property
+    def private_form(self) -> Mapping[str, str | int]:
+        return {} if self._is_noisy else {"release": "noisy"}
+
+    @property
+    def _is_noisy(self) -> bool:
+        return self.release == "noisy"
 
     @property
     def exchanges(self) -> int:
@@ -125,14 +171,12 @@ class Analytic(FedAvg):
 
     @property
     def _chooses(self) -> bool:
-        return not self.ridge and self.head != "ncm"
+        return not self.ridge and self.head != "ncm" and not self._is_noisy
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        return {
-            Capability.PARTIAL_PARTICIPATION: "set cohort=0: who is left out of the one sum is left out of the model",
-            Capability.DIFFERENTIAL_PRIVACY: "moments have no noisy release: take method=fednh, or privacy=none",
-        }
+        left_out = "set cohort=0: who is left out of the one sum is left out of the model"
+        return {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
 
     def shared(self, name: str) -> bool:
         return name.startswith("head.")
@@ -151,7 +195,8 @@ class Analytic(FedAvg):
                 "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
             )
         everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + _CONSTANT
-        shapes = {"a": (width * (width + 1) // 2,), "b": (classes, width), "n": (classes,)}
+        last = {"variance": ()} if self._is_noisy else {"n": (classes,)}
+        shapes = {"a": (width * (width + 1) // 2,), "b": (classes, width), **last}
         candidates = {"candidates": torch.zeros(len(LAMBDAS), classes, width)} if self._chooses else {}
         return {
             "w": {name: torch.zeros_like(v) for name, v in everything.items() if self.shared(name)},
@@ -166,6 +211,8 @@ class Analytic(FedAvg):
         return {group: server[group] for group in ("w", "asked", *more)}
 
     def fingerprint(self, update: Bundle) -> str:
+        if self._is_noisy:  # noise is never drawn again
+            return ""
         added = {"a": update[MOMENTS].total["a"], "b": update[CLASSES].total["b"], "n": update[CLASSES].weight}
         return tensor_maps.digest({name: v.detach().cpu().double() + 0.0 for name, v in added.items()})  # -0 is 0
 
@@ -179,6 +226,8 @@ class Analytic(FedAvg):
         model.eval()
         net, asked, about = features_of(model), msg["asked"], self._about(context)
         width, classes = net.feature_dim + _CONSTANT, context.n_classes
+        if self._is_noisy:
+            return LocalResult({MOMENTS: self._released(net, asked, about, data, context)}, silo)
         found = {
             "a": torch.zeros(width, width, dtype=torch.float64),
             "b": torch.zeros(classes, width, dtype=torch.float64),
@@ -189,7 +238,9 @@ class Analytic(FedAvg):
         if context.prototypes and about == COUNT:
             found["n"] = data.class_counts().double()
         elif context.prototypes and about != NOTHING:
-            found |= data.sum(BatchSums(lambda x, y: self._sums(net, asked, about, x, y)))
+            part_of = lambda x, y: held_out(x) == (about == REST)  # noqa: E731, ARG005
+            sums = BatchSums(lambda x, y: self._sums(net, asked, about, x, y), None if about == ALL else part_of)
+            found |= data.sum(sums)
         classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
         parts = {
             MOMENTS: Part({"a": packed(found["a"])}, found["n"].sum().float()),
@@ -208,7 +259,38 @@ class Analytic(FedAvg):
             sums["right"] = _judged(z, y, asked["candidates"].to(z.device))["right"]
         return sums
 
+    def _released(self, net: SplitModel, asked: Tensors, about: str, data: LocalData, context: RoundContext) -> Part:
+        """Ask for the one release, or before it for noisy counts of classes, in their places of B."""
+        d, classes = net.feature_dim, context.n_classes
+        width = d + _CONSTANT
+        found: dict[str, Tensor] = {
+            "a": torch.zeros(width, width, dtype=torch.float64),
+            "b": torch.zeros(classes, width, dtype=torch.float64),
+            "variance": torch.zeros((), dtype=torch.float64),
+        }
+        scale = self._scale(d)
+
+        def vectors(x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                z = features_of(net).features(x).double()
+            whole = torch.cat((z, z.new_ones(len(z), _CONSTANT)), dim=1)
+            return whole * scale.to(z.device) * asked["root"].to(z.device)[y].unsqueeze(1)
+
+        if context.prototypes and about == COUNT:
+            found["b"][:, -1] = SHARE * data.class_counts().double()
+        elif context.prototypes and about == ALL:
+            found |= data.sum(MomentSums(vectors, width, classes, SHARE, second=self.head != "ncm"))
+        return Part({**found, "a": packed(found["a"])}, torch.tensor(data.size()))
+
+    def _scale(self, d: int) -> Tensor:
+        """Return what features and constant (d + 1,) are multiplied by in a private run."""
+        scale = torch.full((d + _CONSTANT,), math.sqrt((1 - SHARE**2) / d) / self.bound, dtype=torch.float64)
+        scale[d:] = SHARE
+        return scale
+
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
+        if self._is_noisy:
+            return self._merged_release(server, total[MOMENTS].total, self._about(context))
         counts, about = total[CLASSES].weight.double(), self._about(context)
         if about == NOTHING or (about == COUNT and not bool(counts.sum() > 0)):
             return server
@@ -229,10 +311,33 @@ class Analytic(FedAvg):
             asked["candidates"] = torch.stack(heads)
         elif about == REST:
             chosen = LAMBDAS[best(total[CLASSES].total["right"].double(), counts)]
-        W = self._solved(sums, asked["root"], chosen)
-        head = {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
+        head = _head(self._solved(sums, asked["root"], chosen))
         kept = {"sums": sums, "chosen": {"ridge": torch.tensor(chosen, dtype=torch.float64)}}
         return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, **kept}
+
+    def _merged_release(self, server: State, found: Tensors, about: str) -> State:
+        if about == COUNT:
+            counts = found["b"][:, -1].double() / SHARE
+            least = max(float(counts.clamp(min=0.0).mean()) / MAX_WEIGHT, 1.0)
+            root = torch.rsqrt(counts.clamp(min=least))
+            return {**server, "asked": {**server["asked"], "root": root / root.max()}}
+        if about == NOTHING or not bool(found["variance"] > 0 or found["b"].any()):
+            return server
+        sums = {name: value + found[name].double() for name, value in server["sums"].items()}
+        head = _head(self._solved_noisy(sums, server["asked"]["root"]))
+        return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
+
+    def _solved_noisy(self, sums: Tensors, root: Tensor) -> Tensor:
+        A, B = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1)
+        counts = sums["b"][:, -1] / (SHARE * root)
+        there = counts >= 1.0  # else all that is known of a class is noise
+        weights, B = torch.where(there, root.square() * counts, 0.0), torch.where(there.unsqueeze(1), B, 0.0)
+        scale, noise = self._scale(len(A) - _CONSTANT), NOISE * math.sqrt(float(sums["variance"].clamp(min=0)) * len(A))
+        if self.head == "ridge":
+            return solve_ridge(positive(A), B, self.ridge, noise) * scale
+        scale[-_CONSTANT:] = 1.0  # these heads have biases of their own
+        W = solve_lda(A, B, weights, self.ridge, noise) if self.head == "lda" else nearest_mean(B, weights)
+        return W * scale
 
     def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
@@ -256,7 +361,7 @@ class Analytic(FedAvg):
         A, B = unpacked(msg["sums"]["a"]), msg["sums"]["b"]
         fit, rest = ((own[f"{about} a"], own[f"{about} b"]) for about in (FIT, REST))
         without = (A - rest[0], B - rest[1]) if context.prototypes else (A, B)
-        penalty = float(msg["chosen"]["ridge"]) * _scale(A)
+        penalty = float(msg["chosen"]["ridge"]) * _squares(A)
 
         def head(A: Tensor, B: Tensor) -> Tensor:
             return solve_penalised(A, B * root.unsqueeze(1), penalty)
@@ -278,6 +383,10 @@ class Analytic(FedAvg):
 
     def exported(self, server: State) -> Tensors:
         return {**server["frozen"], **server["w"]}
+
+
+def _head(W: Tensor) -> Tensors:
+    return {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
 
 
 def best(right: Tensor, counts: Tensor) -> int:
@@ -347,30 +456,43 @@ def unpacked(triangle: Tensor) -> Tensor:
     return torch.tril(a) + torch.tril(a, -1).T
 
 
-def solve_ridge(A: Tensor, B: Tensor, ridge: float) -> Tensor:
+def positive(A: Tensor) -> Tensor:
+    """Return the nearest symmetric matrix whose eigenvalues are not below 0, which those of noisy moments can be."""
+    values, vectors = torch.linalg.eigh(A)
+    found: Tensor = (vectors * values.clamp(min=0.0)) @ vectors.T
+    return found
+
+
+def solve_ridge(A: Tensor, B: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
     """Return W (C, d + 1): least squares on one-hot targets with lambda N |W|^2, the constant's row left out.
 
-    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature.
+    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature   noise: added to
+    lambda N, for the constant as well.
     """
-    return solve_penalised(A, B, ridge * _scale(A))
+    return solve_penalised(A, B, ridge * _squares(A) + noise, noise)
 
 
-def _scale(A: Tensor) -> float:
+def _squares(A: Tensor) -> float:
     """Return s N."""
     return float(A.diagonal()[:-_CONSTANT].mean())
 
 
-def solve_penalised(A: Tensor, B: Tensor, penalty: float) -> Tensor:
-    """Return W (C, d + 1) of (A + penalty I)^-1 B, the constant's row left out of I."""
+def solve_penalised(A: Tensor, B: Tensor, penalty: float, of_constant: float = 0.0) -> Tensor:
+    """Return W (C, d + 1) of (A + penalty I)^-1 B, where I has of_constant / penalty for the constant."""
     diagonal = torch.full((len(A),), penalty, dtype=A.dtype)
-    diagonal[-_CONSTANT:] = 0.0
+    diagonal[-_CONSTANT:] = of_constant
     return _solve(A + torch.diag(diagonal), B.T).T
 
 
-def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float) -> Tensor:
-    """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen."""
+def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
+    """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen.
+
+    noise: of noisy sums, added to N times the covariance, whose eigenvalues below 0 are 0 first.
+    """
     means, size, total = _means(B, weights), len(A) - _CONSTANT, weights.sum()
     S = (A[:size, :size] - means.T @ (weights.unsqueeze(1) * means)) / total
+    if noise:
+        S = positive(S) + noise / total * torch.eye(size, dtype=A.dtype)
     S = S + ridge * float(A.diagonal()[:size].mean() / total) * torch.eye(size, dtype=A.dtype)
     W = _solve(S, means.T).T
     bias = torch.where(weights > 0, torch.log(weights / total) - (means * W).sum(1) / 2, _NEVER)

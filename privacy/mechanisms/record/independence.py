@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.errors import RefusedError
 from fl_core.types.records import Schema
-from fl_core.types.values import ClassSums, Losses, LossFn
+from fl_core.types.values import ClassSums, Losses, LossFn, MomentSums
 from privacy.mechanisms.record.model_check import validate
 
 MAX_BATCH = 64
@@ -69,7 +69,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
         drawn.check()
 
 
-def check_rows(query: ClassSums, schema: Schema) -> None:
+def check_rows(query: ClassSums | MomentSums, schema: Schema) -> None:
     """Raise RefusedError (E-PRIV-16) when the vector that an example adds to a sum depends on others beside it."""
     base = blanks(schema, 6, 99)
     batch, kept = _inserted(base, _nonsense_examples(base, len(schema.classes)), [0, 0, 3, 3, 6])

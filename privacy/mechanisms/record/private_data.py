@@ -35,6 +35,7 @@ from fl_core.types.values import (
     ClassSums,
     Losses,
     LossFn,
+    MomentSums,
     Query,
     SgdOptions,
     Tensors,
@@ -45,6 +46,7 @@ from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, filled
 from privacy.mechanisms.record.draws import DrawPath, Draws, is_stochastic
 from privacy.mechanisms.record.model_check import validate
+from privacy.mechanisms.record.moments import moment_sums
 from privacy.mechanisms.record.per_sample_gradients import (
     PADDING,
     ClippedGradientEngine,
@@ -194,11 +196,22 @@ class DpSgdLocalData:
         public = split is Split.TEST and self._plan.terms.test_data == "public"
         if split is Split.GLOBAL or public:
             return self._plain.sum(query, bound=bound, split=split)
+        plan, terms = self._plan, self._plan.terms
+        if isinstance(query, MomentSums) and split is Split.TRAIN:
+            self._allowance.take(plan.moments)
+            return moment_sums(
+                query,
+                self._split[split],
+                self._units[split],
+                plan.moments.mechanism.noise,
+                self._noise,
+                few=terms.min_count,
+                device=self._device,
+            )
         if not isinstance(query, ClassSums):
             raise RefusedError(
                 "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
             )
-        plan, terms = self._plan, self._plan.terms
         if split is Split.TRAIN and not plan.sends_prototypes(self._context.round):
             width = self._width(query)
             return {"sum": torch.zeros(query.n_classes, width), "count": torch.zeros(query.n_classes)}

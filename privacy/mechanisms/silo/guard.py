@@ -211,10 +211,16 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
 
     Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-16 on what silo-level privacy does
     not   cover: too many coordinates, personal models, weights that follow from data, central noise on single silos'
-    parts.
+    parts, exact sums over examples.
     """
     manifest, method = run.manifest, run.method
     terms = SiloDpConfig.of(manifest.privacy.options)
+    if method.exact:
+        raise ConfigError(
+            "E-PRIV-16",
+            f"method {method.name} sends sums over examples, of which one clip for a whole hospital leaves the "
+            "direction alone: set privacy=dp_record, where each record is bounded",
+        )
     uniform = terms.weights == "uniform"
     if not uniform and (missing := [m.name for m in manifest.members if m.units < 1]):
         raise ConfigError(

@@ -13,8 +13,8 @@ from privacy.audit.step_checks import ZeroNoise
 from privacy.audit.worlds import Measured, measure
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
-QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation")
-LONG = ("augmentation", "dropout", "batch shape", "worst record")
+QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation", "moments")
+LONG = ("augmentation", "dropout", "batch shape", "worst record", "class of one")
 TRIALS = 60
 """Enough to refute an epsilon of 1.3 where the worlds are told apart every time."""
 
@@ -58,6 +58,8 @@ def test_no_attack_refutes_the_epsilon_that_is_printed_in_many_trials(name: str)
         ("draws by position", "dropout", 110),
         ("any batch shape", "batch shape", 110),
         ("convolutions not clipped", "convolution", TRIALS),
+        ("moments not clipped", "moments", TRIALS),
+        ("halved noise on moments", "class of one", 400),
     ],
 )
 def test_an_attack_sees_the_fault_that_it_is_there_for(fault: str, name: str, trials: int) -> None:

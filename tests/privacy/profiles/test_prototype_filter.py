@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fl_core.methods import build_method
+from fl_core.methods.disjoint.analytic import held_out
 from fl_core.models import build_model
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import NamedOptions, RunManifest
@@ -18,11 +19,16 @@ from fl_core.simulation.in_process import InProcessSilo, RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
-from fl_core.types.values import Bundle, State
+from fl_core.types.values import Bundle, MomentSums, RoundContext, State
 from privacy.compiled_run import CompiledRun
-from privacy.profiles.prototype_filter import with_prototype_filter
+from privacy.policy_terms import Prototypes
+from privacy.profiles.prototype_filter import PrototypeFilter, with_prototype_filter
 from privacy.release_log import InMemoryReleaseLog
-from tests.support.federations import FED, SCHEMA, manifest, same, same_bundle, shares
+from tests.fl_core.methods.disjoint.test_analytic import CLASSES, Rows
+from tests.fl_core.methods.disjoint.test_analytic import TRAIN as EXAMPLES_TRAIN
+from tests.fl_core.methods.disjoint.test_analytic import model as features
+from tests.fl_core.methods.disjoint.test_analytic import records as example_rows
+from tests.support.federations import CONTEXT, FED, SCHEMA, manifest, same, same_bundle, shares
 
 TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
 WITHHELD = frozenset({1, 3})
@@ -156,3 +162,76 @@ def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
     with_own, without = trained(start, True).state_dict(), trained(start, False).state_dict()
     assert same(with_own, without)
     assert not same(without, trained(dict(RunSetup.of(run).initial_state()), False).state_dict())
+
+
+# ---- exact sums over examples ----------------------------------------------------------------------------------------
+
+EXACT = ({}, {"ridge": 0.0}, {"class_weights": "balanced"}, {"release": "noisy"})
+
+
+def summed(rows: Rows, least: int, hidden: frozenset[int], options: dict[str, object]) -> list[Bundle]:
+    """Let a hospital send all exchanges of analytic without privacy, to a server that hears of nobody else."""
+    method, found = build_method("analytic", options), list[Bundle]()
+    factory = with_prototype_filter(PlainLocalData, hidden, 0.0, least)
+    server = method.init_server(features(), RoundContext(1, CLASSES))
+    for t in range(method.exchanges):
+        now = RoundContext(1, CLASSES, method.exchanges, t, 1).for_silo(0, 0)
+        data = factory(RoundData(rows, rows, EXAMPLES_TRAIN, now))
+        found.append(method.local(features(), method.broadcast(server), {}, data, now).bundle)
+    return found
+
+
+def without_class(rows: Rows, c: int) -> Rows:
+    return Rows(rows.x[rows.labels != c], rows.labels[rows.labels != c])
+
+
+def of_class(rows: Rows, c: int, n: int) -> Rows:
+    """Keep n examples of a class and all others."""
+    first = torch.nonzero(rows.labels == c).flatten()[n:]
+    keep = torch.ones(len(rows.labels), dtype=torch.bool)
+    keep[first] = False
+    return Rows(rows.x[keep], rows.labels[keep])
+
+
+@pytest.mark.parametrize("options", EXACT)
+@pytest.mark.parametrize(("n", "shown"), [(1, False), (4, False), (5, True)])
+def test_a_class_of_few_examples_is_left_out_of_exact_sums_as_if_there_were_none(
+    options: dict[str, object], n: int, shown: bool
+) -> None:
+    """Bit for bit, of products as well: where lambda is chosen, of each of both parts by itself."""
+    rows = of_class(example_rows(), 2, n)
+    least, hidden = Prototypes().min_examples, frozenset[int]()
+    held, none = (summed(r, least, hidden, options) for r in (rows, without_class(rows, 2)))
+    moments = [t for t, bundle in enumerate(held) if bool(bundle["moments"].total["a"].any())]
+    assert moments
+    later = held_out(rows.x[rows.labels == 2])
+    there = [int((~later).sum()), int(later.sum())] if "ridge" in options else [n]
+    for t, counted in zip(moments, there, strict=True):
+        assert same_bundle(_sums(held[t]), _sums(none[t])) is (counted in (0, 1, 2, 3, 4))
+    assert shown is (n >= least)
+
+
+@pytest.mark.parametrize("options", EXACT)
+def test_hidden_classes_are_left_out_of_exact_sums(options: dict[str, object]) -> None:
+    rows = example_rows()
+    held = summed(rows, 0, frozenset({1, 3}), options)
+    none = summed(without_class(without_class(rows, 1), 3), 0, frozenset(), options)
+    for mine, theirs in list(zip(held, none, strict=True))["class_weights" in options :]:
+        assert same_bundle(_sums(mine), _sums(theirs))  # counts, which balanced weights begin with, are of all classes
+
+
+def _sums(bundle: Bundle) -> Bundle:
+    """Drop how many examples there are in all, which noisy counts of classes would say as well."""
+    one = torch.ones(())
+    return {name: replace(part, weight=one) if name == "moments" else part for name, part in bundle.items()}
+
+
+def test_in_a_private_run_hidden_classes_add_nothing_to_the_release() -> None:
+    """The row of sums stays here; what is charged is what is charged without."""
+    rows, query = example_rows(), MomentSums(lambda x, y: x.double() / 10, 6, CLASSES, 1.0)
+    found = PrototypeFilter(PlainLocalData(RoundData(rows, rows, EXAMPLES_TRAIN, CONTEXT)), frozenset({2}), 0.0)
+    sums = found.sum(query)
+    rest = without_class(rows, 2).x.double() / 10
+    assert torch.allclose(sums["a"], rest.T @ rest)
+    assert not sums["b"][2].any()
+    assert bool(sums["b"][3].any())

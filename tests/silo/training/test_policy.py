@@ -9,9 +9,10 @@ import torch
 
 from fl_core import datasets
 from fl_core.errors import RefusedError
-from fl_core.methods import FedAvg
+from fl_core.methods import FedAvg, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.manifest import NamedOptions
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy
@@ -134,6 +135,36 @@ def test_withheld_classes_are_zeros_and_the_others_are_as_before(make, tmp_path)
     for name, rows in held.total.items():
         assert (rows[withheld] == 0).all()
         assert torch.equal(rows[~withheld], free.total[name][~withheld])
+
+
+@pytest.mark.parametrize(
+    ("policy", "left_out"),
+    [("", False), ("[prototypes]\nmin_examples = 10000\n", True), ("[prototypes]\nsubmit = false\n", True)],
+)
+def test_the_policy_keeps_small_classes_out_of_exact_sums(make, tmp_path, caplog, policy, left_out):
+    (tmp_path / "home0").mkdir(mode=0o700)
+    (tmp_path / "home0/policy.toml").write_text(policy)
+    hospital = make(manifest(method=NamedOptions("analytic", {"head": "ridge"})), folder=tmp_path / "home0")
+    hospital.start()
+    first(hospital)
+    (raw,) = hospital.transfer.uploads.values()
+    (tmp_path / "bundle").write_bytes(bytes(raw))
+    bundle = BundleFile(tmp_path / "bundle")
+    assert bool(bundle["moments"].total["a"].any()) is not left_out
+    assert bool(bundle["classes"].total["b"].any()) is not left_out
+    assert "second moments" not in caplog.text  # 507 records, 64 features
+
+
+def test_a_hospital_is_warned_where_exact_sums_show_what_its_records_span(make, caplog):
+    choice = NamedOptions("random_features", {"width": 600})
+    run = manifest(method=NamedOptions("analytic", {}), model=choice)
+    network = build_model(choice.name, choice.options, run.schema, 0)
+    run = replace(run, layout=derive_layout(build_method("analytic", {}), network, run.schema))
+    hospital = make(run)
+    hospital.start()
+    first(hospital)
+    assert caplog.text.count("second moments of 600 numbers leave without privacy") == 1
+    assert "507" not in caplog.text
 
 
 def test_no_number_of_the_ledger_or_the_policy_reaches_the_coordinator():

@@ -16,21 +16,26 @@ from privacy.profiles.record import release_plan
 from privacy.release_log import InMemoryReleaseLog
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.store import Store
+from tests.support import until
 from tests.support.hospital import Watched, first, rounds_equal
 from tests.support.privacy import SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedgela"])
-def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make, tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("fedavg", {}), ("fedgela", {}), ("analytic", {"release": "noisy"})],
+    ids=["fedavg", "fedgela", "analytic"],
+)
+def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make, tmp_path, method, options):
     ledger = budgeted(tmp_path / "home0")
-    run = private(method)
+    run = private(method, options)
     hospital = make(run)
     hospital.start()
     shares = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
     book = InMemoryReleaseLog()
     doors = [CompiledRun.of(run).profile.data_factory(k, book if k == 1 else InMemoryReleaseLog()) for k in range(3)]
     port = local_ports(RunSetup.of(run), shares, doors)[1]
-    msg = build_method(method, {}).broadcast(RunSetup.of(run).initial_state())
+    msg = build_method(method, options).broadcast(RunSetup.of(run).initial_state())
     rounds_equal(hospital, port, [msg] * 3)
     course = release_plan(RunSetup.of(run), 1)
     planned = [r for t in range(3) for r in course.releases(t, t < 2, True, counts=t == 0)]
@@ -117,6 +122,47 @@ def test_resending_is_free_a_failed_task_stays_charged_and_a_new_try_is_a_new_at
     hospital.transfer.uploads.clear()
     hospital.start()
     hospital.offer()
+    hospital.sent(2)
+    assert ledger.history(TRAIN) == twice
+
+
+@pytest.mark.parametrize("reserve", [0, 1])
+def test_a_hospital_that_ends_between_charge_and_upload_has_paid_for_its_one_release_once(make, tmp_path, reserve):
+    """Before the update is safe the charge stands, and a new try needs a reserve; afterwards it is sent again."""
+    ledger = budgeted(tmp_path / "home0")
+    failing = [True]
+
+    def do(*args):
+        found = run_silo_round(*args)
+        if failing.pop() if failing else False:
+            raise OSError("the disk is full")
+        return found
+
+    hospital = make(private("analytic", {"release": "noisy"}, reserve_rounds=reserve), do)
+    hospital.start()
+    msg = build_method("analytic", {"release": "noisy"}).broadcast(hospital.server)
+    hospital.offer(state=msg)
+    assert hospital.refused().code == "E-RUN-31"
+    hospital.stop()
+    hospital.start()
+    once = ledger.history(TRAIN)
+    assert [m.steps for m in once] == [1]
+    assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT_ON_RECOVERY"]
+    hospital.offer(state=msg)
+    if not reserve:
+        until(lambda: len([a for a in hospital.answers() if not a.accepted]) == 2)
+        assert hospital.answers()[-1].code in ("E-BUDGET-01", "E-BUDGET-12")
+        assert ledger.history(TRAIN) == once
+        return
+    hospital.sent()
+    twice = ledger.history(TRAIN)
+    assert [m.steps for m in twice] == [2]
+    assert epsilon_rdp(twice, 1e-5) <= 8.0
+    hospital.stop()
+    hospital.transfer.receipts.clear()
+    hospital.transfer.uploads.clear()
+    hospital.start()
+    hospital.offer(state=msg)
     hospital.sent(2)
     assert ledger.history(TRAIN) == twice
 

@@ -1,0 +1,116 @@
+"""The noisy release of second moments and class sums: what a head in closed form is solved from.
+
+Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss: Optimal Bounds for Privacy-Preserving Principal Component Analysis",
+STOC 2014, with the sums per class of a ridge regression beside the moments (Wang, "Revisiting Differentially Private
+Linear Regression", UAI 2018). A record of class y with the vector u adds
+
+    v = (svec(u u^T), u (x) e_y),   |v|^2 = |u|^4 + |u|^2 <= 2   for |u| <= 1
+
+where svec is the lower triangle with entries beside the diagonal sqrt(2) times, so that its length is that of the
+matrix. A group adds the mean of its records' v, which is no longer. One release of Gaussian noise of standard deviation
+s = z sqrt(2) on every number of the sum of v, or s = z where only sums per class are asked for: in the matrix
+itself s on the diagonal and s / sqrt(2) beside it.
+
+In integers: u is bounded in float64 and its entries are truncated toward zero to whole multiples of h, so that products
+are whole multiples of h^2 and sums of them are exact; the mean of a group is truncated toward zero once more. No step
+makes any entry larger, so nothing is added to the sensitivity. What is noisy is all that depends on the data.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fl_core.types.values import Examples, MomentSums, Tensors
+from privacy.mechanisms.noise import grid
+from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA
+from privacy.mechanisms.noise.sources import NoiseSource
+from privacy.mechanisms.record.class_sums import ROWS, PrivacyUnits, filled
+
+FINEST = 2.0**-16
+"""h where noise leaves room for it. An int64 holds the sum of the products of two thousand million units then."""
+
+
+def moment_sums(
+    query: MomentSums,
+    examples: Examples,
+    units: PrivacyUnits,
+    noise_multiplier: float,
+    noise: NoiseSource,
+    few: float = 0.0,
+    device: torch.device | None = None,
+) -> Tensors:
+    """Release a query with noise of `noise_multiplier` times its sensitivity.
+
+    few: sums of classes whose noisy count is below few + 2 std are rows of zeros. Returns what `MomentSums` says.
+    Guarantees: adding or removing a unit moves (svec(A), B), before the noise, by at most `sensitivity`, whatever its
+    numbers are; a record that is not finite adds nothing.
+    """
+    std = noise_multiplier * sensitivity(query)
+    h = grid_of(std)
+    a, b = exact_sums(query, examples, units, h, device)
+    if query.second:
+        a = _symmetric_noise(a, std / h**2, noise)
+    b = grid.add_noise(b, h, std, noise)
+    if few:
+        least = query.constant * few + 2 * std
+        b = torch.where((b[:, -1] >= least).unsqueeze(1), b, torch.zeros_like(b))
+    return {"a": a.double() * h**2, "b": b, "variance": torch.tensor(std**2, dtype=torch.float64)}
+
+
+def sensitivity(query: MomentSums) -> float:
+    return math.sqrt(2.0) if query.second else 1.0
+
+
+def grid_of(std: float) -> float:
+    """Return h, a power of two, for noise of this standard deviation: std / h^2 is within what noise is drawn with."""
+    return max(FINEST, 2.0 ** -math.floor((math.log2(MAX_SIGMA) - math.log2(std)) / 2)) if std else FINEST
+
+
+def exact_sums(
+    query: MomentSums, examples: Examples, units: PrivacyUnits, h: float, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sums (D, D) in units of h^2 and (C, D) in units of h, int64: not to be released like this."""
+    a = torch.zeros(query.width, query.width, dtype=torch.long)
+    b = torch.zeros(query.n_classes, query.width, dtype=torch.long)
+    for index, unit in units.chunks(torch.arange(len(units)), ROWS):
+        x, y = examples.batch(index)
+        u = grid.truncated(grid.contributions(_vectors(query, x, y, device), 1.0), h)
+        if int(unit[-1]) + 1 == len(unit):  # every unit is a record of its own
+            a += _products(u, query.second)
+            b.index_add_(0, y, u)
+            continue
+        for k in range(int(unit[-1]) + 1):
+            own, labels = u[unit == k], y[unit == k]
+            a += torch.div(_products(own, query.second), len(own), rounding_mode="trunc")
+            b += torch.div(torch.zeros_like(b).index_add_(0, labels, own), len(own), rounding_mode="trunc")
+    return a, b
+
+
+def _products(u: Tensor, second: bool) -> Tensor:
+    """Return sum u u^T in int64: products of entries below 2^16 are added exactly in float64 up to 2^21 of them."""
+    wide = u.double()
+    return (wide.T @ wide).long() if second else torch.zeros(u.shape[1], u.shape[1], dtype=torch.long)
+
+
+def _vectors(query: MomentSums, x: Tensor, y: Tensor, device: torch.device | None) -> Tensor:
+    """Return the vectors (n, D) in float64, computed in batches of one shape."""
+    with torch.no_grad():
+        pairs = zip(torch.split(filled(x, ROWS), ROWS), torch.split(filled(y, ROWS), ROWS), strict=True)
+        found = [query.vectors(some.to(device), own.to(device)).double().cpu() for some, own in pairs]
+    return torch.cat(found)[: len(x)]
+
+
+def _symmetric_noise(a: Tensor, sigma: float, noise: NoiseSource) -> Tensor:
+    """Add noise of `sigma` on the diagonal and, the same on both sides, of sigma / sqrt(2) beside it."""
+    if not sigma:
+        return a
+    size = len(a)
+    rows, columns = torch.tril_indices(size, size, -1)
+    beside = noise.discrete_gaussian((len(rows),), sigma / math.sqrt(2.0))
+    drawn = torch.diag(noise.discrete_gaussian((size,), sigma))
+    drawn[rows, columns] = beside
+    drawn[columns, rows] = beside
+    return a + drawn
