@@ -174,6 +174,12 @@ def exchanges(run: Run) -> int:
 
 def _require_same_sums(parent: Run, now: RunManifest) -> None:
     before = RunManifest.from_json(parent.manifest)
+    if any(m.privacy.name != "none" or m.method.options.get("release", "exact") != "exact" for m in (before, now)):
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected exact sums in {parent.id} and here, found noise in one of them: such sums are scaled and "
+            "solved as those of one run; start a run with all hospitals",
+        )
     weights = [m.method.options.get("class_weights", "none") for m in (before, now)]
     if weights != ["none", "none"]:
         raise ConfigError(
