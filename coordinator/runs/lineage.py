@@ -173,15 +173,14 @@ def exchanges(run: Run) -> int:
     return build_method(*method_of(run)).exchanges
 
 
-def _form(options: Mapping[str, Any]) -> dict[str, object]:
-    """Return what is in sums of exact, noisy and estimated moments; a noisy release for ncm has no second moments."""
-    form = {"release": options.get("release", "exact"), "covariance": options.get("covariance", "moments")}
-    noisy = {"bound": options.get("bound", 1.0), "moments": options.get("head") != "ncm"}
-    return form | (noisy if form["release"] == "noisy" else {})
-
-
 def _require_same_sums(parent: Run, now: RunManifest) -> None:
     before = RunManifest.from_json(parent.manifest)
+    if any(m.privacy.name != "none" or m.method.options.get("release", "exact") != "exact" for m in (before, now)):
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected exact sums in {parent.id} and here, found noise in one of them: such sums are scaled and "
+            "solved as those of one run; start a run with all hospitals",
+        )
     weights = [m.method.options.get("class_weights", "none") for m in (before, now)]
     if weights != ["none", "none"]:
         raise ConfigError(
@@ -189,13 +188,13 @@ def _require_same_sums(parent: Run, now: RunManifest) -> None:
             f"expected class_weights=none in {parent.id} and here, found {weights[0]} and {weights[1]}: balanced "
             "weights follow from the counts of all hospitals, and sums have them inside; start a run with all of them",
         )
-    forms = [_form(m.method.options) for m in (before, now)]
     for what, then, found in (
-        ("form of the sums", *forms),
+        ("method.covariance", *(m.method.options.get("covariance", "moments") for m in (before, now))),
         ("model", before.model, now.model),
         ("seed", before.seed, now.seed),
         ("classes, shape and columns", before.schema, now.schema),
         ("image size", before.image_size, now.image_size),
+        ("train.freeze", before.train.freeze, now.train.freeze),
     ):
         if then != found:
             raise ConfigError(

@@ -8,6 +8,7 @@ from coordinator.storage.records import Run
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest, StartPoint, Weights
 from fl_core.types import tensor_maps
+from fl_core.types.records import FEATURES
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from protos.wire import codec
@@ -78,7 +79,7 @@ def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tu
     manifest, before = compiled.manifest, RunManifest.from_json(parent.manifest)
     _require_same_model(parent, before, manifest)
     kept, fresh = codec.read_state(objects.verified(parent.state_object)), compiled.initial_state()
-    if before.train.freeze != manifest.train.freeze:
+    if manifest.train.freeze == FEATURES != before.train.freeze:
         raise ConfigError(
             "E-CFG-08",
             f"expected train.freeze={before.train.freeze}, as in {parent.id}, found {manifest.train.freeze}: leave it "
@@ -86,7 +87,7 @@ def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tu
         )
     model = dict(kept["w"])
     if _shapes(model) != _shapes(fresh["w"]):  # one that keeps a part of the model apart, which this method trains
-        model = dict(CompiledRun.of(before).method.exported(kept))
+        model = dict(_with_weights(CompiledRun.of(before), objects).exported(kept))
     if _shapes(model) != _shapes(fresh["w"]):
         raise ConfigError(
             "E-CFG-08",
@@ -114,6 +115,12 @@ def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tu
     private = CompiledRun.of(before).private and (before.start is None or before.start.private)
     weights = None if manifest.start is None else manifest.start.weights
     return state, StartPoint(parent.id, parent.closed, private=private, weights=weights)
+
+
+def _with_weights(run: CompiledRun, objects: ObjectStore) -> CompiledRun:
+    start = run.manifest.start
+    named = None if start is None else start.weights
+    return run if named is None else run.with_weights(read_weights(objects, named))
 
 
 def _require_same_model(parent: Run, before: RunManifest, now: RunManifest) -> None:

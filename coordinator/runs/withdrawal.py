@@ -182,7 +182,7 @@ class Withdrawals:
         if not lineage.adds(run):
             return "trained by gradients, or of class means alone: one hospital's part cannot be told from the rest"
         manifest = RunManifest.from_json(run.manifest)
-        if manifest.privacy.name != "none":
+        if manifest.privacy.name != "none" or manifest.method.options.get("release", "exact") != "exact":
             return "its sums have noise inside, which the hospital cannot send again"
         if manifest.method.options.get("class_weights", "none") != "none":
             return "its sums have the weights of all hospitals' class counts inside"

@@ -9,9 +9,11 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 
 import pytest
+import torch
 from sqlalchemy import Connection
 
 from coordinator.api.server import CoordinatorServer
+from coordinator.runs.withdrawal import Withdrawals
 from coordinator.storage.records import RunState
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
@@ -188,3 +190,54 @@ def test_dying_once_at_any_write_gives_the_same_model(template: World, method: s
     digest, lives, _ = live_through(template, method, lambda life: 0 if life else at, after)
     assert lives == 1  # a run of this kind makes 62 to 67 writes, so there was a power cut
     assert digest == expected(method)
+
+
+SUMMED = manifest(rounds=1, names=PEOPLE, method="analytic", model="random_features", model_options={"width": 16})
+ALONE = manifest(rounds=1, names=PEOPLE[:1], method="analytic", model="random_features", model_options={"width": 16})
+
+
+@pytest.mark.parametrize(("every", "after"), [(1, False), (2, True)])
+def test_dying_again_and_again_while_a_hospital_is_taken_out_leaves_all_of_it_or_nothing(
+    template: World, every: int, after: bool
+) -> None:
+    memories = {name: Memory() for name in PEOPLE}
+    world = template
+    world.start()
+    people = start(world, memories)
+    run = world.finished(world.submit(SUMMED, uuid.uuid4().hex).id)
+    whole, life, lives = world.model(run.id), 0, 0
+    for silo in people:
+        silo.stop()
+    world.stop()
+    while True:
+        server = world.start()
+        known = world.run(run.id)
+        by = [r for r in server.store.runs.all() if r.parent == run.id]
+        if known.state_object is not None:
+            assert all(torch.equal(whole["sums"][name], v) for name, v in world.model(run.id)["sums"].items())
+        else:
+            assert [r.state for r in by] == [RunState.FINISHED]
+        power = Power(server, every + 2 * life if life < 15 else 0, after)
+        people = [ScriptedSilo(world, s.name, s.share, s.memory) for s in people]
+        withdrawals = Withdrawals(server.store, server.runs.submit, server.runs.schedule_cleanup)
+        with suppress(PowerCut):
+            (touched,) = (t for t in withdrawals.withdraw("east", "lead") if t.run.id == run.id)
+            assert touched.by is not None
+            until(partial(_settled, world, power, touched.by.id), "the end or a power cut", 120)
+        if not power.cut.is_set():
+            break
+        bury(server)
+        for silo in people:
+            silo.stop()
+        world.server, life, lives = None, life + 1, lives + 1
+    assert lives > 3
+    (taken,) = (r for r in server.store.runs.all() if r.parent == run.id)
+    assert (taken.state, world.run(run.id).state_object) == (RunState.FINISHED, None)
+    until(lambda: not server.objects.has(run.state_object), "the state with its sums")
+    alone = simulate(RunSetup.of(ALONE), shares()[:1], Observer())
+    left = world.model(taken.id)
+    for group in ("w", "sums"):
+        assert all(torch.equal(alone[group][name], v) for name, v in left[group].items())
+    for silo in people:
+        silo.stop()
+    world.stop()

@@ -237,6 +237,7 @@ def test_nobody_is_counted_twice_and_who_has_left_is_in_no_later_run_of_the_line
         for words, code in (
             (["silos=[east]"], f"E-RUN-05.*east withdrew from {run.id}"),
             (["method.class_weights=balanced", "rounds=2", "silos=[west]"], "E-CFG-08.*class_weights=none"),
+            (["privacy=dp_record", "silos=[west]"], "E-CFG-08.*expected exact sums"),
             (["seed=1", "silos=[west]"], "E-CFG-23.*the seed"),
             (["model.kind=relu", "silos=[west]"], "E-CFG-23.*the model"),
         ):
@@ -270,14 +271,17 @@ def test_balanced_sums_cannot_be_less_one_hospital_and_are_trained_anew(
         assert world.run(run.id).state_object is not None
 
 
-def test_a_model_goes_on_by_gradients_from_its_closed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_goes_on_by_gradients_from_its_closed_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], frozen: bool
+) -> None:
     with hospitals(tmp_path) as (world, sites):
         join(world, sites, tmp_path, *FOUR[:3])
-        run = ran(world, ANALYTIC, capsys)
+        run = ran(world, [*ANALYTIC, *(["train.freeze=features"] if frozen else [])], capsys)
         wanted = world.server.store.runs.rounds(run.id)[-1].record
         assert wanted.accuracy > 0.5
         for method in ("fedavg", "fedmr"):
-            words = [f"method={method}", "rounds=1", "train.epochs=1", "train.lr=0.01"]
+            words = [f"method={method}", "rounds=1", "train.epochs=1", "train.lr=0.01", "train.freeze=none"]
             tuned = ran(world, words, capsys, start_from=run.id)
             first, last = (row.record for row in world.server.store.runs.rounds(tuned.id))
             assert (first.correct, first.examples) == (wanted.correct, wanted.examples)

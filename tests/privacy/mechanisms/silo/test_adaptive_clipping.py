@@ -81,6 +81,12 @@ class Norms:
     def broadcast(self, server: State) -> State:
         return server
 
+    def expects(self, round: int) -> str:
+        return ""
+
+    def fingerprint(self, update: Bundle) -> str:
+        return ""
+
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         assert set(total) == {"delta"}
         return dict(server)
