@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl_core import validate
-from fl_core.models.pretrained import TorchvisionNames
+from fl_core.models.pretrained import PublishedNames
 from fl_core.models.split_model import HeadOptions, SplitModel, image_shape
 from fl_core.types.records import Schema
 
@@ -47,5 +47,5 @@ class EfficientNetB0(HeadOptions):
         body = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(self.dropout))
         return self.complete(body, FEATURES, schema)
 
-    def torchvision_names(self) -> TorchvisionNames:
-        return TorchvisionNames({"features.": "body.0."}, ("classifier.",))
+    def published_names(self) -> tuple[PublishedNames, ...]:
+        return (PublishedNames({"features.": "body.0."}, ("classifier.",)),)

@@ -174,7 +174,9 @@ def test_the_measure_counts_what_a_forward_pass_keeps_for_the_backward_one() -> 
 
 
 def test_the_measure_ends_before_it_takes_the_memory_itself(resident, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = manifest_from(compose_spec(["data=folder", "data.classes=[a,b]", "data.image_size=112", "model.stem=cifar"]), ["a", "b"])
+    large = manifest_from(
+        compose_spec(["data=folder", "data.classes=[a,b]", "data.image_size=112", "model.stem=cifar"]), ["a", "b"]
+    )
     run, before = CompiledRun.of(large), resident()
     monkeypatch.setattr(memory, "free_memory", lambda _: 150 << 20)
     with pytest.raises(RefusedError, match=r"E-RUN-38.* step of 4 examples"):
