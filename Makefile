@@ -27,7 +27,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/python -m compileall -q $(PACKAGES)
 	@touch $(STAMP)
 
-demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, closed form, FedGELA at epsilon 8
+demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, closed form, closed form at epsilon 8
 	@$(BIN)/coordinator demo --out runs/demo
 
 test: setup  ## The tests, eight minutes on 2 cores

@@ -19,13 +19,13 @@ from service_core.console import Reply, make_table, open_file, show_reply, span
 from service_core.web.chart import Chart, Series
 from service_core.web.rendering import make_environment
 
-PLAIN, REPAIRED, CLOSED, PRIVATE = "fedavg", "fedgela", "analytic", "fedgela-private"
-"""The runs: FedAvg, a method for hospitals that lack classes, the closed form, and one with differential privacy."""
+PLAIN, REPAIRED, CLOSED, PRIVATE = "fedavg", "fedgela", "analytic", "analytic-private"
+"""The runs: FedAvg, a method for hospitals that lack classes, the closed form, and that with differential privacy."""
 LABELS = {
     PLAIN: "FedAvg",
     REPAIRED: "FedGELA",
     CLOSED: "analytic",
-    PRIVATE: f"FedGELA, every image protected (epsilon {EPSILON:g})",
+    PRIVATE: f"analytic, every image protected (epsilon {EPSILON:g})",
 }
 SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", CLOSED: "analytic", PRIVATE: f"with epsilon {EPSILON:g}"}
 MILESTONE = 0.8

@@ -1,7 +1,7 @@
 """The registry of models: frozen dataclasses of options, built from the schema of the run's examples.
 
 Every model is features and a head (`split_model.py`). One file per family; `small.py` has the papers' small networks.
-`pretrained.py` reads weights from files, under our names and torchvision's.
+`pretrained.py` reads weights from files, under our names and publishers'.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fl_core.converter import Option, read_options, shown, stated
 from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 from fl_core.models.efficientnet import EfficientNetB0
+from fl_core.models.efficientnet_lite import EfficientNetLite0
 from fl_core.models.random_features import RandomFeatures
 from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56, WideResNet2810
 from fl_core.models.small import (
@@ -87,6 +88,7 @@ MODELS: Mapping[str, type[ModelOptions]] = {
     "resnet56": ResNet56,
     "wrn28_10": WideResNet2810,
     "efficientnet_b0": EfficientNetB0,
+    "efficientnet_lite0": EfficientNetLite0,
     "char_lstm": CharLstm,
     "spiral_mlp": SpiralMlp,
     "random_features": RandomFeatures,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl_core import validate
-from fl_core.models.pretrained import TorchvisionNames
+from fl_core.models.efficientnet_lite import STAGES
+from fl_core.models.pretrained import PublishedNames
 from fl_core.models.split_model import HeadOptions, SplitModel, image_shape
 from fl_core.types.records import Schema
 
@@ -47,5 +48,21 @@ class EfficientNetB0(HeadOptions):
         body = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(self.dropout))
         return self.complete(body, FEATURES, schema)
 
-    def torchvision_names(self) -> TorchvisionNames:
-        return TorchvisionNames({"features.": "body.0."}, ("classifier.",))
+    def published_names(self) -> tuple[PublishedNames, ...]:
+        """Return torchvision's names, and timm's of efficientnet_b0.
+
+        timm's tf_efficientnet_b0 has the same names, but pads and normalises otherwise: its features would be wrong.
+        """
+        timm = {"conv_stem.": "0.0.", "bn1.": "0.1.", "conv_head.": "8.0.", "bn2.": "8.1."}
+        for stage, (*_, layers) in enumerate(STAGES):
+            parts = ("conv_pw", "conv_dw", "se", "conv_pwl") if stage else ("conv_dw", "se", "conv_pw")
+            convolutions = [part for part in parts if part != "se"]
+            for layer in range(layers):
+                theirs, ours = f"blocks.{stage}.{layer}", f"{stage + 1}.{layer}.block"
+                for k, part in enumerate(convolutions, start=1):
+                    place = f"{ours}.{parts.index(part)}"
+                    timm |= {f"{theirs}.{part}.": f"{place}.0.", f"{theirs}.bn{k}.": f"{place}.1."}
+                squeeze = f"{ours}.{parts.index('se')}"
+                timm |= {f"{theirs}.se.conv_reduce.": f"{squeeze}.fc1.", f"{theirs}.se.conv_expand.": f"{squeeze}.fc2."}
+        prefixes = {theirs: f"body.0.{ours}" for theirs, ours in timm.items()}
+        return tuple(PublishedNames(names, ("classifier.",)) for names in ({"features.": "body.0."}, prefixes))

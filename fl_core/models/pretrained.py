@@ -1,7 +1,8 @@
 """Weights from a file: what may be in it, and how its names become those of our models.
 
-Two kinds of names are known: our own, as `coordinator export` writes them, and those of torchvision's classification
-models, whose heads are left out. No code in a file is ever run: a state dict is read by torch's `weights_only` loader.
+Our own names are known, as `coordinator export` writes them, and those of publishers, whose heads are left out:
+torchvision's, and those that a model says of itself (`published_names`). No code in a file is ever run: a state dict is
+read by torch's `weights_only` loader.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class TorchvisionNames:
-    """How torchvision names the tensors of a model.
+class PublishedNames:
+    """How a publisher names the tensors of a model.
 
-    prefixes: torchvision's -> ours   left_out: torchvision's prefixes that are not taken   fresh: our prefixes that
+    prefixes: the publisher's -> ours   left_out: the publisher's prefixes that are not taken   fresh: our prefixes that
     therefore begin anew. Each ends with a dot.
     """
 
@@ -47,11 +48,11 @@ class TorchvisionNames:
 
 
 @runtime_checkable
-class HasTorchvisionNames(Protocol):
-    """Options of a model of which torchvision publishes weights."""
+class HasPublishedNames(Protocol):
+    """Options of a model of which others publish weights."""
 
-    def torchvision_names(self) -> TorchvisionNames | None:
-        """Return the names, None where this form of the model is none of torchvision's."""
+    def published_names(self) -> Sequence[PublishedNames]:
+        """Return each publisher's names, none where this form of the model is nobody's."""
         ...
 
 
@@ -155,7 +156,7 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
     """
     wanted = tensor_maps.copy_state(model)
     own = any(name.startswith(("body.", "head.", "projection.")) for name in file.tensors)
-    names = TorchvisionNames({"": ""}, (), ()) if own else _torchvision(options, owner)
+    names = PublishedNames({"": ""}, (), ()) if own else _published(file.tensors, options, owner)
     found = _rename(file.tensors, names)
     for name in [n for n in found.taken if n not in wanted]:
         if not name.startswith(("head.", "projection.")):
@@ -175,7 +176,7 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
         elif given.shape != value.shape:
             found.wrong.append(f"{name} of shape {_short(given.shape)} for {_short(value.shape)}")
     if found.wrong:
-        what = "the model's own names" if own else "torchvision's weights of it"
+        what = "the model's own names" if own else "published weights of it"
         raise ConfigError(
             "E-CFG-02",
             f"{owner}.weights: expected {what}, found {len(found.wrong)} tensors missing, unknown or of another shape "
@@ -187,13 +188,15 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
     return taken
 
 
-def _torchvision(options: object, owner: str) -> TorchvisionNames:
-    names = options.torchvision_names() if isinstance(options, HasTorchvisionNames) else None
-    if names is None:
+def _published(tensors: Tensors, options: object, owner: str) -> PublishedNames:
+    """Choose the publisher most of whose prefixes a file has."""
+    known = options.published_names() if isinstance(options, HasPublishedNames) else ()
+    if not known:
         raise ConfigError(
             "E-CFG-02",
             f"{owner}.weights: expected tensors under the model's own names (body..., head...), as `coordinator "
-            "export` writes them, found others: torchvision's are known for efficientnet_b0, resnet18 and resnet50",
+            "export` writes them, found others: published names are known for efficientnet_b0, efficientnet_lite0, "
+            "resnet18 and resnet50",
         )
     if getattr(options, "norm", None) == "group":
         raise ConfigError(
@@ -201,10 +204,10 @@ def _torchvision(options: object, owner: str) -> TorchvisionNames:
             f"{owner}: pretrained weights were found together with norm=group, which throws the pretrained features "
             "away: use norm=frozen (efficientnet_b0 in private runs) or norm=batch, or weights=none",
         )
-    return names
+    return max(known, key=lambda names: sum(name.startswith(tuple(names.prefixes)) for name in tensors))
 
 
-def _rename(tensors: Tensors, names: TorchvisionNames) -> _Fitting:
+def _rename(tensors: Tensors, names: PublishedNames) -> _Fitting:
     found = _Fitting()
     for name, value in tensors.items():
         if name.endswith(_COUNTER) or name.startswith(names.left_out):  # a counter is read by no forward pass

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.errors import ConfigError
-from fl_core.models.pretrained import TorchvisionNames
+from fl_core.models.pretrained import PublishedNames
 from fl_core.models.split_model import HeadOptions, SplitModel, image_shape, kaiming
 from fl_core.types.records import Schema
 
@@ -121,11 +121,11 @@ class ResNet18(HeadOptions):
         body = kaiming(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
         return self.complete(body, before, schema)
 
-    def torchvision_names(self) -> TorchvisionNames | None:
-        """Return torchvision's names; the CIFAR form has another stem, which therefore begins anew."""
+    def published_names(self) -> tuple[PublishedNames, ...]:
+        """Return torchvision's names, which are timm's; the CIFAR form has another stem, which begins anew."""
         plan = self._plan
         if plan.name not in _TORCHVISION:
-            return None
+            return ()
         prefixes, place = {"bn1.": "body.1."}, 3
         if self.stem == "imagenet":
             prefixes["conv1."], place = "body.0.", 4
@@ -139,8 +139,8 @@ class ResNet18(HeadOptions):
                 prefixes |= {f"{theirs}.downsample.{i}.": f"{ours}.shortcut.{i}." for i in (0, 1)}
                 place += 1
         if self.stem == "imagenet":
-            return TorchvisionNames(prefixes, ("fc.",))
-        return TorchvisionNames(prefixes, ("fc.", "conv1."), ("body.0.",))
+            return (PublishedNames(prefixes, ("fc.",)),)
+        return (PublishedNames(prefixes, ("fc.", "conv1."), ("body.0.",)),)
 
     def _norm(self, width: int) -> nn.Module:
         return nn.BatchNorm2d(width) if self.norm == "batch" else nn.GroupNorm(self.groups, width)

