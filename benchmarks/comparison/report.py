@@ -54,7 +54,8 @@ def rounds(found: Tuned, measure: str, target: float, never: int) -> list[float]
     return [min(study.rounds_to(run, measure, target), never) for run in found.runs.values()]
 
 
-def markdown(asked: Comparison, found: Mapping[str, Tuned]) -> str:
+def markdown(asked: Comparison, found: Mapping[str, Tuned], command: str = "") -> str:
+    """Write the tables; command: what makes them, where that is not this package."""
     lines = [f"# {asked.title}", "", asked.question, ""]
     for measure in asked.measures:
         lines += [f"**{CURVES[measure].capitalize()}, %**", "", *_main(asked, found, measure), ""]
@@ -63,7 +64,7 @@ def markdown(asked: Comparison, found: Mapping[str, Tuned]) -> str:
         said = ", ".join(f"{m} {n}" for m, n in failed.items() if n)
         lines += [f"Runs that ended without a model and count as 0 %: {said} of {len(asked.seeds)}.", ""]
     judged = run_store.judged_text({method: list(tuned.runs.values()) for method, tuned in found.items()})
-    return "\n".join([*lines, judged, "", *_how(asked, found)])
+    return "\n".join([*lines, judged, "", *_how(asked, found, command or f"benchmarks.comparison {asked.name}")])
 
 
 def _main(asked: Comparison, found: Mapping[str, Tuned], measure: str) -> list[str]:
@@ -98,7 +99,7 @@ def _rounds(found: Mapping[str, Tuned]) -> int:
     return max(len(curve) for run in every for name in CURVES if (curve := study.curve(run, name)))
 
 
-def _how(asked: Comparison, found: Mapping[str, Tuned]) -> list[str]:
+def _how(asked: Comparison, found: Mapping[str, Tuned], command: str) -> list[str]:
     tuning = [[m, *(f"{100 * s:.1f}" for s in t.scores.values())] for m, t in found.items()]
     budget = len(asked.lrs) * len(asked.tuning_seeds)
     seconds = [float(str(run["cpu_seconds"])) for t in found.values() for run in t.runs.values()]
@@ -120,8 +121,7 @@ def _how(asked: Comparison, found: Mapping[str, Tuned]) -> list[str]:
         "",
         *words,
         "",
-        f"`python -m benchmarks.comparison {asked.name}`; median {median(seconds):.1f} CPU seconds a run; "
-        f"{run_store.machine()}.",
+        f"`python -m {command}`; median {median(seconds):.1f} CPU seconds a run; {run_store.machine()}.",
         "",
     ]
 

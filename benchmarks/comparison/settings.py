@@ -26,6 +26,7 @@ FOLDER = Path(__file__).parent / "settings"
 CURVES: Mapping[str, str] = {
     "ga": "global accuracy",
     "balanced": "balanced global accuracy",
+    "auc": "mean over classes of the area under the ROC curve (metrics=clinical)",
     "pa": "personal accuracy, mean over silos",
 }
 """What a run keeps after 0, 1, ..., T rounds; `pa` is the silos' own models' after each round's training."""

@@ -23,6 +23,8 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from fl_core.errors import FederationError
+from fl_core.types.clinical import CLINICAL
+from fl_core.types.records import RoundRecord
 from privacy.accounting.uncertainty import LAST
 
 DEAD = 0.0
@@ -89,11 +91,17 @@ def measure(trial: Trial) -> Run:
         **found,
         "ga": _rounded([e.point for e in result.estimates]),
         "balanced": _rounded([r.balanced_accuracy for r in records]),
+        **({"auc": _rounded([_auc(r) for r in records])} if spec.metrics == CLINICAL else {}),
         **({"pa": [None, *_rounded(scores)]} if scores else {}),
         **run_store.judged(result),
         "model": result.model_digest[:16],
         "cpu_seconds": round(time.process_time() - start, 2),
     }
+
+
+def _auc(record: RoundRecord) -> float | None:
+    found = record.clinical and record.clinical.macro_auc
+    return found.middle if found else None
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:

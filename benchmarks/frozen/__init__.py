@@ -1,0 +1,1 @@
+"""Methods on the same frozen features of real skin lesions: rounds, bytes, seconds, balanced accuracy, AUC."""

@@ -1,0 +1,78 @@
+"""Frozen features of Fed-ISIC2019's images as a data set, its centres as a partition, and a head on them as a model.
+
+The features of all images of a centre, training and test, lie in one file (`extract.py`). Which of them train and
+which validate is drawn anew for each seed, by lesion: images of one lesion are on one side.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fl_core import rng
+from fl_core.datasets.sources.isic2019 import CLASSES
+from fl_core.extensions.user_data import ArrayData, Split
+from fl_core.models.split_model import HeadOptions, SplitModel
+from fl_core.types.records import Schema
+
+FEATURES = "CONSILIUM_FROZEN_FEATURES"
+"""The environment variable that names the file of features: processes of a comparison inherit it."""
+WIDTH = 1280
+VALIDATION = 0.2
+
+
+@cache
+def read() -> dict[str, NDArray[np.float32]]:
+    """Return z (n, WIDTH), y (n,), center (n,) and lesion (n,)."""
+    with np.load(Path(os.environ[FEATURES])) as file:
+        return dict(file)
+
+
+class Features(ArrayData):
+    """All images' features, as training and as test examples: `Centers` says which are which."""
+
+    shape = (WIDTH,)
+    classes = CLASSES
+
+    def read(self, root: Path | None) -> tuple[Split, Split]:  # noqa: ARG002
+        found = read()
+        whole = found["z"], found["y"]
+        return whole, whole
+
+
+@dataclass(frozen=True)
+class Centers:
+    """A silo for each centre; only: one centre's training images at one silo, tested on all centres' images."""
+
+    silos: int = 4
+    only: int = -1
+
+    def partition(
+        self, train: Tensor, test: Tensor, n_classes: int, seed: int
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        del train, test, n_classes
+        found = read()
+        lesions = np.unique(found["lesion"])
+        order = torch.randperm(len(lesions), generator=rng.stream(seed, "isic", "validation")).numpy()
+        held_out = np.isin(found["lesion"], lesions[order[: round(VALIDATION * len(lesions))]])
+        shares = []
+        for center in np.unique(found["center"]) if self.only < 0 else [self.only]:
+            own = found["center"] == center
+            tested = own if self.only < 0 else np.ones_like(own)
+            shares.append((np.flatnonzero(own & ~held_out), np.flatnonzero(tested & held_out)))
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Head(HeadOptions):
+    """A linear head on the features, with a trained layer before it where `projection` has widths."""
+
+    def build(self, schema: Schema) -> SplitModel:
+        return self.complete(nn.Identity(), schema.shape[0], schema)

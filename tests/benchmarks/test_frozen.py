@@ -1,0 +1,68 @@
+"""The benchmark on frozen features: who validates is drawn by lesion, and its table is what the store makes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.comparison import settings, study
+from benchmarks.frozen import isic
+from benchmarks.frozen import run as frozen
+
+
+@pytest.fixture
+def features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    """Features that tell the classes apart, of two images of each lesion at one of four centres."""
+    drawn, n = np.random.default_rng(0), 240
+    lesion = np.arange(n) // 2
+    y = lesion % 8
+    z = drawn.normal(size=(n, isic.WIDTH)).astype(np.float32) / 4
+    z[np.arange(n), y] += 2
+    made = {"z": z, "y": y, "center": np.array([1, 2, 3, 5])[lesion % 4], "lesion": lesion.astype(np.str_)}
+    np.savez(tmp_path / "features.npz", **made)
+    monkeypatch.setenv(isic.FEATURES, str(tmp_path / "features.npz"))
+    isic.read.cache_clear()
+    yield made
+    isic.read.cache_clear()
+
+
+def test_no_lesion_trains_and_validates_and_each_image_is_at_its_centre(features: dict[str, np.ndarray]) -> None:
+    nobody = torch.zeros(0)
+    shares = isic.Centers().partition(nobody, nobody, 8, 0)
+    train, test = (np.concatenate([share[half] for share in shares]) for half in (0, 1))
+    assert sorted([*train, *test]) == list(range(240))
+    assert not set(features["lesion"][train]) & set(features["lesion"][test])
+    assert [set(features["center"][share[0]]) for share in shares] == [{1}, {2}, {3}, {5}]
+    assert len(test) == 48
+    ((own, everybodys),) = isic.Centers(1, only=3).partition(nobody, nobody, 8, 0)
+    assert (list(own), sorted(everybodys)) == (list(shares[2][0]), sorted(test))
+    other = isic.Centers().partition(nobody, nobody, 8, 1)
+    assert list(other[0][0]) != list(shares[0][0])
+
+
+@pytest.mark.usefixtures("features")
+def test_a_run_in_closed_form_learns_and_its_cost_counts_its_exchanges_alone() -> None:
+    asked = settings.load(frozen.NAME, frozen.FOLDER)
+    method = "analytic, ridge, balanced"
+    (trial,) = study.trials(method, (*asked.words, *asked.methods[method]), [0.02], [0], None)
+    run = study.measure(trial)
+    assert study.mean_of_last(run, "balanced") > 0.9
+    assert study.mean_of_last(run, "auc") > 0.9
+    cost = frozen.measure_cost(frozen.Cost(trial))
+    width = isic.WIDTH + 1
+    assert cost["rounds"] == 3
+    numbers = width * (width + 1) // 2 + 8 * width + 8 * 7 + 8 + 1  # A, B, right answers of 7 lambdas, weights
+    assert numbers < cost["bytes_up"] / (3 * 8) < numbers + 3000  # the rest is what the evaluation counts
+
+
+def test_the_table_is_what_the_store_makes(tmp_path: Path) -> None:
+    for store in ("isic2019.jsonl", "costs.jsonl"):
+        shutil.copy(frozen.FOLDER / store, tmp_path)
+    text, kept = frozen.compare(-1, stored=True, folder=tmp_path), (frozen.FOLDER / "isic2019.md").read_text()
+    assert [line for line in text.splitlines() if "CPU seconds a run" not in line] == [
+        line for line in kept.splitlines() if "CPU seconds a run" not in line
+    ]
