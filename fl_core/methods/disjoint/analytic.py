@@ -63,6 +63,19 @@ from torch import Tensor, nn
 
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.shared.closed_forms import (
+    CONSTANT,
+    balanced,
+    estimated_moments,
+    nearest_mean,
+    packed,
+    positive,
+    solve_lda,
+    solve_penalised,
+    solve_ridge,
+    squares,
+    unpacked,
+)
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.models.split_model import SplitModel
 from fl_core.training.local_data import eval_batch
@@ -91,32 +104,31 @@ BETAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 """What beta is chosen from; 0 is the global model."""
 FIT, ALL, REST, COUNT, NOTHING = "fit", "all", "rest", "count", "nothing"
 """What an exchange is about: moments of some or all examples, classes alone; nothing once all is summed."""
-_CONSTANT = 1
-"""Entries behind the features."""
 SHARE = 0.25
 """k, the entry of the constant in the vector that a private run sums: counts have noise of 4 s records."""
 NOISE = 0.5
 """Lambda in units of S sqrt(d + 1): between a fourth and 2 of them the digits' accuracy differs by two points."""
 MAX_WEIGHT = 10.0
 """Of a class in a private run, in units of one of average size: a smaller one would weigh all others down."""
-_NEVER = -1e30
-"""The bias of a class that nobody has an example of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analytic(FedAvg):
     """A linear head on features that nobody trains, solved from one sum: exact however classes are divided.
 
-    head: "ridge", "lda" or "ncm"   ridge: lambda, in units of the features' mean square; 0: of seven powers of ten the
-    one with the best balanced accuracy on a fifth of the training examples, in one more exchange
-    class_weights: "balanced" gives every class the same share, in one more exchange, which counts
-    personal_head: sends A and B back to every hospital, which makes its personal model of them, with the beta that is
-    right most often (balanced) about the fifth of its training examples that A is then without; of head=ridge alone
-    withdraws: digests of the sums, one an exchange and with commas between, that this run takes out of those it goes
-    on from; `coordinator withdraw` sets it.
-    release: "noisy" is the form of private runs, where lambda follows from the noise, and ridge comes on top of it
-    bound: of the root mean square of a record's features in that form: longer ones are shortened.
-    covariance: from the "moments" of all examples, or estimated from silos' class "means", for "lda" and "ridge"
+    Attributes:
+        head: "ridge", "lda" or "ncm"
+        ridge: lambda, in units of the features' mean square; 0: of seven powers of ten the one with the best balanced
+            accuracy on a fifth of the training examples, in one more exchange
+        class_weights: "balanced" gives every class the same share, in one more exchange, which counts
+        release: "noisy" is the form of private runs, where lambda follows from the noise, and ridge comes on top of it
+        bound: of the root mean square of a record's features in that form: longer ones are shortened
+        personal_head: sends A and B back to every hospital, which makes its personal model of them, with the beta that
+            is right most often (balanced) about the fifth of its training examples that A is then without; of
+            head=ridge alone
+        withdraws: digests of the sums, one an exchange and with commas between, that this run takes out of those it
+            goes on from; `coordinator withdraw` sets it
+        covariance: from the "moments" of all examples, or estimated from silos' class "means", for "lda" and "ridge"
 
     Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine,
     unless A is estimated, noisy, or an update was cut; between machines the solution differs as their libraries of
@@ -226,7 +238,7 @@ class Analytic(FedAvg):
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
         matrices = 0 if self._estimates else 12 if self.personal_head else 4
-        return matrices * (feature_dim + _CONSTANT) ** 2 + 2 * n_classes * (feature_dim + _CONSTANT)
+        return matrices * (feature_dim + CONSTANT) ** 2 + 2 * n_classes * (feature_dim + CONSTANT)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Make the state; raises ConfigError (E-CFG-08) on a head that is not linear or has no bias."""
@@ -236,7 +248,7 @@ class Analytic(FedAvg):
                 "E-CFG-08",
                 "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
             )
-        everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + _CONSTANT
+        everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + CONSTANT
         moments = {} if self._estimates else {"a": (width * (width + 1) // 2,)}
         last = {"variance": ()} if self._is_noisy else {"n": (classes,)}
         shapes = {**moments, "b": (classes, width), **last}
@@ -268,7 +280,7 @@ class Analytic(FedAvg):
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         model.eval()
         net, asked, about = features_of(model), msg["asked"], self._about(context)
-        width, classes = net.feature_dim + _CONSTANT, context.n_classes
+        width, classes = net.feature_dim + CONSTANT, context.n_classes
         if self._is_noisy:
             return LocalResult({MOMENTS: self._released(net, asked, about, data, context)}, silo)
         found = {
@@ -306,7 +318,7 @@ class Analytic(FedAvg):
     def _released(self, net: SplitModel, asked: Tensors, about: str, data: LocalData, context: RoundContext) -> Part:
         """Ask for the one release, or before it for noisy counts of classes, in their places of B."""
         d, classes = net.feature_dim, context.n_classes
-        width = d + _CONSTANT
+        width = d + CONSTANT
         found: dict[str, Tensor] = {
             "a": torch.zeros(width, width, dtype=torch.float64),
             "b": torch.zeros(classes, width, dtype=torch.float64),
@@ -317,7 +329,7 @@ class Analytic(FedAvg):
         def vectors(x: Tensor, y: Tensor) -> Tensor:
             with torch.no_grad():
                 z = features_of(net).features(x).double()
-            whole = torch.cat((z, z.new_ones(len(z), _CONSTANT)), dim=1)
+            whole = torch.cat((z, z.new_ones(len(z), CONSTANT)), dim=1)
             return whole * scale.to(z.device) * asked["root"].to(z.device)[y].unsqueeze(1)
 
         if context.prototypes and about == COUNT:
@@ -328,7 +340,7 @@ class Analytic(FedAvg):
 
     def _scale(self, d: int) -> Tensor:
         """Return what features and constant (d + 1,) are multiplied by in a private run."""
-        scale = torch.full((d + _CONSTANT,), math.sqrt((1 - SHARE**2) / d) / self.bound, dtype=torch.float64)
+        scale = torch.full((d + CONSTANT,), math.sqrt((1 - SHARE**2) / d) / self.bound, dtype=torch.float64)
         scale[d:] = SHARE
         return scale
 
@@ -377,10 +389,10 @@ class Analytic(FedAvg):
         counts = sums["b"][:, -1] / (SHARE * root)
         there = counts >= 1.0  # else all that is known of a class is noise
         weights, B = torch.where(there, root.square() * counts, 0.0), torch.where(there.unsqueeze(1), B, 0.0)
-        scale, noise = self._scale(len(A) - _CONSTANT), NOISE * math.sqrt(float(sums["variance"].clamp(min=0)) * len(A))
+        scale, noise = self._scale(len(A) - CONSTANT), NOISE * math.sqrt(float(sums["variance"].clamp(min=0)) * len(A))
         if self.head == "ridge":
             return solve_ridge(positive(A), B, self.ridge, noise) * scale
-        scale[-_CONSTANT:] = 1.0  # these heads have biases of their own
+        scale[-CONSTANT:] = 1.0  # these heads have biases of their own
         W = solve_lda(A, B, weights, self.ridge, noise) if self.head == "lda" else nearest_mean(B, weights)
         return W * scale
 
@@ -425,7 +437,7 @@ class Analytic(FedAvg):
         A, B = unpacked(msg["sums"]["a"]), msg["sums"]["b"]
         fit, rest = ((own[f"{about} a"], own[f"{about} b"]) for about in (FIT, REST))
         without = (A - rest[0], B - rest[1]) if context.prototypes else (A, B)
-        penalty = float(msg["chosen"]["ridge"]) * _squares(A)
+        penalty = float(msg["chosen"]["ridge"]) * squares(A)
 
         def head(A: Tensor, B: Tensor) -> Tensor:
             return solve_penalised(A, B * root.unsqueeze(1), penalty)
@@ -435,7 +447,7 @@ class Analytic(FedAvg):
         right = data.sum(BatchSums(lambda x, y: self._right(net, asked, x, y)))
         beta = BETAS[_first_best(right["right"], right["n"])]
         W = head(A + beta * (fit[0] + rest[0]), B + beta * (fit[1] + rest[1])).float()
-        tensor_maps.load_state(model, {**msg["w"], "head.weight": W[:, :-_CONSTANT], "head.bias": W[:, -1]})
+        tensor_maps.load_state(model, {**msg["w"], "head.weight": W[:, :-CONSTANT], "head.bias": W[:, -1]})
         return model
 
     @staticmethod
@@ -450,34 +462,7 @@ class Analytic(FedAvg):
 
 
 def _head(W: Tensor) -> Tensors:
-    return {"head.weight": W[:, :-_CONSTANT].float(), "head.bias": W[:, -1].float()}
-
-
-def balanced(counts: Tensor) -> Tensor:
-    """Return the roots (C,) of the weights that give every class of counts (C,) the same share."""
-    return torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
-
-
-def estimated_moments(b: Tensor, n: Tensor, weights: Tensor) -> Tensor:
-    """Return A (D, D), estimated from the sums of silos' examples of each class alone.
-
-    b: (K, C, D) w_c times the sum over the examples of class c at silo k   n: (K, C) their counts   weights: w (C,)
-    Raises ConfigError (E-CFG-08) where no class is at two silos, which leaves nothing to estimate a covariance from.
-    """
-    silos, counts = (n > 0).sum(0), n.sum(0)
-    shares = torch.where(silos > 1, weights * counts, 0.0)
-    if not bool(shares.any()):
-        raise ConfigError(
-            "E-CFG-08",
-            "expected a class that two silos have: how far their means are apart tells its covariance, found none: "
-            "set method.covariance=moments, or method.head=ncm",
-        )
-    means = b.sum(0) / (weights * counts).clamp(min=1e-300).unsqueeze(1)
-    apart = torch.where((n > 0).unsqueeze(2), b / (weights * n.clamp(min=1.0)).unsqueeze(2) - means, 0.0)
-    scale = shares * (silos - 1).clamp(min=1).reciprocal() / shares.sum()
-    rows = (apart * (n * scale).sqrt().unsqueeze(2)).flatten(0, 1)
-    total = (weights * counts).unsqueeze(1)
-    return means.T @ (total * means) + total.sum() * rows.T @ rows
+    return {"head.weight": W[:, :-CONSTANT].float(), "head.bias": W[:, -1].float()}
 
 
 def best(right: Tensor, counts: Tensor) -> int:
@@ -528,86 +513,5 @@ def features(net: nn.Module, x: Tensor) -> Tensor:
 
 def entries(z: Tensor, root: Tensor) -> Tensor:
     """Return sqrt(w) (z, 1) (B, d + 1) in float64, on the grid and within its bound; one that is not finite is 0."""
-    whole = torch.cat((z.double(), z.new_ones(len(z), _CONSTANT).double()), dim=1) * root.unsqueeze(1)
+    whole = torch.cat((z.double(), z.new_ones(len(z), CONSTANT).double()), dim=1) * root.unsqueeze(1)
     return (torch.round(whole.nan_to_num(0.0, 0.0, 0.0) / STEP) * STEP).clamp(-MAX_ENTRY, MAX_ENTRY)
-
-
-def packed(a: Tensor) -> Tensor:
-    """Return the lower triangle of a symmetric matrix (D, D) as one vector (D (D + 1) / 2,)."""
-    rows, columns = torch.tril_indices(*a.shape)
-    return a[rows, columns]
-
-
-def unpacked(triangle: Tensor) -> Tensor:
-    """Return the symmetric matrix of what `packed` made."""
-    size = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
-    rows, columns = torch.tril_indices(size, size)
-    a = triangle.new_zeros(size, size)
-    a[rows, columns] = triangle
-    return torch.tril(a) + torch.tril(a, -1).T
-
-
-def positive(A: Tensor) -> Tensor:
-    """Return the nearest symmetric matrix whose eigenvalues are not below 0, which those of noisy moments can be."""
-    values, vectors = torch.linalg.eigh(A)
-    found: Tensor = (vectors * values.clamp(min=0.0)) @ vectors.T
-    return found
-
-
-def solve_ridge(A: Tensor, B: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
-    """Return W (C, d + 1): least squares on one-hot targets with lambda N |W|^2, the constant's row left out.
-
-    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature   noise: added to
-    lambda N, for the constant as well.
-    """
-    return solve_penalised(A, B, ridge * _squares(A) + noise, noise)
-
-
-def _squares(A: Tensor) -> float:
-    """Return s N."""
-    return float(A.diagonal()[:-_CONSTANT].mean())
-
-
-def solve_penalised(A: Tensor, B: Tensor, penalty: float, of_constant: float = 0.0) -> Tensor:
-    """Return W (C, d + 1) of (A + penalty I)^-1 B, where I has of_constant / penalty for the constant."""
-    diagonal = torch.full((len(A),), penalty, dtype=A.dtype)
-    diagonal[-_CONSTANT:] = of_constant
-    return _solve(A + torch.diag(diagonal), B.T).T
-
-
-def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
-    """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen.
-
-    noise: of noisy sums, added to N times the covariance, whose eigenvalues below 0 are 0 first.
-    """
-    means, size, total = _means(B, weights), len(A) - _CONSTANT, weights.sum()
-    S = (A[:size, :size] - means.T @ (weights.unsqueeze(1) * means)) / total
-    if noise:
-        S = positive(S) + noise / total * torch.eye(size, dtype=A.dtype)
-    S = S + ridge * float(A.diagonal()[:size].mean() / total) * torch.eye(size, dtype=A.dtype)
-    W = _solve(S, means.T).T
-    bias = torch.where(weights > 0, torch.log(weights / total) - (means * W).sum(1) / 2, _NEVER)
-    return torch.cat((W, bias.unsqueeze(1)), dim=1)
-
-
-def nearest_mean(B: Tensor, weights: Tensor) -> Tensor:
-    """Return W (C, d + 1) whose logits are largest for the nearest class mean; classes without examples come last."""
-    means = _means(B, weights)
-    bias = -means.square().sum(1) / 2
-    return torch.cat((means, torch.where(weights > 0, bias, _NEVER).unsqueeze(1)), dim=1)
-
-
-def _means(B: Tensor, weights: Tensor) -> Tensor:
-    return B[:, :-_CONSTANT] / weights.clamp(min=1e-300).unsqueeze(1)
-
-
-def _solve(S: Tensor, right: Tensor) -> Tensor:
-    """Solve a symmetric system in float64; where it is not positive definite, on its positive eigenvalues alone."""
-    factor, failed = torch.linalg.cholesky_ex(S)
-    if not int(failed):
-        return torch.cholesky_solve(right, factor)
-    values, vectors = torch.linalg.eigh(S)
-    kept = values > values.abs().max() * len(S) * torch.finfo(S.dtype).eps
-    inverse = torch.where(kept, 1.0 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values))
-    solved: Tensor = vectors @ (inverse.unsqueeze(1) * (vectors.T @ right))
-    return solved

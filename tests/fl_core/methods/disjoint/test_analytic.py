@@ -27,6 +27,7 @@ from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.methods import build_method
 from fl_core.methods.disjoint import analytic
 from fl_core.methods.disjoint.analytic import LAMBDAS, MAX_ENTRY, STEP, Analytic
+from fl_core.methods.shared import closed_forms
 from fl_core.models import build_model
 from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.layout import derive_layout
@@ -97,7 +98,7 @@ def test_two_records_by_hand() -> None:
     A[:2, :2] = torch.diag(torch.tensor([1.0, 4.0]))  # z = (1, 0) and (0, 2), the constant left out
     B = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]], dtype=torch.float64)
     A[2, 2] = 1.0
-    W = analytic.solve_ridge(A, B, ridge=1 / 2.5)  # lambda N = 1: the mean of the diagonal is 2.5
+    W = closed_forms.solve_ridge(A, B, ridge=1 / 2.5)  # lambda N = 1: the mean of the diagonal is 2.5
     assert torch.allclose(W, torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.4, 0.0]], dtype=torch.float64), atol=1e-15)
 
 
@@ -301,7 +302,7 @@ def slow_personal(rows: Rows, server: State, options: Sequence[float], ridge: fl
     z, y, out = seen(rows), rows.labels.numpy(), analytic.held_out(rows.x).numpy()
     z = np.concatenate((z, np.ones((len(z), 1))), axis=1)
     target = np.eye(CLASSES)[y]
-    A, B = analytic.unpacked(server["sums"]["a"]).numpy(), server["sums"]["b"].numpy()
+    A, B = closed_forms.unpacked(server["sums"]["a"]).numpy(), server["sums"]["b"].numpy()
     P = np.diag([ridge * np.diag(A)[:-1].mean()] * (len(A) - 1) + [0.0])
     grams = {part: (z[keep].T @ z[keep], target[keep].T @ z[keep]) for part, keep in (("fit", ~out), ("rest", out))}
 
@@ -446,7 +447,7 @@ def test_the_covariance_from_class_means_is_unbiased() -> None:
     for _ in range(6000):
         sums = [(torch.randn(n, d, generator=draw, dtype=torch.float64) @ root.T + mean).sum(0) for n in counts]
         b, n = torch.stack(sums).unsqueeze(1), torch.tensor(counts, dtype=torch.float64).unsqueeze(1)
-        A = analytic.estimated_moments(b, n, torch.ones(1, dtype=torch.float64))
+        A = closed_forms.estimated_moments(b, n, torch.ones(1, dtype=torch.float64))
         m = b.sum(0)[0] / sum(counts)
         found.append(A / sum(counts) - torch.outer(m, m))
     every = torch.stack(found)

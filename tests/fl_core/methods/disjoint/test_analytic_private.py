@@ -18,6 +18,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.methods.disjoint import analytic
 from fl_core.methods.disjoint.analytic import MAX_WEIGHT, NOISE, SHARE, Analytic
+from fl_core.methods.shared import closed_forms
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import RoundData
 from fl_core.types.values import Part, RoundContext, State
@@ -104,7 +105,7 @@ def test_lambda_follows_from_the_noise_and_negative_eigenvalues_are_cut() -> Non
     """Solved once more with NumPy, from the state that the server keeps."""
     rows, method = records(), noisy(ridge=0.05)
     server = solved(method, [rows, records(seed=2)], epsilon=1.0)
-    A, B = analytic.unpacked(server["sums"]["a"]).numpy(), server["sums"]["b"].numpy()
+    A, B = closed_forms.unpacked(server["sums"]["a"]).numpy(), server["sums"]["b"].numpy()
     variance = 2 * 2 * plan_of(method, 1.0).noise ** 2
     assert float(server["sums"]["variance"]) == pytest.approx(variance)
     values, vectors = np.linalg.eigh(A)
@@ -116,7 +117,7 @@ def test_lambda_follows_from_the_noise_and_negative_eigenvalues_are_cut() -> Non
     W = np.linalg.solve(repaired + np.diag(penalty), B.T).T
     scale = np.array([math.sqrt((1 - SHARE**2) / (WIDTH - 1))] * (WIDTH - 1) + [SHARE])
     assert np.allclose(head(server), W * scale, rtol=1e-4, atol=1e-6)
-    assert np.linalg.eigvalsh(analytic.positive(torch.from_numpy(A)).numpy()).min() > -1e-9
+    assert np.linalg.eigvalsh(closed_forms.positive(torch.from_numpy(A)).numpy()).min() > -1e-9
 
 
 @pytest.mark.parametrize("form", ["ridge", "lda", "ncm"])

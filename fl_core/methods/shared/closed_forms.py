@@ -1,0 +1,127 @@
+"""Linear heads in closed form, from sums of second moments and of each class, and these moments from class means.
+
+A (D, D) and B (C, D) are sums over vectors of d features with a constant 1 behind them, D = d + 1, with the weights w_c
+of classes inside; equations and sources: `methods/disjoint/analytic.py`. All of it is float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fl_core.errors import ConfigError
+
+CONSTANT = 1
+"""Entries behind the features."""
+_NEVER = -1e30
+"""The bias of a class that nobody has an example of."""
+
+
+def packed(a: Tensor) -> Tensor:
+    """Return the lower triangle of a symmetric matrix (D, D) as one vector (D (D + 1) / 2,)."""
+    rows, columns = torch.tril_indices(*a.shape)
+    return a[rows, columns]
+
+
+def unpacked(triangle: Tensor) -> Tensor:
+    """Return the symmetric matrix of what `packed` made."""
+    size = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
+    rows, columns = torch.tril_indices(size, size)
+    a = triangle.new_zeros(size, size)
+    a[rows, columns] = triangle
+    return torch.tril(a) + torch.tril(a, -1).T
+
+
+def positive(A: Tensor) -> Tensor:
+    """Return the nearest symmetric matrix whose eigenvalues are not below 0, which those of noisy moments can be."""
+    values, vectors = torch.linalg.eigh(A)
+    found: Tensor = (vectors * values.clamp(min=0.0)) @ vectors.T
+    return found
+
+
+def balanced(counts: Tensor) -> Tensor:
+    """Return the roots (C,) of the weights that give every class of counts (C,) the same share."""
+    return torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
+
+
+def solve_ridge(A: Tensor, B: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
+    """Return W (C, d + 1): least squares on one-hot targets with lambda N |W|^2, the constant's row left out.
+
+    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature   noise: added to
+    lambda N, for the constant as well.
+    """
+    return solve_penalised(A, B, ridge * squares(A) + noise, noise)
+
+
+def squares(A: Tensor) -> float:
+    """Return s N."""
+    return float(A.diagonal()[:-CONSTANT].mean())
+
+
+def solve_penalised(A: Tensor, B: Tensor, penalty: float, of_constant: float = 0.0) -> Tensor:
+    """Return W (C, d + 1) of (A + penalty I)^-1 B, where I has of_constant / penalty for the constant."""
+    diagonal = torch.full((len(A),), penalty, dtype=A.dtype)
+    diagonal[-CONSTANT:] = of_constant
+    return _solve(A + torch.diag(diagonal), B.T).T
+
+
+def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
+    """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen.
+
+    noise: of noisy sums, added to N times the covariance, whose eigenvalues below 0 are 0 first.
+    """
+    means, size, total = _means(B, weights), len(A) - CONSTANT, weights.sum()
+    S = (A[:size, :size] - means.T @ (weights.unsqueeze(1) * means)) / total
+    if noise:
+        S = positive(S) + noise / total * torch.eye(size, dtype=A.dtype)
+    S = S + ridge * float(A.diagonal()[:size].mean() / total) * torch.eye(size, dtype=A.dtype)
+    W = _solve(S, means.T).T
+    bias = torch.where(weights > 0, torch.log(weights / total) - (means * W).sum(1) / 2, _NEVER)
+    return torch.cat((W, bias.unsqueeze(1)), dim=1)
+
+
+def nearest_mean(B: Tensor, weights: Tensor) -> Tensor:
+    """Return W (C, d + 1) whose logits are largest for the nearest class mean; classes without examples come last."""
+    means = _means(B, weights)
+    bias = -means.square().sum(1) / 2
+    return torch.cat((means, torch.where(weights > 0, bias, _NEVER).unsqueeze(1)), dim=1)
+
+
+def _means(B: Tensor, weights: Tensor) -> Tensor:
+    return B[:, :-CONSTANT] / weights.clamp(min=1e-300).unsqueeze(1)
+
+
+def _solve(S: Tensor, right: Tensor) -> Tensor:
+    """Solve a symmetric system in float64; where it is not positive definite, on its positive eigenvalues alone."""
+    factor, failed = torch.linalg.cholesky_ex(S)
+    if not int(failed):
+        return torch.cholesky_solve(right, factor)
+    values, vectors = torch.linalg.eigh(S)
+    kept = values > values.abs().max() * len(S) * torch.finfo(S.dtype).eps
+    inverse = torch.where(kept, 1.0 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values))
+    solved: Tensor = vectors @ (inverse.unsqueeze(1) * (vectors.T @ right))
+    return solved
+
+
+def estimated_moments(b: Tensor, n: Tensor, weights: Tensor) -> Tensor:
+    """Return A (D, D), estimated from the sums of silos' examples of each class alone.
+
+    b: (K, C, D) w_c times the sum over the examples of class c at silo k   n: (K, C) their counts   weights: w (C,)
+    Raises ConfigError (E-CFG-08) where no class is at two silos, which leaves nothing to estimate a covariance from.
+    """
+    silos, counts = (n > 0).sum(0), n.sum(0)
+    shares = torch.where(silos > 1, weights * counts, 0.0)
+    if not bool(shares.any()):
+        raise ConfigError(
+            "E-CFG-08",
+            "expected a class that two silos have: how far their means are apart tells its covariance, found none: "
+            "set method.covariance=moments, or method.head=ncm",
+        )
+    means = b.sum(0) / (weights * counts).clamp(min=1e-300).unsqueeze(1)
+    apart = torch.where((n > 0).unsqueeze(2), b / (weights * n.clamp(min=1.0)).unsqueeze(2) - means, 0.0)
+    scale = shares * (silos - 1).clamp(min=1).reciprocal() / shares.sum()
+    rows = (apart * (n * scale).sqrt().unsqueeze(2)).flatten(0, 1)
+    total = (weights * counts).unsqueeze(1)
+    return means.T @ (total * means) + total.sum() * rows.T @ rows
