@@ -26,7 +26,6 @@ from fl_core import datasets
 from fl_core.converter import stated
 from fl_core.errors import DataError
 from fl_core.methods import method_class
-from fl_core.models import stated_options
 from fl_core.types.records import judgements
 
 Run = Mapping[str, object]
@@ -81,8 +80,7 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
     if images:
         found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
     found["method"] = stated(method_class(str(spec.method["name"])), spec.method)
-    model = {key: value for key, value in spec.model.items() if key != "name"}
-    found["model"] = {"name": spec.model["name"], **stated_options(str(spec.model["name"]), model)}
+    found["model"] = {key: value for key, value in spec.model.items() if (key, value) != ("adapter", "none")}
     found |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:20]
 

@@ -225,9 +225,9 @@ class Holdings(NamedTuple):
     classes: Sequence[str]
     held: Mapping[str, Sequence[int]]
 
-    def shade(self, count: int) -> float:
-        """Return 0 to 1 for a count, 1 for the largest of the picture."""
-        return count / max(1, *(max(counts) for counts in self.held.values()))
+    def level(self, count: int) -> int:
+        """Return 0 for none to 4 for the largest count of the picture."""
+        return -(-4 * count // max(1, *(max(counts) for counts in self.held.values())))
 
 
 def write_page(

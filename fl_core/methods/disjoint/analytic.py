@@ -54,6 +54,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -165,6 +166,8 @@ class Analytic(FedAvg):
                 f"expected method.head=lda or ridge and a method.ridge > 0 for a covariance from means, found {found}: "
                 "change it, or leave method.covariance out",
             )
+        if not re.fullmatch("[0-9a-f,]*", self.withdraws):
+            raise ConfigError("E-CFG-02", "expected digests in method.withdraws, found others: leave it out")
         if not self._adds_up and (self.personal_head or self.withdraws):
             what = "personal_head=true" if self.personal_head else "a withdrawal"
             found = "the noisy ones of a private run" if self._is_noisy else "class means alone"

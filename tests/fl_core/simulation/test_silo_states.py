@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fl_core.errors import FederationError
-from fl_core.methods import METHODS
+from fl_core.methods import METHODS, build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, MemoryStateStore, RoundHistory, local_ports, simulate
 from fl_core.types.enums import TaskKind
@@ -107,7 +107,7 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
 def test_a_method_without_a_global_model_says_so_in_every_round(name: str) -> None:
     run, history = manifest(name, OPTIONS.get(name, {}), rounds=1), RoundHistory()
     simulate(RunSetup.of(run), shares(), history)
-    measured = METHODS[name].has_global_model
+    measured = build_method(name, OPTIONS.get(name, {})).has_global_model
     assert measured is (name not in ("local", "fedproto"))
     assert [a >= 0 for a in history.accuracies] == [measured] * 2
 

@@ -43,7 +43,7 @@ def test_the_demos_report_withholds_what_noise_hides(
         [pb.SiloInfo(name="h0", fingerprint="ab" * 20)],
         dict.fromkeys((PLAIN, REPAIRED, PRIVATE), detail),
     )
-    report(tmp_path, details, {m: {"h0": None} for m in details}, spent, silos, 12.0, quiet=False)
+    report(tmp_path, details, {m: {"h0": None} for m in details}, spent, silos, {"h0": [1, 1]}, 12.0, quiet=False)
     truthful(capsys.readouterr().out)
     machine(json.dumps(json.loads((tmp_path / "summary.json").read_text())), 6)
 

@@ -41,6 +41,7 @@ OPTIONS = {
     "fedbabu": {"finetune_epochs": 1},
     "fedrep": {"tune_epochs": 1},
     "analytic": {"release": "noisy"},
+    "fedvls": {"suppression": "example"},
 }
 
 

@@ -66,6 +66,8 @@ CASES: dict[str, list[dict[str, object]]] = {
         {**INTER, "lite": 4, "lite_scope": "both"},
     ],
     "fedgela": [{}, {"etf": False}, {"adapt": False, "logit_scale": 1000.0}, {"feature_norm": "batch"}],
+    "fedvls": [{"suppression": "example", "lam": 5.0, "mu": 5.0, "gamma": 2.0}],
+    "fedloge": [{}, {"sparsity": 0.3, "length": 2.0, "norm": 0.5, "classifier": "frame"}],
     "fednh": [{}, {"fix_scaling": 30.0, "init": "orthogonal"}, {"scale": 20.0}],
 }
 OUTSIDE = {
