@@ -14,7 +14,7 @@ from rich.console import Console
 
 from coordinator.cli import research
 from coordinator.demo import budgets
-from coordinator.demo.report import PLAIN, PRIVATE, REPAIRED, report
+from coordinator.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, report
 from coordinator.lead import plots
 from coordinator.lead.curves import curves
 from coordinator.simulate import runner
@@ -41,7 +41,7 @@ def test_the_demos_report_withholds_what_noise_hides(
     spent = {"h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9)}
     silos, details = (
         [pb.SiloInfo(name="h0", fingerprint="ab" * 20)],
-        dict.fromkeys((PLAIN, REPAIRED, PRIVATE), detail),
+        dict.fromkeys((PLAIN, REPAIRED, CLOSED, PRIVATE), detail),
     )
     report(tmp_path, details, {m: {"h0": None} for m in details}, spent, silos, {"h0": [1, 1]}, 12.0, quiet=False)
     truthful(capsys.readouterr().out)
