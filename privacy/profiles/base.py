@@ -26,6 +26,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
 from privacy.accounting.uncertainty import NO_NOISE, EvaluationNoise, RunNoise
 from privacy.mechanisms.silo.config import SiloDpConfig
+from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld
 from privacy.release_log import ReleaseLog, by_collection
 
 if TYPE_CHECKING:
@@ -129,19 +130,8 @@ class PrivacyProfile(ABC):
         return Guards((), (FixedPoint(self.run.manifest.grid),))
 
     @abstractmethod
-    def data_factory(
-        self,
-        index: int,
-        log: ReleaseLog,
-        hidden: frozenset[int] = frozenset(),
-        min_count: float = 0.0,
-        min_examples: int = 0,
-    ) -> DataFactory:
-        """Make what opens a member's examples, round by round; releases are logged before any example is read.
-
-        hidden: positions of classes whose prototypes stay here   min_count: as well as those with fewer examples
-        min_examples: least examples of a class of which exact sums leave, in a run without privacy
-        """
+    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
+        """Make what opens a member's examples, round by round; releases are logged before any example is read."""
 
     @abstractmethod
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:

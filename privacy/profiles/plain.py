@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory
 from privacy.accounting.accountant import Bound, Filter
 from privacy.accounting.release_plan import Release
 from privacy.profiles.base import PrivacyProfile, Projection
-from privacy.profiles.prototype_filter import with_prototype_filter
+from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 
 class PlainProfile(PrivacyProfile):
     """Profile "none", and every other one at epsilon = inf."""
 
-    def data_factory(
-        self,
-        index: int,
-        log: ReleaseLog,
-        hidden: frozenset[int] = frozenset(),
-        min_count: float = 0.0,
-        min_examples: int = 0,
-    ) -> DataFactory:
-        exact = min_examples if self.run.method.exact else 0
-        return with_prototype_filter(PlainLocalData, hidden, min_count, exact)
+    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
+        asked = withheld if self.run.method.exact else replace(withheld, min_examples=0)
+        return with_prototype_filter(PlainLocalData, asked)
 
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,16 +13,32 @@ from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, Tensors
 
 
-class PrototypeFilter(LocalDataWrapper):
-    """Hides classes, and those with fewer examples than `least`, from sums over training examples.
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """What a hospital does not submit of single classes.
 
-    least_exact: of a class whose examples are part of exact sums of products (BatchSums): a sum over one example is
-    that example. Fewer are left out of all that is summed there, as if the hospital had none.
+    Attributes:
+        hidden: positions of classes of which nothing leaves
+        min_count: least examples of a class whose prototype leaves
+        min_examples: least examples of a class that is part of exact sums of products (BatchSums): a sum over one
+            example is that example. Fewer are left out of all that is summed, as if the hospital had none
     """
 
-    def __init__(self, data: LocalData, hidden: frozenset[int], least: float, least_exact: int = 0) -> None:
+    hidden: frozenset[int] = frozenset()
+    min_count: float = 0.0
+    min_examples: int = 0
+
+
+NOTHING_WITHHELD = Withheld()
+
+
+class PrototypeFilter(LocalDataWrapper):
+    """Keeps what is withheld out of sums over training examples."""
+
+    def __init__(self, data: LocalData, withheld: Withheld) -> None:
         super().__init__(data)
-        self._hidden, self._least, self._least_exact = sorted(hidden), least, least_exact
+        self._hidden, self._least = sorted(withheld.hidden), withheld.min_count
+        self._least_exact = withheld.min_examples
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Sum a query; hidden classes are rows of zeros with weight 0, as if they had no example."""
@@ -74,9 +90,7 @@ class PrototypeFilter(LocalDataWrapper):
         return replace(query, sums=sums)
 
 
-def with_prototype_filter(
-    factory: DataFactory, hidden: frozenset[int], least: float, least_exact: int = 0
-) -> DataFactory:
-    if not hidden and least <= 0 and least_exact <= 1:
+def with_prototype_filter(factory: DataFactory, withheld: Withheld) -> DataFactory:
+    if not withheld.hidden and withheld.min_count <= 0 and withheld.min_examples <= 1:
         return factory
-    return lambda data: PrototypeFilter(factory(data), hidden, least, least_exact)
+    return lambda data: PrototypeFilter(factory(data), withheld)

@@ -34,7 +34,7 @@ from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.mechanisms.record.class_sums import ROWS
 from privacy.profiles.base import MadeUpStep, PrivateProfile, Projection, mechanisms, one_step
-from privacy.profiles.prototype_filter import with_prototype_filter
+from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 if TYPE_CHECKING:
@@ -97,17 +97,10 @@ class RecordProfile(PrivateProfile):
         """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long."""
         return replace(chosen, refuse_above=math.inf, signs=False) if isinstance(chosen, NormClipped) else chosen
 
-    def data_factory(
-        self,
-        index: int,
-        log: ReleaseLog,
-        hidden: frozenset[int] = frozenset(),
-        min_count: float = 0.0,
-        min_examples: int = 0,
-    ) -> DataFactory:
+    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
         plan, rounds = self.plan(index), self.run.manifest.rounds
-        if min_count > plan.terms.min_count:
-            plan = replace(plan, terms=replace(plan.terms, min_count=min_count))
+        if withheld.min_count > plan.terms.min_count:
+            plan = replace(plan, terms=replace(plan.terms, min_count=withheld.min_count))
 
         def open_private(data: RoundData) -> LocalData:
             from privacy.mechanisms.record.private_data import DpSgdLocalData
@@ -118,7 +111,7 @@ class RecordProfile(PrivateProfile):
             log.reserve(context.round, training, planned)
             return DpSgdLocalData(data, plan, ReleaseAllowance(planned), self._source(context), log)
 
-        return with_prototype_filter(open_private, hidden, 0.0)
+        return with_prototype_filter(open_private, Withheld(withheld.hidden))
 
     def _source(self, context: RoundContext) -> NoiseSource:
         if self.terms.rng == "secure":

@@ -28,7 +28,7 @@ from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon
 from privacy.mechanisms.silo.guard import SiloDpGuard, coordinates, silo_level
 from privacy.profiles.base import Config, PrivateProfile, Projection, mechanisms
-from privacy.profiles.prototype_filter import with_prototype_filter
+from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 if TYPE_CHECKING:
@@ -88,14 +88,7 @@ class SiloProfile(PrivateProfile):
             )
         return Mean()
 
-    def data_factory(
-        self,
-        index: int,
-        log: ReleaseLog,
-        hidden: frozenset[int] = frozenset(),
-        min_count: float = 0.0,
-        min_examples: int = 0,
-    ) -> DataFactory:
+    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
         """Progress is reported without step numbers: how many steps a round has follows from the number of records."""
         rounds = self.run.manifest.rounds
 
@@ -104,7 +97,7 @@ class SiloProfile(PrivateProfile):
             log.reserve(data.context.round, training, silo_releases(self.guard, training))
             return PlainLocalData(replace(data, progress=progress and (lambda *_: progress(0, 0))))
 
-        return with_prototype_filter(open_plain, hidden, min_count)
+        return with_prototype_filter(open_plain, replace(withheld, min_examples=0))
 
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
         rounds = len(self.run.training_rounds[index])

@@ -25,6 +25,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
 from privacy.policy import Policy, check_labels
 from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING
+from privacy.profiles.prototype_filter import Withheld
 from privacy.release_log import InMemoryReleaseLog
 from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
@@ -191,11 +192,11 @@ class HospitalControls:
         not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
-        hidden, least = _hidden_classes(policy, run.manifest), policy.prototypes.min_count
+        least = policy.prototypes
+        withheld = Withheld(_hidden_classes(policy, run.manifest), least.min_count, least.min_examples)
         if not run.private:
             _warn_of_few(run, len(dataset.train))
-            least_exact = policy.prototypes.min_examples
-            factory = profile.data_factory(index, InMemoryReleaseLog(), hidden, least, least_exact)
+            factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
             return factory, None, policy.prototypes.submit
         from privacy.ledger.registration import unit_of
         from privacy.ledger.run_ledger import RunLedger
@@ -206,7 +207,7 @@ class HospitalControls:
             if hidden_size := policy.runs.hide_size and not typed:
                 policy.check_hidden_size(size)
             profile.check_part(index, policy.privacy, unit_of(dataset.train), 0.0 if hidden_size else size)
-            factory = profile.data_factory(index, ledger, hidden, least)
+            factory = profile.data_factory(index, ledger, withheld)
         except RefusedError as error:
             self.record_refusal(run.manifest.name, error)
             raise

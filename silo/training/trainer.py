@@ -246,6 +246,11 @@ class PreparedRun:
         )
 
     @cached_property
+    def body_digest(self) -> str:
+        """Name the weights of the body; of a large one that takes as long as a round on kept features."""
+        return tensor_maps.digest(tensor_maps.copy_state(self.run.network.body))
+
+    @cached_property
     def body_memory(self) -> int:
         """Return the bytes that a batch of examples takes in a frozen body; 0 without one."""
         if not self.run.frozen:
@@ -417,9 +422,9 @@ class Trainer:
             yield Block(batch.positions.tolist(), batch.rows.numpy())
 
     def _feature_key(self, prepared: PreparedRun, split: Split) -> FeatureKey:
-        manifest, body = prepared.run.manifest, prepared.run.network.body
+        manifest = prepared.run.manifest
         maker = {
-            "body": tensor_maps.digest(tensor_maps.copy_state(body)),
+            "body": prepared.body_digest,
             "model": asdict(manifest.model),
             "extensions": [asdict(extension) for extension in manifest.extensions],
             "shape": manifest.schema.shape,
