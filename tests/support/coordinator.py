@@ -338,6 +338,18 @@ def enrolled(world: World, name: str, folder: Path) -> Home:
 
 
 @contextmanager
+def _running(world: World, sites: dict[str, Site]) -> Iterator[None]:
+    """Start the coordinator, and in the end stop it and every hospital that is there by then."""
+    world.start()
+    try:
+        yield
+    finally:
+        for site in sites.values():
+            site.stop()
+        world.stop()
+
+
+@contextmanager
 def federation(folder: Path, data: dict[str, str], epsilon: float = 100.0) -> Iterator[tuple[World, dict[str, Site]]]:
     """A coordinator that runs, and hospitals (name: data) with registered records and a budget that do not yet."""
     world = World.create(folder / "coordinator", ())
@@ -349,13 +361,8 @@ def federation(folder: Path, data: dict[str, str], epsilon: float = 100.0) -> It
         site.budget(epsilon)
         site.budget(epsilon, "test")
         sites[name] = site
-    world.start()
-    try:
+    with _running(world, sites):
         yield world, sites
-    finally:
-        for site in sites.values():
-            site.stop()
-        world.stop()
 
 
 def events(world: World, run_id: str, kind: str) -> list[tuple[str, str]]:
@@ -473,13 +480,8 @@ def hospitals(folder: Path) -> Iterator[tuple[World, dict[str, Site]]]:
     """A coordinator that composes runs as in earnest, and a way to let hospitals join it."""
     world, sites = World.create(folder / "coordinator", ()), dict[str, Site]()
     world.compose = build_manifest  # type: ignore[method-assign, assignment]
-    world.start()
-    try:
+    with _running(world, sites):
         yield world, sites
-    finally:
-        for site in sites.values():
-            site.stop()
-        world.stop()
 
 
 def join(world: World, sites: dict[str, Site], folder: Path, *names: str) -> None:
