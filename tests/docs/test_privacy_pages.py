@@ -7,16 +7,19 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
+import yaml
 from PIL import Image
 from scipy.stats import norm
 
 from benchmarks.epsilon_picture import __main__ as picture
 from benchmarks.epsilon_picture import limits
+from fl_core.methods import METHODS, build_method
 from privacy.accounting.accountant import replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA, TOTAL_VARIATION
@@ -204,6 +207,14 @@ def test_what_is_written_as_code_exists() -> None:
             assert any(code in file.read_text() for top in ("privacy", "silo") for file in (ROOT / top).rglob("*.py"))
         elif code.startswith("privacy=") or code in PROFILES:
             assert code.removeprefix("privacy=") in PROFILES, where
+        elif code in METHODS:
+            continue
+        elif re.fullmatch(r"method\.\w+=\w+", code):
+            key, value = code.removeprefix("method.").split("=")
+            having = [name for name in METHODS if key in {f.name for f in fields(METHODS[name])}]
+            assert having, where
+            for name in having:
+                build_method(name, {key: yaml.safe_load(value)})
         elif re.fullmatch(r"privacy\.\w+=\w+", code):
             key, value = code.removeprefix("privacy.").split("=")
             made = [kind for kind in (RecordDpConfig, SiloDpConfig) if hasattr(kind(), key)]
