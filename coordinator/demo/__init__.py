@@ -24,25 +24,19 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import ERR
 
 HOSPITALS = 6
-_IN_CLOSED_FORM = (
-    "method=analytic",
-    "model=random_features",
-    "data=digits",
-    "federation=hospitals6",
-    "rounds=1",
-    "threads=1",
-)
 RUNS: Mapping[str, tuple[str, ...]] = {
     PLAIN: ("experiment=class_disjoint_digits", "method=fedavg", "train.lr=0.2"),
     REPAIRED: ("experiment=class_disjoint_digits",),
-    CLOSED: (*_IN_CLOSED_FORM, "model.width=512"),
-    PRIVATE: (
-        *_IN_CLOSED_FORM,
-        "model.width=384",
-        "privacy=dp_record",
-        "privacy.test_data=public",
-        "privacy.reserve_rounds=0",
+    CLOSED: (
+        "method=analytic",
+        "model=random_features",
+        "model.width=512",
+        "data=digits",
+        "federation=hospitals6",
+        "rounds=1",
+        "threads=1",
     ),
+    PRIVATE: ("experiment=private_demo", "rounds=1"),
 }
 """What is trained, one after the other, on the same images: each run at the rate that suits it, or in closed form."""
 
