@@ -49,13 +49,17 @@ class Machine:
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
-    def serve(self, script: str) -> None:
-        """Start a service and wait until it takes part: the coordinator serves, a hospital is connected to it."""
+    def start(self, script: str) -> Path:
+        """Start what runs until it is stopped; return what it prints to."""
         log = self.folder / f"service{len(self.services)}.log"
         with log.open("wb") as out:
             words = ["bash", "-c", f"exec {script.strip()}"]
             self.services.append(subprocess.Popen(words, cwd=self.folder, env=self.env, stdout=out, stderr=out))
-        ready = b"connected to" if script.startswith("silo") else b"serving on"
+        return log
+
+    def serve(self, script: str) -> None:
+        """Start a service and wait until it takes part: the coordinator serves, a hospital is connected to it."""
+        log, ready = self.start(script), b"connected to" if script.startswith("silo") else b"serving on"
         until(lambda: ready in log.read_bytes(), script, 300)
 
     def stop(self) -> None:

@@ -123,7 +123,7 @@ def test_the_tutorial_for_researchers(tmp_path: Path) -> None:
         said = ""
         for words, script in blocks(text):
             if words == ["interrupted"]:
-                log = here.serve(script)
+                log = here.start(script)
                 until(lambda: list(here.folder.glob("long/checkpoints/round-*")), log.read_text())
                 here.services[0].kill()
                 here.services.pop().wait()
