@@ -12,8 +12,15 @@ from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
+from fl_core.rounds.silo_round import round_layout
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Layout, PartSpec
 from privacy import profiles
 from privacy.profiles.base import PrivacyProfile
+
+MASKS = "masks"
+"""The part of a masked update that is no block."""
+SEED_BYTES, SHARE_BYTES, TAG_BYTES = 32, 33, 16
 
 
 class CompiledRun(RunSetup):
@@ -54,6 +61,21 @@ class CompiledRun(RunSetup):
         }
         noise = self.profile.noise()
         return replace(super().update_check(declared), noise=noise.counts, noisy_rows=noise.rows, signs=False)
+
+    def uploaded(self, kind: TaskKind, cohort: int) -> Layout:
+        """Return the layout of what a silo uploads in a round of `cohort` silos: its update, or that under masks.
+
+        Of a masked one that is two blocks, and what others need to take the masks off: `salt` of the packages' keys,
+        commitments to the seeds, and for each member a package of shares; its shapes tell nothing of a silo.
+        """
+        if not self.masked:
+            return round_layout(self.method, self.manifest.layout, kind)
+        shapes = {
+            "salt": (SEED_BYTES,),
+            "commitments": (2, cohort, SEED_BYTES),
+            "packages": (cohort, 2 * SHARE_BYTES * cohort + TAG_BYTES),
+        }
+        return {**self.flat_layouts[kind].blocks, MASKS: PartSpec(shapes, ())}
 
     @property
     def private(self) -> bool:

@@ -95,6 +95,15 @@ class RoundSum:
         """Add what had to wait for the others; raises as `add`."""
         return Decided()
 
+    def total(self) -> Bundle:
+        """Return the sum in integer units, once it is finished."""
+        return self.sums.total()
+
+    @property
+    def clipped(self) -> int:
+        """How many numbers were outside the grid's bounds, as far as is known here."""
+        return self.sums.clipped
+
 
 @dataclass(frozen=True, slots=True)
 class _Update:
@@ -131,10 +140,8 @@ class NormClippedSum(RoundSum):
 
     def measure(self, update: Bundle, name: str) -> Measured:
         measured = super().measure(update, name)
-        if self._options.signs and measured.direction(self._bias) < 0:
-            raise RefusedError(
-                "E-RUN-44", f"{name}: update lowers the score of its own classes: refused; check the label order"
-            )
+        if self._options.signs:
+            require_direction(measured, name, self._bias)
         return measured
 
     def add(self, update: Bundle, name: str, silo: int, measured: Measured) -> None:
@@ -301,6 +308,14 @@ class NormClippedSum(RoundSum):
             if bool((factor < 1).any()):
                 found[name] = factor
         return found
+
+
+def require_direction(measured: Measured, name: str, bias: Tensor | None) -> None:
+    """Raise RefusedError (E-RUN-44) on an update that lowers the score of its own classes; as `Measured.direction`."""
+    if measured.direction(bias) < 0:
+        raise RefusedError(
+            "E-RUN-44", f"{name}: update lowers the score of its own classes: refused; check the label order"
+        )
 
 
 def lower_median(values: Sequence[float]) -> float:

@@ -134,7 +134,6 @@ class UpdateCheck:
         noise: in a private run the standard deviation of counts by part; infinite: they are not checked
         noisy_rows: in a private run what parts with a weight per class hold, where that is known
         signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
-        masked: whether single updates are random numbers, so that nothing but their layout can be checked
     """
 
     layout: Layout
@@ -145,7 +144,6 @@ class UpdateCheck:
     noise: Mapping[str, float] = field(default_factory=dict)
     noisy_rows: NoisyRows | None = None
     signs: bool = False
-    masked: bool = False
 
     def of(self, layout: Layout) -> UpdateCheck:
         """Return the check of updates that have only a part of the run's layout: those of one kind of round."""
@@ -161,8 +159,6 @@ class UpdateCheck:
             return update.measured
         check_layout(update, self.layout)
         norms, rows = dict[str, float](), dict[str, Tensor]()
-        if self.masked:
-            return Measured(norms, rows)
         bias: Tensor | None = None
         for name, part in update.items():
             if name == CLINICAL_PART:

@@ -11,6 +11,8 @@ from torch import Tensor
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.coordinatewise import CoordinatewiseSum
+from fl_core.aggregation.flat_blocks import FlatLayout
+from fl_core.aggregation.masked_sum import MaskedSum, Opening
 from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.aggregation.round_sum import NO_HISTORY, NormClippedSum, NormHistory, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck
@@ -64,6 +66,24 @@ Exchange = Callable[[Sequence[SiloPort], State, RoundContext, TaskKind], Replies
 """Asks a cohort for its replies; what it raises ends the round, what a reply raises is that silo's."""
 
 
+Openings = Callable[[RoundContext, TaskKind], Opening]
+"""Makes what takes the masks off a round's sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRounds:
+    """How rounds are summed of which nobody sees a single update.
+
+    layouts: of each kind of round   least: updates of the smallest sum that is opened   each: as `MaskedSum`
+    openings: None in a simulation, whose updates have no masks.
+    """
+
+    layouts: Mapping[TaskKind, FlatLayout]
+    least: Callable[[int], int]
+    each: bool = False
+    openings: Openings | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RoundLoop:
     """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
@@ -71,7 +91,8 @@ class RoundLoop:
     incoming: the guards to undo on the sum, in the order of their application   check: of single updates, with the
     run's layout and grid   aggregator: how updates become one.
     parallel: how many silos work at once (1 in one process, all of them over the network)   exchange: how a cohort is
-    asked, where that is not port by port   initial: norms of the initial weights, as `NormHistory`.
+    asked, where that is not port by port   initial: norms of the initial weights, as `NormHistory`   masked: in a run
+    whose updates are masked.
     """
 
     method: Method
@@ -83,6 +104,7 @@ class RoundLoop:
     aggregator: Options = NormClipped()  # noqa: RUF009
     exchange: Exchange | None = None
     initial: Mapping[str, float] = field(default_factory=dict)
+    masked: MaskedRounds | None = None
 
     def run(
         self, server: State, observer: Observer, start: int = 0, closed: Sequence[Mapping[str, float]] = ()
@@ -103,7 +125,8 @@ class RoundLoop:
     def needed(self, cohort: int) -> int:
         """Return how many updates of a cohort close a round."""
         everybody = not self.schedule.quorum and Capability.PARTIAL_PARTICIPATION in self.method.unsupported
-        return cohort if everybody else closing.needed(self.schedule.quorum, cohort)
+        found = cohort if everybody else closing.needed(self.schedule.quorum, cohort)
+        return found if self.masked is None else max(found, self.masked.least(cohort))
 
     def round(
         self, server: State, t: int, kind: TaskKind, observer: Observer, history: NormHistory = NO_HISTORY
@@ -120,21 +143,16 @@ class RoundLoop:
         model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
-        sums = self._round_sum(check, history, msg)
+        sums = self._round_sum(check, history, msg, context, kind, names)
         included, missing, added = self._collect_updates(msg, context, kind, ids, sums, observer)
+        self._require_enough(included, missing, len(ids), t)
         decided = sums.finish()
         included = sorted(set(included) - set(decided.refused))
         for name, why in decided.refused.items():
             missing[name] = why[:REASON_CHARS]
             observer.refused(name, missing[name])
-        needed = self.needed(len(ids))
-        if len(included) < needed:
-            raise UnavailableError(
-                "E-RUN-03",
-                f"round {t + 1}: expected updates of at least {needed} of {len(ids)} silos, found {len(included)}; "
-                + "; ".join(f"{name}: {why}" for name, why in missing.items()),
-            )
-        total = sums.sums.total()
+        self._require_enough(included, missing, len(ids), t)
+        total = sums.total()
         for guard in reversed(adaptive_guards.guards_for_round(self.incoming, msg)):
             total = guard.incoming(total, len(included), context.round)
         metrics = total[METRICS]
@@ -145,7 +163,7 @@ class RoundLoop:
             _floats(metrics.weight),
             tuple(included),
             missing,
-            sums.sums.clipped,
+            sums.clipped,
             personal_scores(total),
             decided.cut,
             decided.medians,
@@ -165,7 +183,26 @@ class RoundLoop:
             self.ports[k].settle(context, kind, self.ports[k].name in included)
         return server, decided.medians
 
-    def _round_sum(self, check: UpdateCheck, history: NormHistory, msg: State) -> RoundSum:
+    def _require_enough(self, included: Sequence[str], missing: Mapping[str, str], cohort: int, t: int) -> None:
+        if len(included) < (needed := self.needed(cohort)):
+            raise UnavailableError(
+                "E-RUN-03",
+                f"round {t + 1}: expected updates of at least {needed} of {cohort} silos, found {len(included)}; "
+                + "; ".join(f"{name}: {why}" for name, why in missing.items()),
+            )
+
+    def _round_sum(
+        self,
+        check: UpdateCheck,
+        history: NormHistory,
+        msg: State,
+        context: RoundContext,
+        kind: TaskKind,
+        names: Sequence[str],
+    ) -> RoundSum:
+        if (masked := self.masked) is not None:
+            opening = masked.openings(context, kind) if masked.openings else None
+            return MaskedSum(masked.layouts[kind], check, names, opening, masked.each)
         sums, aggregator = Aggregator(check.layout, check.grid, self.method.unsummed_parts), self.aggregator
         if isinstance(aggregator, Mean):
             return RoundSum(sums, check)
@@ -196,9 +233,9 @@ class RoundLoop:
             try:
                 update = reply.result()
                 measured = sums.measure(update, name)
-                if kind is TaskKind.TRAIN:
+                if kind is TaskKind.TRAIN and self.masked is None:
                     require_expected(self.method, update, context.round)
-                    if not self.check.masked and (found := self.method.fingerprint(update)):
+                    if found := self.method.fingerprint(update):
                         added[name] = found
             except FederationError as error:
                 missing[name] = str(error)[:REASON_CHARS]  # the names in a bundle may be of any length

@@ -24,6 +24,8 @@ from fl_core.validate import Count, between, bounded, one_of
 
 FORMAT = 1
 PATIENCE_S = 60.0
+MIN_MASKED, MAX_MASKED = 3, 255
+"""Members of a run with masks: of two, each reads the other's update off the sum; shares are for so many at most."""
 MAX_ROUNDS, MAX_THREADS, MAX_NAME_CHARS = 100_000, 1024, 200
 MAX_WEIGHTS_BYTES, MAX_SOURCE_CHARS = 1 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
@@ -37,6 +39,7 @@ _ABSENT: Mapping[str, object] = {
     "start": None,
     "metrics": BASIC,
     "extensions": (),
+    "secagg": None,
 }
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
@@ -53,7 +56,8 @@ class NamedOptions:
 class Member:
     """One silo of the run: its name, and whether it was drawn to submit prototypes.
 
-    units: its declared number of records (or groups) in a private run, which rates and weights follow from; else 0.
+    units: its declared number of records (or groups) in a private or masked run, which rates and weights follow from;
+    else 0.
     """
 
     name: str
@@ -122,6 +126,35 @@ class StartPoint:
         return f"{self.run} after round {self.rounds} (model {self.model[:16]}{trained})"
 
 
+COMPLETE, EACH = "complete", "each"
+CLASS_SUMS = (COMPLETE, EACH)
+
+
+@dataclass(frozen=True, slots=True)
+class Secagg:
+    """The terms of a run whose updates are masked; what a sum needs follows from the number of members.
+
+    min_contributors: hospitals that rows of a class are sums over at least, 1: any number
+    class_sums: whether sums per class are opened in rounds in which every member sent alone, or in each; the difference
+    of two sums over different sets is one hospital's
+    collusion: hospitals whose noise does not count, where noise is shared out
+    """
+
+    min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 2
+    class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
+    collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
+
+    @staticmethod
+    def answers(cohort: int) -> int:
+        """Return how many members of a round open its sum: so many that two sets would share an honest one."""
+        return -(-2 * cohort // 3)
+
+    @classmethod
+    def smallest_sum(cls, cohort: int) -> int:
+        """Return how many updates a sum has at least."""
+        return max(MIN_MASKED, cls.answers(cohort))
+
+
 @dataclass(frozen=True, slots=True)
 class RunManifest:
     """What a run is. Two manifests with equal digests are the same run, up to its id.
@@ -136,7 +169,7 @@ class RunManifest:
     lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
     model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
     None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS; extensions: the code of
-    other distributions that method and model are.
+    other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear.
     """
 
     name: str
@@ -166,6 +199,7 @@ class RunManifest:
     start: StartPoint | None = None
     metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
     extensions: tuple[Extension, ...] = ()
+    secagg: Secagg | None = None
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -234,6 +268,10 @@ class RunManifest:
             if member.name == silo:
                 return k
         raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
+
+    def masked_units(self, k: int) -> int:
+        """Return what a member counts as where updates are masked, 1 where it declares nothing; else 0."""
+        return 0 if self.secagg is None else max(1, self.members[k].units)
 
 
 def make_members(

@@ -15,6 +15,7 @@ from torch import nn
 from fl_core.aggregation import coordinatewise
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ConfigError, ProtocolError, StateError
@@ -23,11 +24,12 @@ from fl_core.methods import build_method
 from fl_core.models import SplitModel, build_model, pretrained
 from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
-from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
-from fl_core.rounds.manifest import RunManifest, StartPoint
-from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
+from fl_core.rounds.manifest import EACH, RunManifest, Secagg, StartPoint
+from fl_core.rounds.silo_round import Masking, SiloRuntime, round_layout
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
 from fl_core.types import tensor_maps
+from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import FEATURES, Schema
 from fl_core.types.values import Examples, RoundContext, State, Tensors
@@ -165,8 +167,7 @@ class RunSetup:
     def dtypes(self) -> frozenset[torch.dtype]:
         """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid."""
         plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
-        on_grid = self.manifest.grid.ring == "ring32" or self.guards.silo
-        return plain | {torch.int32, torch.int64} if on_grid else plain
+        return plain | {torch.int32, torch.int64} if self.guards.silo else plain
 
     def silo_runtime(self) -> SiloRuntime:
         """Make what a silo works with; raises ConfigError (E-CFG-08) as `capabilities.check_micro_batch`."""
@@ -175,12 +176,30 @@ class RunSetup:
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }
-        return SiloRuntime(self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial)
+        masking = Masking(self.update_check(), self.flat_layouts, self.signs) if self.masked else None
+        return SiloRuntime(
+            self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial, masking=masking
+        )
 
     @property
     def masked(self) -> bool:
-        """Whether single updates are hidden: a silo's guard that is no mechanism of privacy is a mask."""
-        return self.manifest.grid.ring == "ring32" or any(not guard.sensitivity() for guard in self.guards.silo)
+        """Whether masks hide single updates."""
+        return self.manifest.secagg is not None
+
+    @cached_property
+    def flat_layouts(self) -> Mapping[TaskKind, FlatLayout]:
+        """How the updates of each kind of round lie under masks."""
+        layout, rules, classes = self.manifest.layout, self.method.part_rules, len(self.manifest.schema.classes)
+        return {
+            kind: FlatLayout(round_layout(self.method, layout, kind), self.manifest.grid, rules, classes)
+            for kind in TaskKind
+        }
+
+    @property
+    def signs(self) -> bool:
+        """Whether an update that lowers the score of its own classes is refused."""
+        chosen = aggregators.read_written(self.manifest.aggregator.name, self.manifest.aggregator.options)
+        return isinstance(chosen, aggregators.NormClipped) and chosen.signs
 
     @cached_property
     def aggregator(self) -> Options:
@@ -210,7 +229,6 @@ class RunSetup:
             train=manifest.train,
             sizes=sizes or {},
             signs=self.method.bias_follows_classes,
-            masked=self.masked,
         )
 
     def round_loop(
@@ -219,7 +237,9 @@ class RunSetup:
         parallel: int,
         sizes: Mapping[str, DeclaredSize] | None = None,
         exchange: Exchange | None = None,
+        openings: Openings | None = None,
     ) -> RoundLoop:
+        """Make the loop of this run's rounds; openings: take masks off its sums, None where updates have none."""
         manifest, check = self.manifest, self.update_check(sizes)
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
@@ -234,7 +254,11 @@ class RunSetup:
             self.aggregator,
             exchange,
             self.initial_norms() if isinstance(self.aggregator, aggregators.NormClipped) else {},
+            None if (terms := manifest.secagg) is None else self._masked_rounds(terms, openings),
         )
+
+    def _masked_rounds(self, terms: Secagg, openings: Openings | None) -> MaskedRounds:
+        return MaskedRounds(self.flat_layouts, terms.smallest_sum, terms.class_sums == EACH, openings)
 
     def initial_norms(self) -> dict[str, float]:
         """Return the norms of the weights that the seed draws, by block of an update that is made of such tensors.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import nn
 
 from fl_core.aggregation import adaptive_guards
-from fl_core.aggregation.fixed_point import check_layout
+from fl_core.aggregation.fixed_point import FixedPoint, check_layout
+from fl_core.aggregation.flat_blocks import FlatLayout
+from fl_core.aggregation.round_sum import require_direction
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
     CLINICAL_PART,
@@ -27,11 +31,35 @@ from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, Tens
 
 
 @dataclass(frozen=True, slots=True)
+class Masking:
+    """What becomes of an update that a mask will cover: checked here, since nobody can afterwards, and laid out flat.
+
+    check: as the coordinator's of a plain run   layouts: of each kind of round   signs: as `NormClipped.signs`.
+    """
+
+    check: UpdateCheck
+    layouts: Mapping[TaskKind, FlatLayout]
+    signs: bool = False
+
+    def flat(self, update: Bundle, kind: TaskKind, context: RoundContext, msg: State) -> Bundle:
+        """Return the two blocks of an update, on the grid.
+
+        Raises as `UpdateCheck.check`; RefusedError (E-RUN-44) as `require_direction`: nothing leaves then.
+        """
+        layout, own = self.layouts[kind], "this hospital"
+        check = replace(self.check, layout=layout.layout, sizes={own: DeclaredSize(context.units or math.inf)})
+        measured = check.check(update, own)
+        if self.signs:
+            require_direction(measured, own, msg.get("w", {}).get("head.bias"))
+        return layout.flatten(FixedPoint(layout.grid).outgoing(update, context.silo, context.round))
+
+
+@dataclass(frozen=True, slots=True)
 class SiloRuntime:
     """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
 
     initial: the run's initial weights, read off `model` when they are not given   withholds: parts of the evaluation
-    that this hospital measures for itself and does not send.
+    that this hospital measures for itself and does not send   masking: in a masked run, what becomes of an update.
     """
 
     method: Method
@@ -40,6 +68,7 @@ class SiloRuntime:
     guards: Sequence[Guard] = ()
     initial: Tensors = field(default_factory=dict)
     withholds: frozenset[str] = frozenset()
+    masking: Masking | None = None
 
     def __post_init__(self) -> None:
         if not self.initial:
@@ -96,6 +125,8 @@ def run_silo_round(
     guarded: Bundle = bundle
     for guard in guards:
         guarded = guard.outgoing(guarded, context.silo, context.round)
+    if runtime.masking is not None:
+        guarded = runtime.masking.flat(guarded, kind, context, msg)
     return SiloRound(guarded, state, measured)
 
 

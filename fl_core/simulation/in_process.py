@@ -105,7 +105,8 @@ class InProcessSilo:
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         member = self.manifest.members[self.index]
-        context = context.for_silo(self.index, self.manifest.seed, member.prototypes)
+        units = self.manifest.masked_units(self.index)
+        context = context.for_silo(self.index, self.manifest.seed, member.prototypes, units)
         data = self.data_factory(
             RoundData(
                 self.share.train,

@@ -124,7 +124,8 @@ class LatestPersonal:
         manifest, method, share = self._manifest, self._runtime.method, self._shares[silo]
         n_classes = len(manifest.schema.classes)
         context = RoundContext(len(self._shares), n_classes, manifest.rounds, round, manifest.cohort)
-        context = context.for_silo(silo, manifest.seed, manifest.members[silo].prototypes)
+        units = manifest.masked_units(silo)
+        context = context.for_silo(silo, manifest.seed, manifest.members[silo].prototypes, units)
         data = PlainLocalData(
             RoundData(share.train, share.test, manifest.train, context, device=self._device, public=self._public)
         )

@@ -217,7 +217,7 @@ class PlainLocalData:
         return eval_batch(self._examples[split].batch(torch.zeros(0, dtype=torch.long))[0].shape[1:])
 
     def size(self) -> float:
-        return float(len(self._examples[Split.TRAIN]))
+        return float(self._context.units or len(self._examples[Split.TRAIN]))
 
     def class_counts(self) -> Tensor:
         if self._counts is None:

@@ -141,6 +141,7 @@ class RoundContext:
     n_silos N, n_classes C, rounds T, round t (0-based), cohort |S_t| (planned, public). silo: the index in the run's
     roster, -1 at the server   seed: the run's, for the silo's random streams   prototypes: False for a silo that
     submits none in this run (drawn before round 1, or the hospital's own opt-out): it still receives and uses them.
+    units: what the silo counts as in a masked run, which must not be read off its examples; else 0.
     """
 
     n_silos: int
@@ -151,9 +152,10 @@ class RoundContext:
     silo: int = -1
     seed: int = 0
     prototypes: bool = True
+    units: int = 0
 
-    def for_silo(self, silo: int, seed: int, prototypes: bool = True) -> RoundContext:
-        return replace(self, silo=silo, seed=seed, prototypes=prototypes)
+    def for_silo(self, silo: int, seed: int, prototypes: bool = True, units: int = 0) -> RoundContext:
+        return replace(self, silo=silo, seed=seed, prototypes=prototypes, units=units)
 
 
 Progress = Callable[[int, int], None]

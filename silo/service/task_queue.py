@@ -48,8 +48,8 @@ class PreflightTask:
         return cls(TaskKey.of(pb.RoundRef(run_id=request.run_id, kind=pb.TRAIN)), request)
 
     def answer(self, code: str = "", reason: str = "") -> pb.SiloMessage:
-        about = {"run_id": self.request.run_id, "manifest_digest": self.request.manifest_digest}
-        answer = pb.PreflightAnswer(**about, ready=not code, code=code, reason=reason)
+        run_id, digest = self.request.run_id, self.request.manifest_digest
+        answer = pb.PreflightAnswer(run_id=run_id, manifest_digest=digest, ready=not code, code=code, reason=reason)
         return pb.SiloMessage(preflight=answer)
 
 

@@ -210,7 +210,7 @@ class PreparedRun:
         msg = adaptive_guards.method_state(run.method.broadcast(run.initial_state()), guard_parts)
         cohort = manifest.cohort or len(manifest.members)
         public = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, cohort)
-        context = public.for_silo(self.index, manifest.seed, self.submits)
+        context = public.for_silo(self.index, manifest.seed, self.submits, manifest.masked_units(self.index))
         step = run.profile.made_up_step(self.index, context, self.device)
         with _cpu_threads(manifest.threads):
             return step, measure_step(self.runtime, msg, step.opened, context, self.device)
@@ -492,7 +492,8 @@ class Trainer:
         context = RoundContext(
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(cohort)
         )
-        return context.for_silo(prepared.index, manifest.seed, prepared.submits)
+        units = manifest.masked_units(prepared.index)
+        return context.for_silo(prepared.index, manifest.seed, prepared.submits, units)
 
 
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:

@@ -59,12 +59,16 @@ class _TaskKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskKind.Val
     TASK_KIND_UNSPECIFIED: _TaskKind.ValueType  # 0
     TRAIN: _TaskKind.ValueType  # 1
     EVALUATE: _TaskKind.ValueType  # 2
+    CENSUS: _TaskKind.ValueType  # 3
+    """of a masked run, before round 0: how many hospitals have examples of each class"""
 
 class TaskKind(_TaskKind, metaclass=_TaskKindEnumTypeWrapper): ...
 
 TASK_KIND_UNSPECIFIED: TaskKind.ValueType  # 0
 TRAIN: TaskKind.ValueType  # 1
 EVALUATE: TaskKind.ValueType  # 2
+CENSUS: TaskKind.ValueType  # 3
+"""of a masked run, before round 0: how many hospitals have examples of each class"""
 Global___TaskKind: _TypeAlias = TaskKind  # noqa: Y015
 
 @_typing.final
@@ -146,6 +150,9 @@ class SiloMessage(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
     PREFLIGHT_FIELD_NUMBER: _builtins.int
+    SECAGG_CONFIRM_FIELD_NUMBER: _builtins.int
+    SECAGG_SHARES_FIELD_NUMBER: _builtins.int
+    SECAGG_REFUSAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -156,6 +163,12 @@ class SiloMessage(_message.Message):
     def settled(self) -> Global___Settled: ...
     @_builtins.property
     def preflight(self) -> Global___PreflightAnswer: ...
+    @_builtins.property
+    def secagg_confirm(self) -> Global___SecaggConfirm: ...
+    @_builtins.property
+    def secagg_shares(self) -> Global___SecaggShares: ...
+    @_builtins.property
+    def secagg_refusal(self) -> Global___SecaggRefusal: ...
     def __init__(
         self,
         *,
@@ -164,12 +177,15 @@ class SiloMessage(_message.Message):
         answer: Global___Answer | None = ...,
         settled: Global___Settled | None = ...,
         preflight: Global___PreflightAnswer | None = ...,
+        secagg_confirm: Global___SecaggConfirm | None = ...,
+        secagg_shares: Global___SecaggShares | None = ...,
+        secagg_refusal: Global___SecaggRefusal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "preflight", b"preflight", "pulse", b"pulse", "settled", b"settled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "preflight", b"preflight", "pulse", b"pulse", "secagg_confirm", b"secagg_confirm", "secagg_refusal", b"secagg_refusal", "secagg_shares", b"secagg_shares", "settled", b"settled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "preflight", b"preflight", "pulse", b"pulse", "settled", b"settled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "body", b"body", "hello", b"hello", "preflight", b"preflight", "pulse", b"pulse", "secagg_confirm", b"secagg_confirm", "secagg_refusal", b"secagg_refusal", "secagg_shares", b"secagg_shares", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "pulse", "answer", "settled", "preflight"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "pulse", "answer", "settled", "preflight", "secagg_confirm", "secagg_shares", "secagg_refusal"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -186,6 +202,8 @@ class CoordinatorMessage(_message.Message):
     RUN_ENDED_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     PREFLIGHT_FIELD_NUMBER: _builtins.int
+    SECAGG_SEAL_FIELD_NUMBER: _builtins.int
+    SECAGG_OPEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -200,6 +218,10 @@ class CoordinatorMessage(_message.Message):
     def refusal(self) -> Global___Refusal: ...
     @_builtins.property
     def preflight(self) -> Global___Preflight: ...
+    @_builtins.property
+    def secagg_seal(self) -> Global___SecaggSeal: ...
+    @_builtins.property
+    def secagg_open(self) -> Global___SecaggOpen: ...
     def __init__(
         self,
         *,
@@ -210,12 +232,14 @@ class CoordinatorMessage(_message.Message):
         run_ended: Global___RunEnded | None = ...,
         refusal: Global___Refusal | None = ...,
         preflight: Global___Preflight | None = ...,
+        secagg_seal: Global___SecaggSeal | None = ...,
+        secagg_open: Global___SecaggOpen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "preflight", b"preflight", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "preflight", b"preflight", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "secagg_open", b"secagg_open", "secagg_seal", b"secagg_seal", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "preflight", b"preflight", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "preflight", b"preflight", "pulse", b"pulse", "refusal", b"refusal", "round_closed", b"round_closed", "run_ended", b"run_ended", "secagg_open", b"secagg_open", "secagg_seal", b"secagg_seal", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "pulse", "offer", "round_closed", "run_ended", "refusal", "preflight"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "pulse", "offer", "round_closed", "run_ended", "refusal", "preflight", "secagg_seal", "secagg_open"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -539,11 +563,16 @@ class PreflightAnswer(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SECAGG_ENTRY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     manifest_digest: _builtins.str
     ready: _builtins.bool
     code: _builtins.str
     reason: _builtins.str
+    @_builtins.property
+    def secagg_entry(self) -> Global___SecaggEntry:
+        """of a masked run, when ready"""
+
     def __init__(
         self,
         *,
@@ -552,14 +581,427 @@ class PreflightAnswer(_message.Message):
         ready: _builtins.bool = ...,
         code: _builtins.str = ...,
         reason: _builtins.str = ...,
+        secagg_entry: Global___SecaggEntry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["secagg_entry", b"secagg_entry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "manifest_digest", b"manifest_digest", "ready", b"ready", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "manifest_digest", b"manifest_digest", "ready", b"ready", "reason", b"reason", "run_id", b"run_id", "secagg_entry", b"secagg_entry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PreflightAnswer: _TypeAlias = PreflightAnswer  # noqa: Y015
+
+@_typing.final
+class SecaggEntry(_message.Message):
+    """A silo's keys of one masked run, signed by its identity key in the context "consilium secagg keys v1"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGREE_FIELD_NUMBER: _builtins.int
+    SIGN_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    agree: _builtins.bytes
+    """X25519"""
+    sign: _builtins.bytes
+    """Ed25519"""
+    certificate_pem: _builtins.bytes
+    """of the identity key"""
+    signature: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        agree: _builtins.bytes = ...,
+        sign: _builtins.bytes = ...,
+        certificate_pem: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agree", b"agree", "certificate_pem", b"certificate_pem", "sign", b"sign", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggEntry: _TypeAlias = SecaggEntry  # noqa: Y015
+
+@_typing.final
+class SecaggKeys(_message.Message):
+    """The entries of all members, in the manifest's order: the object that Offer.secagg_keys_digest names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecaggEntry]: ...
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___SecaggEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggKeys: _TypeAlias = SecaggKeys  # noqa: Y015
+
+@_typing.final
+class SecaggSeal(_message.Message):
+    """The set of updates that makes a round's sum. It is the only one of its round, and what is opened follows from it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    KEYS_DIGEST_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    SIGNER_PEM_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    round: _builtins.int
+    kind: Global___TaskKind.ValueType
+    base_digest: _builtins.str
+    keys_digest: _builtins.bytes
+    signer_pem: _builtins.bytes
+    """the certificate coordinator://<consortium>"""
+    signature: _builtins.bytes
+    """in the context "consilium secagg seal v1" """
+    @_builtins.property
+    def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedUpdate]:
+        """ascending by index"""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        kind: Global___TaskKind.ValueType = ...,
+        base_digest: _builtins.str = ...,
+        keys_digest: _builtins.bytes = ...,
+        updates: _abc.Iterable[Global___SealedUpdate] | None = ...,
+        signer_pem: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "keys_digest", b"keys_digest", "kind", b"kind", "round", b"round", "run_id", b"run_id", "signature", b"signature", "signer_pem", b"signer_pem", "updates", b"updates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggSeal: _TypeAlias = SecaggSeal  # noqa: Y015
+
+@_typing.final
+class SealedUpdate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    OBJECT_DIGEST_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """of the member, in the manifest's order"""
+    object_digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        object_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "object_digest", b"object_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedUpdate: _TypeAlias = SealedUpdate  # noqa: Y015
+
+@_typing.final
+class SecaggConfirm(_message.Message):
+    """A member signs the one set of a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SEAL_HASH_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    round: _builtins.int
+    kind: Global___TaskKind.ValueType
+    seal_hash: _builtins.bytes
+    signature: _builtins.bytes
+    """Ed25519, by the key of the member's entry"""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        kind: Global___TaskKind.ValueType = ...,
+        seal_hash: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "round", b"round", "run_id", b"run_id", "seal_hash", b"seal_hash", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggConfirm: _TypeAlias = SecaggConfirm  # noqa: Y015
+
+@_typing.final
+class SecaggOpen(_message.Message):
+    """Asks for the shares that take the masks off the sum of a set that enough members confirmed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SEAL_HASH_FIELD_NUMBER: _builtins.int
+    CONFIRMATIONS_FIELD_NUMBER: _builtins.int
+    PACKAGES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    round: _builtins.int
+    kind: Global___TaskKind.ValueType
+    seal_hash: _builtins.bytes
+    @_builtins.property
+    def confirmations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Confirmed]: ...
+    @_builtins.property
+    def packages(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedPackage]:
+        """for this silo, one of each update of the set, ascending"""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        kind: Global___TaskKind.ValueType = ...,
+        seal_hash: _builtins.bytes = ...,
+        confirmations: _abc.Iterable[Global___Confirmed] | None = ...,
+        packages: _abc.Iterable[Global___SealedPackage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmations", b"confirmations", "kind", b"kind", "packages", b"packages", "round", b"round", "run_id", b"run_id", "seal_hash", b"seal_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggOpen: _TypeAlias = SecaggOpen  # noqa: Y015
+
+@_typing.final
+class Confirmed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    signature: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Confirmed: _TypeAlias = Confirmed  # noqa: Y015
+
+@_typing.final
+class SealedPackage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    PACKAGE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """of the member that made it"""
+    salt: _builtins.bytes
+    package: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        salt: _builtins.bytes = ...,
+        package: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "package", b"package", "salt", b"salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedPackage: _TypeAlias = SealedPackage  # noqa: Y015
+
+@_typing.final
+class SecaggShares(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SEAL_HASH_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    round: _builtins.int
+    kind: Global___TaskKind.ValueType
+    seal_hash: _builtins.bytes
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecaggShare]: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        kind: Global___TaskKind.ValueType = ...,
+        seal_hash: _builtins.bytes = ...,
+        shares: _abc.Iterable[Global___SecaggShare] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "round", b"round", "run_id", b"run_id", "seal_hash", b"seal_hash", "shares", b"shares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggShares: _TypeAlias = SecaggShares  # noqa: Y015
+
+@_typing.final
+class SecaggShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    DEALER_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    """0 model, 1 classes"""
+    dealer: _builtins.int
+    slot: _builtins.int
+    """whose seed with the dealer; the dealer itself: its own seed"""
+    share: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        block: _builtins.int = ...,
+        dealer: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        share: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "dealer", b"dealer", "share", b"share", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggShare: _TypeAlias = SecaggShare  # noqa: Y015
+
+@_typing.final
+class SecaggRefusal(_message.Message):
+    """Nothing was signed, or nothing opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SEAL_HASH_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    BLAMED_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    round: _builtins.int
+    kind: Global___TaskKind.ValueType
+    seal_hash: _builtins.bytes
+    code: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def blamed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """indices of members whose bytes were wrong"""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        kind: Global___TaskKind.ValueType = ...,
+        seal_hash: _builtins.bytes = ...,
+        code: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        blamed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blamed", b"blamed", "code", b"code", "kind", b"kind", "reason", b"reason", "round", b"round", "run_id", b"run_id", "seal_hash", b"seal_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggRefusal: _TypeAlias = SecaggRefusal  # noqa: Y015
+
+@_typing.final
+class SecaggCensus(_message.Message):
+    """What the answer to a census is proved by: every silo computes it again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEAL_FIELD_NUMBER: _builtins.int
+    CONFIRMATIONS_FIELD_NUMBER: _builtins.int
+    UPLOADS_FIELD_NUMBER: _builtins.int
+    SEEDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def seal(self) -> Global___SecaggSeal: ...
+    @_builtins.property
+    def confirmations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Confirmed]: ...
+    @_builtins.property
+    def uploads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """whole, in the order of the seal"""
+
+    @_builtins.property
+    def seeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenedSeed]: ...
+    def __init__(
+        self,
+        *,
+        seal: Global___SecaggSeal | None = ...,
+        confirmations: _abc.Iterable[Global___Confirmed] | None = ...,
+        uploads: _abc.Iterable[_builtins.bytes] | None = ...,
+        seeds: _abc.Iterable[Global___OpenedSeed] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["seal", b"seal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmations", b"confirmations", "seal", b"seal", "seeds", b"seeds", "uploads", b"uploads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecaggCensus: _TypeAlias = SecaggCensus  # noqa: Y015
+
+@_typing.final
+class OpenedSeed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    member: _builtins.int
+    seed: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        block: _builtins.int = ...,
+        member: _builtins.int = ...,
+        seed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "member", b"member", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenedSeed: _TypeAlias = OpenedSeed  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
@@ -578,6 +1020,8 @@ class Offer(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     INCLUDED_BEFORE_FIELD_NUMBER: _builtins.int
+    SECAGG_KEYS_DIGEST_FIELD_NUMBER: _builtins.int
+    SECAGG_CENSUS_DIGEST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     round: _builtins.int
     kind: Global___TaskKind.ValueType
@@ -595,6 +1039,10 @@ class Offer(_message.Message):
     """of the coordinator's database: another one after it was restored"""
     included_before: _builtins.int
     """1 + the last earlier round that has this silo's update, 0: none has"""
+    secagg_keys_digest: _builtins.str
+    """of a masked run: the object with all members' keys"""
+    secagg_census_digest: _builtins.str
+    """where the run has a census: the object that proves its result"""
     def __init__(
         self,
         *,
@@ -609,10 +1057,12 @@ class Offer(_message.Message):
         attempt: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         included_before: _builtins.int = ...,
+        secagg_keys_digest: _builtins.str = ...,
+        secagg_census_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "base_size", b"base_size", "cohort", b"cohort", "deadline_unix", b"deadline_unix", "incarnation", b"incarnation", "included_before", b"included_before", "kind", b"kind", "manifest_digest", b"manifest_digest", "round", b"round", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "base_size", b"base_size", "cohort", b"cohort", "deadline_unix", b"deadline_unix", "incarnation", b"incarnation", "included_before", b"included_before", "kind", b"kind", "manifest_digest", b"manifest_digest", "round", b"round", "run_id", b"run_id", "secagg_census_digest", b"secagg_census_digest", "secagg_keys_digest", b"secagg_keys_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,89 @@
+"""The sum of updates of which nobody sees one: flat blocks are added as they come, and opened for one set."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_core.aggregation.aggregator import Aggregator
+from fl_core.aggregation.flat_blocks import BLOCKS, CLASSES, WORDS, FlatLayout
+from fl_core.aggregation.round_sum import Decided, RoundSum
+from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck
+from fl_core.errors import ProtocolError
+from fl_core.types.values import Bundle
+
+
+def unsigned(words: Tensor) -> NDArray[np.unsignedinteger]:
+    """View ring words without their sign, on which arithmetic is modulo 2^32 or 2^64."""
+    return words.numpy().view(np.uint32 if words.dtype == torch.int32 else np.uint64)
+
+
+class Opening(Protocol):
+    """Takes the masks off a round's sums, once, for one set of members."""
+
+    def unmask(self, sums: Mapping[str, Tensor], members: Collection[str], blocks: Collection[str]) -> None:
+        """Take the masks off the sums of `blocks` (words,), in place.
+
+        members: whose updates were added   blocks: what is opened; the others stay as they are
+        Raises FederationError where the members do not open this sum; nothing of it is known then.
+        """
+        ...
+
+
+class MaskedSum(RoundSum):
+    """The sum over a set of members, with masks or, in a simulation, without.
+
+    Sums per class are opened where `each`, or where every member of the cohort sent: else they are zeros of weight 0.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, check: UpdateCheck, cohort: Collection[str], opening: Opening | None, each: bool
+    ) -> None:
+        """Prepare a round. check: of the sum, in clear; `sizes` by member   opening: None in a simulation."""
+        super().__init__(Aggregator({}, layout.grid), check)
+        self._layout, self._cohort, self._opening, self._each = layout, cohort, opening, each
+        self._words = {block: torch.zeros(layout.words(block), dtype=layout.dtype) for block in BLOCKS}
+        self._added: list[str] = []
+        self._opened: dict[str, Tensor] = {}
+
+    def measure(self, update: Bundle, name: str) -> Measured:  # noqa: ARG002
+        """Check what can be seen of an update: kind and number of its words."""
+        for block, words in self._words.items():
+            found = update[block].total[WORDS] if block in update else None
+            if found is None or found.shape != words.shape or found.dtype != words.dtype:
+                raise ProtocolError(
+                    "E-WIRE-06", f"expected {len(words)} words of {words.dtype} as {block!r}, found something else"
+                )
+        return Measured({}, {})
+
+    def add(self, update: Bundle, name: str, silo: int, measured: Measured) -> None:  # noqa: ARG002
+        for block, words in self._words.items():
+            mine, theirs = unsigned(words), unsigned(update[block].total[WORDS])
+            np.add(mine, theirs, out=mine)  # modulo 2^32 or 2^64
+        self._added.append(name)
+
+    def finish(self) -> Decided:
+        """Open the sum of what was added.
+
+        Raises FederationError as `Opening.unmask`, ProtocolError (E-RUN-43) where the sum holds what no set of honest
+        members sums up to.
+        """
+        open_classes = self._each or set(self._added) == set(self._cohort)
+        blocks = [block for block in BLOCKS if block != CLASSES or open_classes]
+        if self._opening is not None:
+            self._opening.unmask(self._words, self._added, blocks)
+        self._opened = {block: self._words[block] for block in blocks}
+        return Decided()
+
+    def total(self) -> Bundle:
+        return self._layout.unflatten(self._opened)
+
+    def declared(self) -> DeclaredSize:
+        """Return how many examples all members of the set have declared."""
+        found = [self.check.sizes.get(name, DeclaredSize()) for name in self._added]
+        return DeclaredSize(sum(size.train for size in found), sum(size.test for size in found))

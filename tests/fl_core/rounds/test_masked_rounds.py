@@ -1,0 +1,97 @@
+"""Rounds whose updates are masked, as a simulation does them: the same rules, and no masks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES, MODEL, WORDS
+from fl_core.aggregation.masked_sum import MaskedSum
+from fl_core.errors import ProtocolError, UnavailableError
+from fl_core.rounds.manifest import NamedOptions, RunManifest, Secagg
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.simulation.in_process import local_ports
+from fl_core.types.clinical import CLINICAL
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Part
+from tests.support.federations import Failing, go, manifest, same, shares
+
+
+def masked(plain: RunManifest, **terms: object) -> RunManifest:
+    """Give a run masks, and weights that are those of the plain run."""
+    members = tuple(replace(m, units=len(s.train)) for m, s in zip(plain.members, shares(), strict=True))
+    return replace(plain, members=members, secagg=Secagg(1, **terms))  # type: ignore[arg-type]
+
+
+def plain_of(method: str, **options: object) -> RunManifest:
+    return replace(manifest(method, **options), aggregator=NamedOptions("mean"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmr", "fednh", "scaffold", "analytic"])
+def test_a_masked_run_ends_in_the_model_of_the_plain_run(method: str) -> None:
+    plain = plain_of(method, rounds=2)
+    (one, a), (other, b) = go(plain), go(masked(plain))
+    assert all(same(one[group], other[group]) for group in one)
+    assert a.accuracies == b.accuracies
+
+
+def test_blocks_have_one_length_and_read_back_as_what_was_laid_out() -> None:
+    run = RunSetup.of(masked(plain_of("fedmr")))
+    layout = run.flat_layouts[TaskKind.TRAIN]
+    flat = {block: torch.arange(layout.words(block), dtype=layout.dtype) for block in BLOCKS}
+    read = layout.unflatten(flat)
+    again = layout.flatten(read)
+    for block in BLOCKS:
+        assert again[block].total[WORDS][CHECK_WORDS:].tolist() == flat[block][CHECK_WORDS:].tolist()
+        assert again[block].total[WORDS][:CHECK_WORDS].tolist() == [1] * CHECK_WORDS
+
+
+def test_what_tells_of_single_classes_lies_in_its_own_block() -> None:
+    layout = RunSetup.of(masked(plain_of("fednh", metrics=CLINICAL))).flat_layouts[TaskKind.TRAIN]
+    found = {part: layout.block_of(part) for part in layout.layout}
+    assert found == {"clinical": CLASSES, "delta": MODEL, "metrics": CLASSES, "prototypes": CLASSES}
+
+
+@pytest.mark.parametrize(("each", "sent", "opened"), [(False, 4, True), (False, 3, False), (True, 3, True)])
+def test_sums_per_class_stay_closed_where_a_member_is_absent(each: bool, sent: int, opened: bool) -> None:
+    run = RunSetup.of(masked(plain_of("fednh")))
+    layout, names = run.flat_layouts[TaskKind.TRAIN], ["a", "b", "c", "d"]
+    asked: list[tuple[list[str], list[str]]] = []
+
+    class Told:
+        def unmask(self, sums: Mapping[str, Tensor], members: Collection[str], blocks: Collection[str]) -> None:
+            assert set(sums) == set(BLOCKS)
+            asked.append((list(members), list(blocks)))
+
+    sums = MaskedSum(layout, run.update_check().of(layout.layout), names, Told(), each)
+    for k, name in enumerate(names[:sent]):
+        update = layout.flatten(layout.unflatten({b: torch.ones(layout.words(b), dtype=layout.dtype) for b in BLOCKS}))
+        sums.add(update, name, k, sums.measure(update, name))
+    sums.finish()
+    assert asked == [(names[:sent], [*BLOCKS] if opened else [MODEL])]
+    total = sums.total()
+    assert float(total["delta"].weight) == sent
+    assert float(total["metrics"].weight.sum()) == (sent * layout.n_classes if opened else 0)
+
+
+def test_words_of_another_kind_or_number_are_refused() -> None:
+    run = RunSetup.of(masked(plain_of("fedavg")))
+    layout = run.flat_layouts[TaskKind.TRAIN]
+    sums = MaskedSum(layout, run.update_check().of(layout.layout), ["a"], None, each=False)
+    whole = layout.flatten(layout.unflatten({}))
+    for block, words in ((MODEL, torch.ones(3)), (CLASSES, torch.ones(layout.words(CLASSES), dtype=torch.int16))):
+        with pytest.raises(ProtocolError, match="E-WIRE-06"):
+            sums.measure({**whole, block: Part({WORDS: words}, torch.zeros(()))}, "a")
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        sums.measure({MODEL: whole[MODEL]}, "a")
+
+
+def test_a_round_of_too_few_members_is_not_opened() -> None:
+    run = masked(plain_of("fedavg", quorum=1))
+    north, *others = local_ports(RunSetup.of(run), shares())
+    with pytest.raises(UnavailableError, match="at least 3 of 3"):
+        go(run, [Failing(north, [0]), *others])
