@@ -54,11 +54,14 @@ class UploadSum:
         self.envelopes: dict[int, _Envelope] = {}
 
     def add(self, member: int, object_digest: bytes, upload: Upload) -> None:
-        """Add an upload; raises ProtocolError (E-WIRE-06) on its tensors, SecaggError (E-RUN-51) on its sender.
+        """Add an upload.
 
-        Guarantees: what is refused changes nothing.
+        Raises ProtocolError (E-WIRE-06) on its tensors; SecaggError: E-RUN-51 on its sender, E-RUN-06 once the sum is
+        taken. Guarantees: what is refused changes nothing.
         """
         self.round.place(member)
+        if not self._sums:
+            raise SecaggError("E-RUN-06", f"round {self.round.number} is sealed: an update comes too late", member)
         if member in self.envelopes or len(object_digest) != SECRET:
             raise SecaggError("E-RUN-51", f"expected one update of each member with its digest, found {member} again")
         upload.check(self.round, *self._lengths)
@@ -79,7 +82,7 @@ class UploadSum:
         return replace(unsigned, signature=sign(unsigned.message(round)))
 
     def take(self) -> list[Words]:
-        """Hand over the sums, once: masks are taken off in place."""
+        """Hand over the sums, once: masks are taken off in place, and nothing is added any more."""
         sums, self._sums = self._sums, []
         return sums
 
@@ -112,7 +115,7 @@ class SealedRound:
         if {u: envelope.digest for u, envelope in total.envelopes.items()} != dict(seal.uploads):
             raise SecaggError("E-RUN-51", f"expected the updates of the sealed set, {self.inside}, found others")
         self.hash = self.round.seal_hash(seal.uploads)
-        self._total, self._sign_keys = total, sign_keys
+        self._sums, self._envelopes, self._sign_keys = total.take(), total.envelopes, sign_keys
         self._confirmed: dict[int, bytes] = {}
         self._slots = self.round.opened(self.inside)
         self._answers: dict[int, dict[Slot, bytes]] = {}
@@ -142,7 +145,7 @@ class SealedRound:
 
     def opening(self, member: int) -> Opening:
         """Make what a member of the cohort needs to answer; raises UnavailableError (E-RUN-45) as `confirmations`."""
-        row, round, envelopes = self.round.place(member), self.round, self._total.envelopes
+        row, round, envelopes = self.round.place(member), self.round, self._envelopes
         given = tuple((u, envelopes[u].salt.tobytes(), envelopes[u].packages[row].tobytes()) for u in self.inside)
         return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, given)
 
@@ -177,9 +180,11 @@ class SealedRound:
         """
         if len(self._answers) < self.round.t:
             raise self._too_few("answer", self.unanswered)
-        joiner = _Joiner(self.round, self._total.envelopes, self._answers)
+        joiner = _Joiner(self.round, self._envelopes, self._answers)
         seeds = {slot: joiner.join(slot) for slot in self._slots}
-        sums = self._total.take()
+        if not self._sums:
+            raise SecaggError("E-RUN-48", "expected a masked sum, found it taken: add the round's updates again")
+        sums, self._sums = self._sums, []
         unmask(sums, self.round, seeds)
         opened = {block for block, _, _ in seeds}
         for block in opened:

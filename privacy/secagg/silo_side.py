@@ -72,6 +72,8 @@ def mask(
         if row.seal_hash:
             raise SecaggError("E-RUN-50", f"round {round.number} is sealed: an update comes too late")
     for block in (model, classes):
+        if (block.dtype.str, block.flags.c_contiguous) != (round.run.terms.dtype, True):
+            raise ValueError(f"expected contiguous words {round.run.terms.dtype}, found {block.dtype.str}")
         block[:CHECK_WORDS] = 1
     return masked(keys.of(round), round, (model, classes), random)
 
