@@ -126,6 +126,14 @@ def test_t59_a_silo_that_claims_more_than_all_hospitals_is_seen() -> None:
     assert caught.value.code == "E-RUN-48"
 
 
+def test_t59_one_silo_that_lies_can_claim_as_many_holders_as_the_others_leave_room_for() -> None:
+    """No range proof is made: a word is bounded by the ring, and the sum by the number of members alone."""
+    held = HELD.copy()
+    held[0, 2] = 4  # silo 2 alone holds class 2
+    fed, _, proof = census(held)
+    assert told(fed, proof, 1)[2] == 5
+
+
 def test_a_census_is_of_all_members_or_none() -> None:
     fed = federation(5, kind="census", sizes=(0, 5)).send()
     assert fed.round.m == 5

@@ -172,6 +172,33 @@ def test_t30_two_thousand_sampled_patterns_of_twenty_silos(class_sums: str) -> N
     assert sampled(2_000, 20, "ring32", class_sums) > 300
 
 
+@pytest.mark.parametrize("class_sums", ["complete", "each"])
+def test_class_rows_of_a_cohort_stay_closed_unless_each_round_opens_them_although_all_of_it_sent(
+    class_sums: str,
+) -> None:
+    """Sums of two cohorts differ by a hospital's counts, as sums with and without an absence do."""
+    fed = federation(7, class_sums=class_sums)
+    cohort = (0, 2, 3, 6)
+    round = fed.run.round(fed.round.keys_digest, "train", 1, BASE, cohort)
+    total = UploadSum(round, *(len(words) for words in fed.inputs[0]))
+    for u in cohort:
+        upload = fed.silos[u].upload(round, *fed.inputs[u])
+        total.add(u, object_digest(upload), upload)
+    state = SealedRound(total, total.seal(signed_by_coordinator), fed.silos[0].keys.peers)
+    for u in cohort:
+        state.confirm(u, fed.silos[u].confirm(state.seal, cohort))
+    for u in cohort:
+        answer = fed.silos[u].answer(state.opening(u), cohort)
+        assert {block for block, *_ in answer.shares} == ({0, 1} if class_sums == "each" else {0})
+        state.answer(u, answer)
+    opened = state.finish()
+    assert np.array_equal(opened.model, fed.plain(cohort, 0))
+    if class_sums == "each":
+        assert np.array_equal(opened.classes, fed.plain(cohort, 1))
+    else:
+        assert opened.classes is None
+
+
 def test_a_cohort_of_some_members_masks_confirms_and_opens_among_itself() -> None:
     fed = federation(7)
     cohort = (0, 2, 3, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import tracemalloc
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -12,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy.stats import chi2
 
-from privacy.secagg import masks, packages, shamir
+from privacy.secagg import masks, packages, shamir, silo_side
 from privacy.secagg.terms import SecaggError, withstood
 from tests.privacy.secagg.federation import BASE, federation
 
@@ -262,3 +263,16 @@ def test_another_model_manifest_key_round_kind_or_run_gives_other_seeds() -> Non
 def test_a_base_that_is_no_digest_is_no_round() -> None:
     with pytest.raises(SecaggError):
         federation(4).run.round(bytes(32), "train", 0, b"short")
+
+
+def test_masking_takes_less_than_a_mebibyte_beside_the_vector() -> None:
+    fed = federation(6)
+    model, classes = (silo_side.blank(words, "<u4") for words in (2**22, 60))
+    tracemalloc.start()
+    try:
+        silo_side.mask(fed.silos[0].keys, fed.round, None, model, classes)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+    assert np.count_nonzero(model) > 2**21  # and it was masked
