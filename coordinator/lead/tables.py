@@ -54,7 +54,10 @@ def waiting_lines(info: pb.RunInfo) -> list[str]:
     if info.waiting.silos:
         now = info.waiting
         there = f"{counted(now.there, 'update')} {'is' if now.there == 1 else 'are'} there"
-        lines.append(f"round {now.round + 1}: {there}, {now.needed} close it; waits for")
+        if now.sealed:
+            lines.append(f"round {now.round + 1}: sealed, {now.there} of {now.needed} answers are there; waits for")
+        else:
+            lines.append(f"round {now.round + 1}: {there}, {now.needed} close it; waits for")
         lines += [f"  {silo.name} ({awaited(silo)})" for silo in now.silos]
     return lines
 
