@@ -204,7 +204,8 @@ class SealedMembers:
             self._note(silo, error, f"what it said of the sealed set is not taken: {error}")
         else:
             if isinstance(message, pb.SecaggRefusal):
-                self._note(silo, stated(message.code, message.reason), self._words(message))
+                why = stated(message.code, message.reason)
+                self._note(silo, why, f"it does not open the sealed set{self._because(message)}: {why}")
         self.of.dispatcher.changes.notify()
 
     def interrupt(self) -> None:
@@ -225,7 +226,7 @@ class SealedMembers:
             self.state.answer(member, Shares(*about, shares))
             self._refused.pop(silo, None)
         elif message.seal_hash in (b"", self.state.hash) and member in self.state.unanswered:
-            self._refused[silo] = stated(message.code, message.reason).code
+            self._refused[silo] = stated(message.code, "").code + self._because(message)
 
     def _member(self, silo: str) -> int | None:
         members = self.round.run.members
@@ -243,11 +244,10 @@ class SealedMembers:
             packages=[pb.SealedPackage(index=u, salt=salt, package=p) for u, salt, p in found.packages],
         )
 
-    def _words(self, refusal: pb.SecaggRefusal) -> str:
+    def _because(self, refusal: pb.SecaggRefusal) -> str:
         members = self.round.run.members
         blamed = [members[u] for u in refusal.blamed[:1] if u < len(members)]
-        because = f", because of {blamed[0]}" if blamed else ""
-        return f"it does not open the sealed set{because}: {stated(refusal.code, refusal.reason)}"
+        return f", because of {blamed[0]}" if blamed else ""
 
     def _note(self, silo: str, error: FederationError, text: str) -> None:
         with self._changed:
@@ -298,7 +298,8 @@ class SealedMembers:
                 if self._stopped:
                     raise RunInterrupted(self.round.run.run_id)
                 due = self._began + self.of.deadline_s + self.of.closer.extension(self.round.number)
-                if (left := due - self.of.clock()) <= 0 or self.round.n - len(self._refused) < self.round.t:
+                willing = self.round.n - len(self._refused)
+                if (left := due - self.of.clock()) <= 0 or willing < max(self.round.t, self._answers):
                     raise self._too_few()
                 self._changed.wait(min(left, _LOOK_S))
 
