@@ -171,7 +171,12 @@ class RunSetup:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid."""
+        """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid.
+
+        Under masks: words of the ring, and bytes beside them.
+        """
+        if self.masked:
+            return frozenset({torch.int32 if self.manifest.grid.ring == "ring32" else torch.int64, torch.uint8})
         plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
         return plain | {torch.int32, torch.int64} if self.guards.silo else plain
 

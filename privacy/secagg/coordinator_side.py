@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from typing import Self
 
 import numpy as np
 
@@ -52,6 +53,17 @@ class UploadSum:
         self._lengths = model, classes
         self._sums: list[Words] = [np.zeros(k + CHECK_WORDS, round.run.terms.dtype) for k in self._lengths]
         self.envelopes: dict[int, _Envelope] = {}
+
+    @classmethod
+    def of(cls, round: Round, sums: Sequence[Words], kept: Mapping[int, tuple[bytes, Bytes, Bytes, Bytes]]) -> Self:
+        """Take blocks that were summed elsewhere, check words first; masks are taken off them in place.
+
+        kept: of each member whose upload is in the sums its digest, salt, commitments and packages.
+        """
+        found = cls(round, *(len(words) - CHECK_WORDS for words in sums))
+        found._sums = list(sums)
+        found.envelopes = {member: _Envelope(*parts) for member, parts in kept.items()}
+        return found
 
     def add(self, member: int, object_digest: bytes, upload: Upload) -> None:
         """Add an upload.
@@ -170,6 +182,11 @@ class SealedRound:
     @property
     def unanswered(self) -> tuple[int, ...]:
         return tuple(u for u in self.round.cohort if u not in self._answers)
+
+    @property
+    def taken(self) -> bool:
+        """Whether masks were taken off, well or not: further answers change nothing."""
+        return not self._sums
 
     def finish(self) -> Opened:
         """Open the sum over the set; with wrong answers too, while t right ones are there.

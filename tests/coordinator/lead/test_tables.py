@@ -125,6 +125,7 @@ def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on
         "round": 6,
         "there": 5,
         "needed": 4,
+        "sealed": False,
         "silos": [{"name": "south", "left": 725.0, "online": False, "offline": 2400.0, "classes": ["keratosis"]}],
     }
     out = io.StringIO()
