@@ -1,0 +1,267 @@
+"""The coordinator's half of a round: it adds uploads as they come, seals one set, and opens the sum over that set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
+
+import numpy as np
+
+from fl_core.errors import UnavailableError
+from privacy.secagg import packages
+from privacy.secagg.keys import confirmed_by
+from privacy.secagg.masks import add_mask, check_words, subtracted
+from privacy.secagg.messages import (
+    CHECK_WORDS,
+    Bytes,
+    Confirmation,
+    Opening,
+    Seal,
+    Shares,
+    Upload,
+    Words,
+    check_about,
+)
+from privacy.secagg.shamir import PRIME, SHARE, combine, join, weights
+from privacy.secagg.terms import CLASSES, MODEL, SECRET, Round, SecaggError
+
+Slot = tuple[int, int, int]
+"""(block, dealer, slot)."""
+_Answers = Mapping[int, Mapping[Slot, bytes]]
+_TRIES = 2_000
+"""Choices of t answers that are tried for one secret; all of them for up to 14 members."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    """What is kept of an upload beside its sum: nothing that tells of its numbers."""
+
+    digest: bytes
+    salt: Bytes
+    commitments: Bytes
+    packages: Bytes
+
+
+class UploadSum:
+    """Two flat sums of masked words, to which uploads are added in any order; of one silo no words are kept."""
+
+    def __init__(self, round: Round, model: int, classes: int) -> None:
+        """model, classes: words of the blocks, without check words."""
+        self.round = round
+        self._lengths = model, classes
+        self._sums: list[Words] = [np.zeros(k + CHECK_WORDS, round.run.terms.dtype) for k in self._lengths]
+        self.envelopes: dict[int, _Envelope] = {}
+
+    def add(self, member: int, object_digest: bytes, upload: Upload) -> None:
+        """Add an upload; raises ProtocolError (E-WIRE-06) on its tensors, SecaggError (E-RUN-51) on its sender.
+
+        Guarantees: what is refused changes nothing.
+        """
+        self.round.place(member)
+        if member in self.envelopes or len(object_digest) != SECRET:
+            raise SecaggError("E-RUN-51", f"expected one update of each member with its digest, found {member} again")
+        upload.check(self.round, *self._lengths)
+        kept = (upload.salt, upload.commitments, upload.packages)
+        self.envelopes[member] = _Envelope(object_digest, *(array.copy() for array in kept))
+        for total, words in zip(self._sums, (upload.model, upload.classes), strict=True):
+            np.add(total, words, out=total)
+
+    def seal(self, sign: Callable[[bytes], bytes]) -> Seal:
+        """Fix what has been added as the round's set; raises SecaggError (E-RUN-51) where it is too small.
+
+        sign: by the coordinator's key, under `Seal.CONTEXT`. Store the seal before it is sent: it is the only one.
+        """
+        round = self.round
+        uploads = tuple((u, self.envelopes[u].digest) for u in sorted(self.envelopes))
+        round.check_set(uploads)
+        unsigned = Seal(round.run.run_id, round.kind, round.number, round.base_digest, round.keys_digest, uploads)
+        return replace(unsigned, signature=sign(unsigned.message(round)))
+
+    def take(self) -> list[Words]:
+        """Hand over the sums, once: masks are taken off in place."""
+        sums, self._sums = self._sums, []
+        return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Sums over a set, in words of the ring, without check words; classes is None where they stay closed.
+
+    wrong: (member, dealer): the member's share of a secret of the dealer did not fit, by either's doing.
+    own_seeds: of a census alone, (block, member) -> seed, for its proof.
+    """
+
+    inside: tuple[int, ...]
+    model: Words
+    classes: Words | None
+    wrong: tuple[tuple[int, int], ...]
+    own_seeds: Mapping[tuple[int, int], bytes]
+
+
+class SealedRound:
+    """A sealed set: collects confirmations, then answers, then takes the masks off."""
+
+    def __init__(self, total: UploadSum, seal: Seal, sign_keys: Sequence[bytes]) -> None:
+        """total: of exactly the sealed uploads, also after a restart. sign_keys: of all members, `Vouched.sign`.
+
+        Raises SecaggError (E-RUN-51) where the sum is not that of the sealed set.
+        """
+        self.round, self.seal = total.round, seal
+        self.inside = self.round.check_set(seal.uploads)
+        if {u: envelope.digest for u, envelope in total.envelopes.items()} != dict(seal.uploads):
+            raise SecaggError("E-RUN-51", f"expected the updates of the sealed set, {self.inside}, found others")
+        self.hash = self.round.seal_hash(seal.uploads)
+        self._total, self._sign_keys = total, sign_keys
+        self._confirmed: dict[int, bytes] = {}
+        self._slots = self.round.opened(self.inside)
+        self._answers: dict[int, dict[Slot, bytes]] = {}
+
+    def confirm(self, member: int, confirmation: Confirmation) -> None:
+        """Take a member's confirmation. member: whose session it came by.
+
+        Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-ID-33 without the signature.
+        """
+        self.round.place(member)
+        check_about(confirmation, self.round, self.hash, member)
+        if not confirmed_by(self._sign_keys[member], self.hash, confirmation.signature):
+            name = self.round.run.members[member]
+            raise SecaggError("E-ID-33", f"expected the signature of {name} over the sealed set, found another", member)
+        self._confirmed[member] = confirmation.signature
+
+    @property
+    def unconfirmed(self) -> tuple[int, ...]:
+        return tuple(u for u in self.round.cohort if u not in self._confirmed)
+
+    @property
+    def confirmations(self) -> tuple[tuple[int, bytes], ...]:
+        """Return what came so far, ascending; raises UnavailableError (E-RUN-45) while they are too few."""
+        if len(self._confirmed) < self.round.t:
+            raise self._too_few("confirm", self.unconfirmed)
+        return tuple(sorted(self._confirmed.items()))
+
+    def opening(self, member: int) -> Opening:
+        """Make what a member of the cohort needs to answer; raises UnavailableError (E-RUN-45) as `confirmations`."""
+        row, round, envelopes = self.round.place(member), self.round, self._total.envelopes
+        given = tuple((u, envelopes[u].salt.tobytes(), envelopes[u].packages[row].tobytes()) for u in self.inside)
+        return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, given)
+
+    def answer(self, member: int, shares: Shares) -> None:
+        """Take a member's answer; a later one replaces it. member: whose session it came by.
+
+        Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-RUN-48 for other shares
+        than those that open the set.
+        """
+        self.round.place(member)
+        check_about(shares, self.round, self.hash, member)
+        asked = tuple((b, u, v) for b, u, v, _ in shares.shares)
+        sound = all(len(s) == SHARE and int.from_bytes(s, "little") < PRIME for *_, s in shares.shares)
+        if asked != self._slots or not sound:
+            name = self.round.run.members[member]
+            raise SecaggError(
+                "E-RUN-48", f"expected of {name} a share of each of {len(self._slots)} seeds, found other ones", member
+            )
+        self._answers[member] = {(b, u, v): share for b, u, v, share in shares.shares}
+
+    @property
+    def unanswered(self) -> tuple[int, ...]:
+        return tuple(u for u in self.round.cohort if u not in self._answers)
+
+    def finish(self) -> Opened:
+        """Open the sum over the set; with a wrong answer too, while t right ones are there.
+
+        Raises UnavailableError (E-RUN-45) with fewer than t answers; SecaggError (E-RUN-48) where no t answers give a
+        committed seed (it blames the dealer once every choice was tried), or where the check words say that masks did
+        not cancel: then the sum is thrown away.
+        Guarantees: until every seed is joined and held against its commitment no mask is taken off.
+        """
+        if len(self._answers) < self.round.t:
+            raise self._too_few("answer", self.unanswered)
+        joiner = _Joiner(self.round, self._total.envelopes, self._answers)
+        seeds = {slot: joiner.join(slot) for slot in self._slots}
+        sums = self._total.take()
+        unmask(sums, self.round, seeds)
+        opened = {block for block, _, _ in seeds}
+        for block in opened:
+            check_words(sums[block], len(self.inside), self.round)
+        census = self.round.kind == "census"
+        return Opened(
+            self.inside,
+            sums[MODEL][CHECK_WORDS:],
+            sums[CLASSES][CHECK_WORDS:] if CLASSES in opened else None,
+            tuple(joiner.wrong),
+            {(b, u): seed for (b, u, _), seed in seeds.items()} if census else {},
+        )
+
+    def _too_few(self, what: str, silent: Sequence[int]) -> UnavailableError:
+        names = [self.round.run.members[u] for u in silent]
+        found = self.round.n - len(silent)
+        return UnavailableError(
+            "E-RUN-45",
+            f"expected {self.round.t} of {self.round.n} hospitals to {what} the set of round {self.round.number}, "
+            f"found {found}; silent are {', '.join(names)}: start them, the same set is asked for again",
+        )
+
+
+def unmask(sums: Sequence[Words], round: Round, seeds: Mapping[Slot, bytes]) -> None:
+    """Take the masks of opened seeds off the sums of both blocks, in place."""
+    for (block, dealer, other), seed in seeds.items():
+        add_mask(sums[block], seed, round.context, block, subtract=not subtracted(dealer, other))
+
+
+class _Joiner:
+    """Joins secrets from any t answers, held against commitments; remembers which answers did not fit."""
+
+    def __init__(self, round: Round, envelopes: Mapping[int, _Envelope], answers: _Answers) -> None:
+        self._round, self._envelopes, self._answers = round, envelopes, answers
+        self._order = sorted(answers)
+        self._weights: dict[tuple[int, ...], list[int]] = {}
+        self.wrong: list[tuple[int, int]] = []
+
+    def join(self, slot: Slot) -> bytes:
+        block, dealer, other = slot
+        bound = self._envelopes[dealer].commitments[block, self._round.place(other)].tobytes()
+        tried = 0
+        for helpers in islice(self._choices(), _TRIES):
+            tried += 1
+            secret = join([self._answers[w][slot] for w in helpers], self._by(helpers))
+            if secret is not None and packages.commitment(self._round, dealer, other, block, secret) == bound:
+                if tried > 1:
+                    self._name(slot, helpers)
+                return secret
+        raise self._unjoined(dealer, tried)
+
+    def _choices(self) -> Iterator[tuple[int, ...]]:
+        """Give every choice of t answers once: the first t, then those that leave out one of them, and so on."""
+        t = self._round.t
+        for last in range(t - 1, len(self._order)):
+            for others in combinations(self._order[:last], t - 1):
+                yield (*others, self._order[last])
+
+    def _by(self, helpers: tuple[int, ...]) -> list[int]:
+        if helpers not in self._weights:
+            self._weights[helpers] = weights([w + 1 for w in helpers])
+        return self._weights[helpers]
+
+    def _name(self, slot: Slot, helpers: tuple[int, ...]) -> None:
+        """Note whose shares are not on the polynomial of the right ones, and try these members last from now on."""
+        points, shares = [w + 1 for w in helpers], [self._answers[w][slot] for w in helpers]
+        wrong = [
+            w
+            for w in self._order
+            if combine(shares, weights(points, w + 1)) != int.from_bytes(self._answers[w][slot], "little")
+        ]
+        self.wrong += [(w, slot[1]) for w in wrong]
+        self._order = [w for w in self._order if w not in wrong] + wrong
+
+    def _unjoined(self, dealer: int, tried: int) -> SecaggError:
+        name, t = self._round.run.members[dealer], self._round.t
+        if (spare := len(self._order) - t) == 0:
+            who, blamed = f"{name} or one of {t} answers; one more answer tells which", None
+        elif tried < _TRIES:
+            who, blamed = f"{name}, whom no choice of {t} answers fits, unless more than {spare} of these lie", dealer
+        else:
+            who, blamed = f"{name}, or several of the answers", None
+        return SecaggError(
+            "E-RUN-48", f"expected shares of a seed that its hospital is bound to, found others, by {who}", blamed
+        )

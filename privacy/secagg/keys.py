@@ -1,0 +1,215 @@
+"""Keys of one run: who they belong to, and the chains of secrets that two members share.
+
+Each member makes an X25519 and an Ed25519 pair from the operating system's entropy and signs them with its identity.
+From everybody's keys follow K, which is part of everything later, and one chain of secrets per pair of members:
+
+    chain_uv(0) = KDF(X25519(agree_u, Agree_v), K, "root", lo, hi)      chain(i + 1) = KDF(chain(i), "", "next")
+
+A chain only goes forward: what was derived from a position that was left cannot be derived again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from fl_core.errors import FederationError
+from privacy.secagg.shamir import Random
+from privacy.secagg.terms import SECRET, Round, SecaggError, SecaggRun, digest, frame, kdf
+from service_core.pki import certificates
+from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
+from service_core.pki.roster import Member, renewed_from
+
+KEYS_CONTEXT = "consilium secagg keys v1"
+"""What an identity key signs an entry under."""
+
+
+class Entry(NamedTuple):
+    """A member's public keys of one run, 32 bytes each; the signature is its identity key's (DER) over `message`."""
+
+    name: str
+    agree: bytes
+    sign: bytes
+    certificate_pem: bytes
+    signature: bytes
+
+    def message(self, run: SecaggRun) -> bytes:
+        return frame("entry", run.run_id, run.manifest_digest, self.name, self.agree, self.sign)
+
+
+class Vouched(NamedTuple):
+    """What follows from everybody's entries. digest: K. sign: Ed25519 public keys, in the manifest's order."""
+
+    digest: bytes
+    sign: tuple[bytes, ...]
+
+
+Vouch = Callable[[Entry, bytes], bool]
+"""Says whether the entry's signature over these bytes is that of the pinned identity of its name."""
+
+
+def vouch(run: SecaggRun, entries: Sequence[Entry], trusted: Vouch) -> Vouched:
+    """Check everybody's entries; raises SecaggError (E-ID-33) that blames the member whose entry is wrong.
+
+    Guarantees: each member of the manifest is there once, in its order, with keys that no other member has, under a
+    signature that `trusted` accepts.
+    """
+    if (found := tuple(entry.name for entry in entries)) != run.members:
+        raise SecaggError(
+            "E-ID-33", f"expected the keys of {list(run.members)}, in this order, found those of {list(found)}"
+        )
+    known: set[bytes] = set()
+    for u, entry in enumerate(entries):
+        keys = {entry.agree, entry.sign}
+        if {len(entry.agree), len(entry.sign)} != {SECRET} or len(keys) < 2 or keys & known:
+            raise SecaggError("E-ID-33", f"expected two keys of {entry.name} that nobody else has", u)
+        if not trusted(entry, entry.message(run)):
+            raise SecaggError(
+                "E-ID-33",
+                f"expected keys of {entry.name} signed by the identity that is pinned here, found another signature; "
+                "compare fingerprints with that hospital before the run begins again",
+                u,
+            )
+        known |= keys
+    flat = [part for entry in entries for part in (entry.name, entry.agree, entry.sign)]
+    return Vouched(digest("keys", run.run_id, run.manifest_digest, *flat), tuple(entry.sign for entry in entries))
+
+
+def pinned_signature(
+    entry: Entry, message: bytes, consortium: str, pins: Mapping[str, str], members: Mapping[str, Member]
+) -> bool:
+    """Say whether the pinned identity of a name signed its entry.
+
+    pins: fingerprints by name. members: the verified roster by name, for its chains of renewals: the key that signed
+    may be the pinned one, an older one that was renewed into it, or a newer one that it was renewed into.
+    Guarantees: whatever the bytes are, the answer is yes or no.
+    """
+    pinned, member = pins.get(entry.name), members.get(entry.name)
+    try:
+        certificate = parse_certificate(entry.certificate_pem)
+        holder, key = identity_of(certificate), certificates.public_key(certificate)
+    except (FederationError, ValueError):
+        return False
+    if pinned is None or holder.identity != Identity(Kind.SILO, consortium, entry.name):
+        return False
+    if holder.fingerprint != pinned:
+        if member is None or member.fingerprint not in (pinned, holder.fingerprint):
+            return False
+        older = pinned if member.fingerprint == holder.fingerprint else holder.fingerprint
+        if not renewed_from(member, consortium, older):
+            return False
+    return certificates.verify(key, KEYS_CONTEXT, message, entry.signature)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKeys:
+    """A silo's private keys of a run before everybody's are known, raw bytes: state `keyed`. Store before sending.
+
+    Guarantees: they do not show in its text.
+    """
+
+    agree: bytes = field(repr=False)
+    sign: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls, random: Random = secrets.token_bytes) -> OwnKeys:
+        return cls(random(SECRET), random(SECRET))
+
+    def publics(self) -> tuple[bytes, bytes]:
+        agree = X25519PrivateKey.from_private_bytes(self.agree).public_key().public_bytes_raw()
+        return agree, Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
+
+    def entry(self, run: SecaggRun, name: str, certificate_pem: bytes, sign: Callable[[bytes], bytes]) -> Entry:
+        """Make what the silo sends. sign: by its identity key, under KEYS_CONTEXT."""
+        entry = Entry(name, *self.publics(), certificate_pem, b"")
+        return entry._replace(signature=sign(entry.message(run)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """A silo's secrets of a run once everybody's keys are known: state `ready`. Raw bytes, to be stored as they are.
+
+    index: of this silo. chains: with every member, also itself, at `position`. peers: public keys that confirm.
+    Guarantees: neither the signing key nor a chain shows in its text.
+    """
+
+    index: int
+    keys_digest: bytes
+    sign: bytes = field(repr=False)
+    peers: tuple[bytes, ...]
+    chains: tuple[bytes, ...] = field(repr=False)
+    position: int = 0
+
+    @classmethod
+    def agree(cls, run: SecaggRun, name: str, own: OwnKeys, entries: Sequence[Entry], trusted: Vouch) -> RunKeys:
+        """Take everybody's keys, once; raises SecaggError (E-ID-33). Store it in the place of `own`, which goes.
+
+        Guarantees: as `vouch`; and the keys under this silo's name are its own.
+        """
+        vouched = vouch(run, entries, trusted)
+        if name not in run.members:
+            raise SecaggError("E-ID-33", f"expected {name} among the members of the run, found {list(run.members)}")
+        index = run.members.index(name)
+        if (entries[index].agree, entries[index].sign) != own.publics():
+            raise SecaggError("E-ID-33", f"expected the keys that {name} made for this run, found others in its name")
+        private = X25519PrivateKey.from_private_bytes(own.agree)
+        chains = []
+        for v, entry in enumerate(entries):
+            try:
+                secret = private.exchange(X25519PublicKey.from_public_bytes(entry.agree))
+            except ValueError:
+                raise SecaggError("E-ID-33", f"expected a key of {entry.name} to agree with, found none", v) from None
+            chains.append(kdf(secret, vouched.digest, "root", min(index, v), max(index, v)))
+        return cls(index, vouched.digest, own.sign, vouched.sign, tuple(chains))
+
+    def check_open(self, round: Round) -> None:
+        """Raise SecaggError (E-RUN-50) where the task's position was left."""
+        if round.position < self.position:
+            raise SecaggError(
+                "E-RUN-50",
+                f"expected a round that is not closed here, found {round.kind} of round {round.number}: its keys are "
+                "gone, and it is not masked or opened again",
+            )
+
+    def closed(self, round: Round) -> RunKeys:
+        """Return what replaces the keys, in one transaction, when a round's close is processed; no change if it was."""
+        return self.at(max(self.position, round.position + 1))
+
+    def of(self, round: Round) -> RunKeys:
+        """Step a copy to a task; raises SecaggError (E-RUN-50) where it is closed."""
+        self.check_open(round)
+        return self.at(round.position)
+
+    def at(self, position: int) -> RunKeys:
+        """Step a copy forward to a position that is not behind."""
+        chains = self.chains
+        for _ in range(position - self.position):
+            chains = tuple(kdf(chain, b"", "next") for chain in chains)
+        return replace(self, chains=chains, position=position)
+
+    def pair_seed(self, round: Round, other: int, block: int) -> bytes:
+        """Derive the seed with another member; the keys stand at the round's position."""
+        lo, hi = sorted((self.index, other))
+        return kdf(self.chains[other], round.context, "pair", block, lo, hi)
+
+    def confirm(self, seal_hash: bytes) -> bytes:
+        return Ed25519PrivateKey.from_private_bytes(self.sign).sign(_confirmed(seal_hash))
+
+
+def _confirmed(seal_hash: bytes) -> bytes:
+    return frame("confirm", seal_hash)
+
+
+def confirmed_by(sign_key: bytes, seal_hash: bytes, signature: bytes) -> bool:
+    """Say whether a member's key of the run signed a seal; whatever the bytes are, the answer is yes or no."""
+    try:
+        Ed25519PublicKey.from_public_bytes(sign_key).verify(signature, _confirmed(seal_hash))
+    except (InvalidSignature, ValueError):
+        return False
+    return True

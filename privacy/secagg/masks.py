@@ -1,0 +1,49 @@
+"""What a seed adds to a block: the stream of AES-256-CTR, read as words, added in place modulo the ring."""
+
+from __future__ import annotations
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from privacy.secagg.messages import CHECK_WORDS, Words
+from privacy.secagg.terms import Round, SecaggError, kdf
+
+_CHUNK = 256 * 1024
+_ZEROS = bytes(_CHUNK)
+_SPARE = 15
+"""What the cipher asks for beyond what it writes."""
+
+
+def add_mask(words: Words, seed: bytes, context: bytes, block: int, *, subtract: bool = False) -> None:
+    """Add or subtract the mask of a seed, in place. words: contiguous, unsigned and little-endian.
+
+    Guarantees: a key is used for one stream, since context and block are part of it; beside the words there is room
+    for one chunk of 256 KiB.
+    """
+    stream = Cipher(algorithms.AES(kdf(seed, context, "mask", block)), modes.CTR(bytes(16))).encryptor()
+    zeros, step = memoryview(_ZEROS), _CHUNK // words.itemsize
+    buffer = bytearray(min(_CHUNK, words.nbytes) + _SPARE)
+    drawn = np.frombuffer(buffer, words.dtype, min(step, len(words)))
+    add = np.subtract if subtract else np.add
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        stream.update_into(zeros[: part.nbytes], buffer)
+        add(part, drawn[: len(part)], out=part)
+
+
+def subtracted(member: int, other: int) -> bool:
+    """Say whether `member` subtracts the mask of its pair with `other`, who adds it; its own mask it adds."""
+    return member > other
+
+
+def check_words(block: Words, silos: int, round: Round) -> None:
+    """Raise SecaggError (E-RUN-48) unless each check word of an opened sum is the number of uploads in it.
+
+    A sum whose masks did not cancel passes with probability 2^-128 in ring32.
+    """
+    if (found := block[:CHECK_WORDS].tolist()) != [silos] * CHECK_WORDS:
+        raise SecaggError(
+            "E-RUN-48",
+            f"{round.kind} of round {round.number}: expected check words of {silos} in the opened sum, found {found}: "
+            "a hospital masked for another model or with other keys, or sent something else; the sum is thrown away",
+        )

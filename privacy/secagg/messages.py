@@ -1,0 +1,150 @@
+"""What travels between the sides, in plain types; whoever sends it maps it to its wire format.
+
+Members and slots are indices in the manifest. Nothing is checked when a message is made: who receives it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_core.errors import FederationError, ProtocolError
+from privacy.secagg.shamir import SHARE
+from privacy.secagg.terms import BLOCKS, SECRET, Round, SecaggError, frame
+
+CHECK_WORDS = 4
+"""Words of value 1 before each block: their sums are the number of uploads, else masks did not cancel."""
+_TAG = 16
+Words = NDArray[np.unsignedinteger]
+Bytes = NDArray[np.uint8]
+
+
+def package_length(n: int) -> int:
+    """Return the bytes of one encrypted package: a share of each of the 2n seeds, and the tag."""
+    return len(BLOCKS) * SHARE * n + _TAG
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What a silo uploads: five tensors, in this order.
+
+    Rows of commitments[block] and of packages are the round's cohort, ascending: of the seed with that member (of its
+    own where it is the dealer), and for that member. The blocks are masked words of the ring, check words first.
+    """
+
+    salt: Bytes
+    commitments: Bytes
+    packages: Bytes
+    model: Words
+    classes: Words
+
+    @staticmethod
+    def tensors(round: Round, model: int, classes: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Return NumPy's type and the shape of every tensor, in order; model, classes: words without check words."""
+        n, words = round.n, round.run.terms.dtype
+        return {
+            "salt": ("|u1", (SECRET,)),
+            "commitments": ("|u1", (len(BLOCKS), n, SECRET)),
+            "packages": ("|u1", (n, package_length(n))),
+            "model": (words, (model + CHECK_WORDS,)),
+            "classes": (words, (classes + CHECK_WORDS,)),
+        }
+
+    def check(self, round: Round, model: int, classes: int) -> None:
+        """Raise ProtocolError (E-WIRE-06) unless every tensor has the type and the shape that the round prescribes."""
+        for name, wanted in self.tensors(round, model, classes).items():
+            array = getattr(self, name)
+            if (found := (array.dtype.str, array.shape)) != wanted:
+                raise ProtocolError("E-WIRE-06", f"masked update: expected {name!r} as {wanted}, found {found}")
+
+    def commitment(self, round: Round, block: int, member: int) -> bytes:
+        return bytes(self.commitments[block, round.place(member)])
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The one set of a round: (index, digest of its upload), ascending; the coordinator signs `message`."""
+
+    run_id: str
+    kind: str
+    round: int
+    base_digest: bytes
+    keys_digest: bytes
+    uploads: tuple[tuple[int, bytes], ...]
+    signature: bytes = b""
+
+    CONTEXT: ClassVar[str] = "consilium secagg seal v1"
+
+    def message(self, round: Round) -> bytes:
+        """Return what the coordinator's key signs under `CONTEXT`."""
+        return frame("seal signature", self.run_id, round.seal_hash(self.uploads))
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """A member's signature, by its key of the run, over the hash of a seal."""
+
+    run_id: str
+    kind: str
+    round: int
+    seal_hash: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a member needs to answer: confirmations (index, signature) and, of the set, (index, salt, its package)."""
+
+    run_id: str
+    kind: str
+    round: int
+    seal_hash: bytes
+    confirmations: tuple[tuple[int, bytes], ...]
+    packages: tuple[tuple[int, bytes, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A member's answer: (block, dealer, slot, share of 33 bytes), in the order of `Round.opened`."""
+
+    run_id: str
+    kind: str
+    round: int
+    seal_hash: bytes
+    shares: tuple[tuple[int, int, int, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A member does not confirm or answer. blamed: index of the member whose doing it is, None where unknown."""
+
+    run_id: str
+    kind: str
+    round: int
+    seal_hash: bytes
+    code: str
+    blamed: int | None = None
+
+    @classmethod
+    def of(cls, run_id: str, kind: str, round: int, seal_hash: bytes, error: FederationError) -> Refusal:
+        blamed = error.blamed if isinstance(error, SecaggError) else None
+        return cls(run_id, kind, round, seal_hash, error.code, blamed)
+
+
+Message = Confirmation | Opening | Shares
+
+
+def check_about(message: Message, round: Round, seal_hash: bytes, sender: int | None = None) -> None:
+    """Raise SecaggError (E-RUN-50) unless a message is about this task and this seal."""
+    found = (message.run_id, message.kind, message.round, message.seal_hash)
+    if found != (round.run.run_id, round.kind, round.number, seal_hash):
+        raise SecaggError(
+            "E-RUN-50",
+            f"expected a message about {round.kind} of round {round.number} and its sealed set, found one about "
+            f"{message.kind!r} of round {message.round}, or another set; nothing is opened",
+            sender,
+        )

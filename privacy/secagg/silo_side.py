@@ -1,0 +1,199 @@
+"""A silo's half of a round: it masks one vector, confirms one set, and answers for that set alone.
+
+What must survive a crash is two explicit values, which the caller stores: `RunKeys` of the run, and a `RoundRow` of
+each task until its close. The row of a set is handed to `store` before the signature is made, so that no signature can
+leave a silo that does not have it on its disk.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from privacy.secagg import packages
+from privacy.secagg.keys import RunKeys, confirmed_by
+from privacy.secagg.masks import add_mask, subtracted
+from privacy.secagg.messages import CHECK_WORDS, Confirmation, Opening, Seal, Shares, Upload, Words, check_about
+from privacy.secagg.shamir import Random, split
+from privacy.secagg.terms import BLOCKS, SECRET, Round, SecaggError, SecaggRun
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRow:
+    """What a silo keeps of one task until its close; empty where it has not happened.
+
+    base_digest: what it masked for, or was sealed. object_digest: of its one upload. seal_hash, inside: the one set
+    that it confirmed.
+    """
+
+    kind: str
+    number: int
+    base_digest: bytes
+    object_digest: bytes = b""
+    seal_hash: bytes = b""
+    inside: tuple[int, ...] = ()
+
+
+Store = Callable[[RoundRow], None]
+"""Writes a row to the disk, in the place of the one that was passed beside it; raises where it cannot, or where the row
+on the disk is another one by now."""
+
+
+def blank(words: int, dtype: str) -> Words:
+    """Make a block of zeros, behind its check words; the caller fills what is behind them, `block[CHECK_WORDS:]`."""
+    return np.zeros(words + CHECK_WORDS, dtype)
+
+
+def mask(
+    keys: RunKeys,
+    round: Round,
+    row: RoundRow | None,
+    model: Words,
+    classes: Words,
+    random: Random = secrets.token_bytes,
+) -> Upload:
+    """Mask the vector of a task, in place. model, classes: as `blank` makes them; check words are written here.
+
+    Write the file, then store `uploaded(...)`, then send. Raises SecaggError: E-RUN-49 where the task has an upload,
+    E-RUN-50 where its set is confirmed, its keys are gone, or it was offered with another base.
+    Guarantees: a task that has an upload is never masked again.
+    """
+    if row is not None:
+        _check_row(row, round)
+        if row.object_digest:
+            raise SecaggError(
+                "E-RUN-49",
+                f"expected the masked update of {round.kind} in round {round.number} as it was written, found it "
+                "damaged or asked for anew: a second one would show a difference of two; this hospital sits it out",
+            )
+        if row.seal_hash:
+            raise SecaggError("E-RUN-50", f"round {round.number} is sealed: an update comes too late")
+    for block in (model, classes):
+        block[:CHECK_WORDS] = 1
+    return masked(keys.of(round), round, (model, classes), random)
+
+
+def uploaded(round: Round, object_digest: bytes) -> RoundRow:
+    """Make the row of a task whose upload is on the disk. object_digest: of the file, 32 bytes."""
+    if len(object_digest) != SECRET:
+        raise ValueError(f"expected a digest of {SECRET} bytes, found {len(object_digest)}")
+    return RoundRow(round.kind, round.number, round.base_digest, object_digest)
+
+
+def masked(keys: RunKeys, round: Round, blocks: tuple[Words, Words], random: Random) -> Upload:
+    """Mask both blocks in place and make shares, packages and commitments. keys: at the round's position."""
+    own, cohort = keys.index, round.cohort
+    round.place(own)
+    salt = random(SECRET)
+    seeds = {
+        (block, v): random(SECRET) if v == own else keys.pair_seed(round, v, block) for block in BLOCKS for v in cohort
+    }
+    points = [w + 1 for w in cohort]
+    shares = [split(seed, points, round.t, random) for seed in seeds.values()]
+    for (block, v), seed in seeds.items():
+        add_mask(blocks[block], seed, round.context, block, subtract=subtracted(own, v))
+    sealed = [
+        packages.encrypt(round, keys.chains[w], salt, own, w, b"".join(of_seed[k] for of_seed in shares))
+        for k, w in enumerate(cohort)
+    ]
+    bound = [packages.commitment(round, own, v, block, seed) for (block, v), seed in seeds.items()]
+    return Upload(
+        np.frombuffer(salt, np.uint8),
+        np.frombuffer(b"".join(bound), np.uint8).reshape(len(BLOCKS), round.n, SECRET),
+        np.frombuffer(b"".join(sealed), np.uint8).reshape(round.n, -1),
+        *blocks,
+    )
+
+
+def confirm(
+    run: SecaggRun,
+    keys: RunKeys,
+    seal: Seal,
+    row: RoundRow | None,
+    *,
+    cohort: Sequence[int],
+    signed: Callable[[bytes, bytes], bool],
+    store: Store,
+    offered: bytes | None = None,
+    min_sum: int = 0,
+) -> Confirmation:
+    """Sign a set, the only one of its task. The row is stored before the signature is made.
+
+    cohort: of the task, as this silo computes it. signed: (message, signature) -> whether the coordinator signed it,
+    under `Seal.CONTEXT`. offered: the base that this silo was offered for the task, if it was. min_sum: the policy's.
+    Raises SecaggError: E-RUN-50 for another set, task, base or upload, or a round that is closed here; E-RUN-51 for
+    no set or too small a one; E-ID-33 without the coordinator's signature; E-POLICY-17 below the policy's sum.
+    Guarantees: of one task at most one set is signed; asked again for it, the same bytes come back.
+    """
+    if (seal.run_id, seal.keys_digest) != (run.run_id, keys.keys_digest):
+        raise SecaggError("E-RUN-50", "expected a set of this run and its keys, found one of other ones")
+    round = run.round(keys.keys_digest, seal.kind, seal.round, seal.base_digest, cohort)
+    round.place(keys.index)
+    keys.check_open(round)
+    if row is not None:
+        _check_row(row, round)
+    if offered is not None and offered != round.base_digest:
+        raise SecaggError("E-RUN-50", f"round {round.number} was offered here with another base than that of its set")
+    inside = round.check_set(seal.uploads)
+    if not signed(seal.message(round), seal.signature):
+        raise SecaggError("E-ID-33", "expected a set that the coordinator signed, found another signature or none")
+    if len(inside) < min_sum:
+        raise SecaggError(
+            "E-POLICY-17", f"expected a sum of at least {min_sum} hospitals, as the policy asks, found {len(inside)}"
+        )
+    mine = row.object_digest if row is not None else b""
+    if dict(seal.uploads).get(keys.index, mine) != mine:
+        raise SecaggError("E-RUN-50", "expected the set to hold the one update that left here, found another one")
+    hashed = round.seal_hash(seal.uploads)
+    if row is not None and row.seal_hash and row.seal_hash != hashed:
+        raise SecaggError(
+            "E-RUN-50",
+            f"another set of {round.kind} in round {round.number} was confirmed here: a second one would open a "
+            "difference of two sums; the run ends, and a new one goes on from its last model",
+        )
+    known = row or RoundRow(round.kind, round.number, round.base_digest)
+    if not known.seal_hash:
+        store(replace(known, seal_hash=hashed, inside=inside))
+    return Confirmation(run.run_id, round.kind, round.number, hashed, keys.confirm(hashed))
+
+
+def answer(run: SecaggRun, keys: RunKeys, opening: Opening, row: RoundRow | None, *, cohort: Sequence[int]) -> Shares:
+    """Give the shares that open the set which was confirmed here; they leave without anything being stored.
+
+    Raises SecaggError: E-RUN-50 for another set than the confirmed one, or a round that is closed here; E-RUN-51 for
+    packages that are not those of the set; E-RUN-45 with too few confirmations; E-RUN-48 for a package that is wrong.
+    Guarantees: a function of the confirmed set and the uploads in it: asked again, the same bytes come back.
+    """
+    if row is None or not row.seal_hash:
+        raise SecaggError("E-RUN-50", "expected a set that was confirmed here, found none: send the seal first")
+    round = run.round(keys.keys_digest, row.kind, row.number, row.base_digest, cohort)
+    check_about(opening, round, row.seal_hash)
+    own = round.run.members[keys.index]
+    by_member = dict(opening.confirmations)
+    good = sum(
+        u in round.cohort and confirmed_by(keys.peers[u], row.seal_hash, found) for u, found in by_member.items()
+    )
+    if good < round.t:
+        raise SecaggError("E-RUN-45", f"expected {round.t} members who confirmed the set, found {good}")
+    if tuple(u for u, _, _ in opening.packages) != row.inside:
+        raise SecaggError("E-RUN-51", f"expected for {own} one package of each in {row.inside}, found others")
+    stepped = keys.of(round)
+    plain = {
+        u: packages.decrypt(round, stepped.chains[u], salt, u, keys.index, package)
+        for u, salt, package in opening.packages
+    }
+    shares = tuple((b, u, v, packages.share_at(round, plain[u], b, v)) for b, u, v in round.opened(row.inside))
+    return Shares(run.run_id, round.kind, round.number, row.seal_hash, shares)
+
+
+def _check_row(row: RoundRow, round: Round) -> None:
+    if (row.kind, row.number) != (round.kind, round.number):
+        raise ValueError(f"expected the row of {round.kind} in round {round.number}, found that of {row}")
+    if row.base_digest != round.base_digest:
+        raise SecaggError(
+            "E-RUN-50",
+            f"{round.kind} of round {round.number} began here from another base: masks of two bases do not cancel",
+        )

@@ -1,0 +1,221 @@
+"""What all members of a run compute alike: thresholds, contexts, who belongs to a set, and which seeds are opened.
+
+Members are written by their index in the manifest. n members of a round, t answers that open a sum, m uploads that a
+sum has at least. Two sets of one round would each need t signatures: since 2t > n + c, an honest silo would have signed
+both unless more than c collude.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fl_core import validate
+from fl_core.errors import ConfigError, RefusedError
+
+VERSION = b"consilium.secagg.v1"
+SECRET = 32
+"""Bytes of a seed, a digest, a salt and a public key."""
+MODEL, CLASSES = 0, 1
+BLOCKS = (MODEL, CLASSES)
+KINDS = ("census", "train", "evaluate")
+FEWEST, MOST = 3, 255
+_WORDS = {"ring32": "<u4", "ring64": "<u8"}
+
+
+class SecaggError(RefusedError):
+    """One side does not go on, and nothing is opened. blamed: index of the member whose doing it is, if known."""
+
+    def __init__(self, code: str, message: str, blamed: int | None = None) -> None:
+        super().__init__(code, message)
+        self.blamed = blamed
+
+
+def frame(*fields: bytes | str | int) -> bytes:
+    """Join the version and the fields, each behind its length (4 bytes, big-endian); integers are 8 bytes, big-endian.
+
+    Guarantees: other fields give other bytes.
+    """
+    raw = [f.to_bytes(8, "big") if isinstance(f, int) else f.encode() if isinstance(f, str) else f for f in fields]
+    return b"".join(len(r).to_bytes(4, "big") + r for r in (VERSION, *raw))
+
+
+def digest(*fields: bytes | str | int) -> bytes:
+    return hashlib.sha256(frame(*fields)).digest()
+
+
+def kdf(secret: bytes, salt: bytes, *fields: bytes | str | int) -> bytes:
+    """Derive 32 bytes by HKDF-SHA256 (RFC 5869) with the frame of the fields as its info."""
+    return HKDF(hashes.SHA256(), SECRET, salt, frame(*fields)).derive(secret)
+
+
+class Thresholds(NamedTuple):
+    """t: answers that open a sum. m: uploads that a sum has at least."""
+
+    t: int
+    m: int
+
+
+def thresholds(n: int) -> Thresholds:
+    """Compute t = ceil(2n/3) and m = max(3, t) of a round of n members; both sides do, and no message carries them."""
+    t = -(-2 * n // 3)
+    return Thresholds(t, max(FEWEST, t))
+
+
+def withstood(n: int) -> int:
+    """Return how many silos may collude with the coordinator: 2t - n - 1, and 1 of three, which have one set only."""
+    return 1 if n == FEWEST else 2 * thresholds(n).t - n - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SecaggTerms:
+    """What a run's manifest says of secure aggregation.
+
+    min_contributors: k, silos that a class has at least where its rows are opened; 1 takes no census
+    class_sums: "complete" opens class rows only in rounds where every member sent, "each" in every round
+    collusion: c, silos whose missing noise is covered where noise is distributed.
+    """
+
+    ring: Literal["ring32", "ring64"] = "ring32"
+    min_contributors: int = 2
+    class_sums: Literal["complete", "each"] = "complete"
+    collusion: int = 1
+
+    def check(self, n: int) -> None:
+        """Raise ConfigError (E-CFG-02) unless the terms are in range for rounds of n members."""
+        validate.one_of("E-CFG-02", "secagg", tuple(_WORDS), ring=self.ring)
+        validate.one_of("E-CFG-02", "secagg", ("complete", "each"), class_sums=self.class_sums)
+        if not FEWEST <= n <= MOST:
+            raise ConfigError(
+                "E-CFG-02",
+                f"secagg: expected {FEWEST} to {MOST} hospitals in every round, found {n}; invite more, enlarge the "
+                "cohort, or submit the run with secagg=off",
+            )
+        validate.between("E-CFG-02", "secagg", 1, n, min_contributors=self.min_contributors)
+        validate.between("E-CFG-02", "secagg", 0, withstood(n), collusion=self.collusion)
+
+    @property
+    def dtype(self) -> str:
+        """Return NumPy's name of the ring's words: unsigned, little-endian, 4 or 8 bytes."""
+        return _WORDS[self.ring]
+
+
+@dataclass(frozen=True)
+class SecaggRun:
+    """What all members of a run know of it. manifest_digest: 32 bytes. members: names in the manifest's order.
+
+    rounds: of the run; a round above it does not exist, an evaluation may follow the last one.
+    Raises ConfigError (E-CFG-02) unless there are 3 to 255 members, each once, and the terms fit.
+    """
+
+    run_id: str
+    manifest_digest: bytes
+    members: tuple[str, ...]
+    rounds: int
+    terms: SecaggTerms
+
+    def __post_init__(self) -> None:
+        self.terms.check(len(self.members))
+        if len(set(self.members)) != len(self.members):
+            raise ConfigError("E-CFG-02", f"expected each silo once, found {list(self.members)}")
+
+    def thresholds(self, n: int) -> Thresholds:
+        return thresholds(n)
+
+    def round(
+        self, keys_digest: bytes, kind: str, number: int, base_digest: bytes, cohort: Sequence[int] | None = None
+    ) -> Round:
+        """Describe one task; raises SecaggError (E-RUN-50, E-RUN-51). cohort: indices, all members where None."""
+        members = range(len(self.members)) if cohort is None else cohort
+        return Round(self, keys_digest, kind, number, base_digest, tuple(sorted(members)))
+
+
+@dataclass(frozen=True)
+class Round:
+    """One task of a run: whoever agrees on its fields derives the same context, so that masks cancel.
+
+    keys_digest: K, of everybody's keys. base_digest: of the state that the task begins from; of a census it is K.
+    cohort: R, ascending. Raises SecaggError: E-RUN-50 for a task that the run does not have, E-RUN-51 for a cohort.
+    """
+
+    run: SecaggRun
+    keys_digest: bytes
+    kind: str
+    number: int
+    base_digest: bytes
+    cohort: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        last = {"census": 0, "train": self.run.rounds - 1, "evaluate": self.run.rounds}.get(self.kind, -1)
+        if not 0 <= self.number <= last:
+            raise SecaggError(
+                "E-RUN-50",
+                f"expected a task of a run of {self.run.rounds} rounds, found {self.kind!r} of round {self.number}",
+            )
+        if len(self.base_digest) != SECRET or (self.kind == "census" and self.base_digest != self.keys_digest):
+            raise SecaggError("E-RUN-50", f"expected the digest that a task of kind {self.kind} begins from")
+        known = range(len(self.run.members))
+        sound = list(self.cohort) == sorted(set(self.cohort)) and all(u in known for u in self.cohort)
+        if not sound or self.n < FEWEST or (self.kind == "census" and self.n != len(known)):
+            raise SecaggError("E-RUN-51", f"expected a cohort of at least {FEWEST} members, found {self.cohort}")
+
+    @property
+    def n(self) -> int:
+        return len(self.cohort)
+
+    @property
+    def t(self) -> int:
+        return self.run.thresholds(self.n).t
+
+    @property
+    def m(self) -> int:
+        """Return how many uploads a sum has at least; of a census all."""
+        return self.n if self.kind == "census" else self.run.thresholds(self.n).m
+
+    @property
+    def position(self) -> int:
+        """Return where in the chains of keys the task's keys are."""
+        return 0 if self.kind == "census" else self.number + 1
+
+    @cached_property
+    def context(self) -> bytes:
+        run = self.run
+        of_run = (run.run_id, run.manifest_digest, self.keys_digest)
+        return digest("context", *of_run, self.kind, self.number, self.base_digest)
+
+    def place(self, member: int) -> int:
+        """Return a member's row in the tensors of an upload; raises SecaggError (E-RUN-51) outside the cohort."""
+        if member not in self.cohort:
+            raise SecaggError("E-RUN-51", f"expected a member of the round's cohort, found index {member}")
+        return self.cohort.index(member)
+
+    def check_set(self, uploads: Sequence[tuple[int, bytes]]) -> tuple[int, ...]:
+        """Return the indices of a set; raises SecaggError (E-RUN-51) unless it is one that the round may open."""
+        inside = [u for u, _ in uploads]
+        if inside != sorted(set(inside)) or not set(inside) <= set(self.cohort):
+            raise SecaggError("E-RUN-51", f"expected members of the cohort, ascending and each once, found {inside}")
+        if len(inside) < self.m:
+            raise SecaggError("E-RUN-51", f"expected a set of at least {self.m} members, found {len(inside)}")
+        if any(len(found) != SECRET for _, found in uploads):
+            raise SecaggError("E-RUN-51", f"expected a digest of {SECRET} bytes beside every index of the set")
+        return tuple(inside)
+
+    def seal_hash(self, uploads: Sequence[tuple[int, bytes]]) -> bytes:
+        return digest("seal", self.context, *(field for pair in uploads for field in pair))
+
+    def opened(self, inside: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """List the seeds that are opened, as (block, dealer, slot), ascending.
+
+        Of everybody in the set their own (slot = dealer) and those that they share with members outside of it; of the
+        class rows nothing where a member is absent, unless the terms open them in each round.
+        Guarantees: one list says who is absent, so nobody's own seed is opened beside one shared with that member.
+        """
+        absent = tuple(v for v in self.cohort if v not in inside)
+        blocks = BLOCKS if not absent or self.run.terms.class_sums == "each" else (MODEL,)
+        return tuple((b, u, v) for b in blocks for u in inside for v in sorted((u, *absent)))
