@@ -82,6 +82,13 @@ class HospitalControls:
         except RefusedError:
             return True
 
+    def tells_data(self) -> bool:
+        """Tell whether what was counted here, and the classes, may be declared; not where masks are required."""
+        try:
+            return not self.policy().secagg.require
+        except RefusedError:
+            return False
+
     def attestation(self) -> Attestation:
         if not self.home.ledger.exists():
             return Attestation(self.policy_digest())
@@ -151,6 +158,10 @@ class HospitalControls:
         try:
             policy = self.policy()
             policy.check_request(manifest)
+            if manifest.secagg is not None and policy.secagg.confirmed_peers:
+                identity = SiloIdentity(self.home.path)
+                others = {member.name for member in manifest.members} - {identity.load().identity.name}
+                policy.secagg.check_peers(len(others & identity.pins().confirmed()), len(others))
             registry.require_named(manifest.method.name, manifest.model.name, manifest.extensions)
             for extension in manifest.extensions:
                 loading.load_allowed(extension, policy.runs.extensions)
