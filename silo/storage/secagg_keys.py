@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.errors import StateError
+from fl_core.types.enums import TaskKind
 from privacy.secagg.keys import OwnKeys, RunKeys
 from privacy.secagg.terms import SECRET, SecaggError, SecaggRun, SecaggTerms
 from protos.wire.tasks import TaskKey
@@ -242,7 +243,7 @@ def _overwrite_deleted(db: Connection) -> None:
 
 def _position(key: TaskKey) -> int:
     """Return where in the chains a task's keys are, as `Round.position`."""
-    return key.round + 1
+    return 0 if key.kind is TaskKind.CENSUS else key.round + 1
 
 
 def _run(db: Connection, run_id: str) -> Row[Any] | None:
