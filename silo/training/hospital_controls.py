@@ -265,6 +265,7 @@ def describe_request(run: CompiledRun) -> str:
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
     lead += f", going on from {manifest.start}" if manifest.start else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
+    lead += ", under masks" if manifest.secagg is not None else ""
     if profile.terms is None:
         return f"{what}{lead}, without differential privacy"
     return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"

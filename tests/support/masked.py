@@ -1,4 +1,4 @@
-"""A hospital in a masked run: the real service of one member, and the others as state machines under a test's command."""
+"""A hospital in a masked run: the real service of one member; the others are state machines at a test's command."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from silo.identity.identity import SiloIdentity
 from silo.service.secagg import masked_run
 from silo.storage.home import Home
 from tests.support import until
-from tests.support.fake_coordinator import MEMBERS, Hospital, authority, enrolled, manifest
+from tests.support.fake_coordinator import Hospital, authority, enrolled, manifest
 
 OWN = 1
 """The place of the hospital among the members."""
 SINCE = "2026-01-01T00:00:00+00:00"
 
 
-def masked_manifest(members: tuple[str, ...] = MEMBERS, **other: object) -> RunManifest:
+def masked_manifest(**other: object) -> RunManifest:
     plain = manifest(**{"secagg": Secagg(1), "aggregator": NamedOptions("mean"), **other})
     return replace(plain, members=tuple(replace(m, units=510) for m in plain.members))
 
@@ -106,7 +106,8 @@ class MaskedHospital(Hospital):
 
     def __init__(self, folder: Path, run: RunManifest | None = None, **settings: object) -> None:
         super().__init__(folder, run or masked_manifest(), **settings)
-        self.colleagues = {u: Colleague(name) for u, name in enumerate(MEMBERS) if u != OWN}
+        self.names = [member.name for member in self.manifest.members]
+        self.colleagues = {u: Colleague(name) for u, name in enumerate(self.names) if u != OWN}
         pinned(enrolled(folder), list(self.colleagues.values()))
         self.keys_object, self.keys_digest = "", b""
         self.random = np.random.default_rng(5)
@@ -127,8 +128,8 @@ class MaskedHospital(Hospital):
 
     def entries(self) -> list[Entry]:
         sent = self.preflight().secagg_entry
-        own = Entry(MEMBERS[OWN], sent.agree, sent.sign, sent.certificate_pem, sent.signature)
-        return [own if u == OWN else self.colleagues[u].entry(self.run) for u in range(len(MEMBERS))]
+        own = Entry(self.names[OWN], sent.agree, sent.sign, sent.certificate_pem, sent.signature)
+        return [own if u == OWN else self.colleagues[u].entry(self.run) for u in range(len(self.names))]
 
     def publish(self, entries: list[Entry]) -> str:
         """Offer everybody's keys as an object."""
@@ -147,7 +148,8 @@ class MaskedHospital(Hospital):
     # ---- a round ----
 
     def ask(self, round: int = 0, kind: pb.TaskKind.ValueType = pb.TRAIN, **other: object) -> pb.Offer:
-        return self.offer(round, kind, **{"secagg_keys_digest": self.keys_object, **other})
+        facts = {"secagg_keys_digest": self.keys_object, "cohort": len(self.names)}
+        return self.offer(round, kind, **{**facts, **other})
 
     def train(self, round: int = 0, kind: pb.TaskKind.ValueType = pb.TRAIN) -> pb.Offer:
         """Let it do a round, until its receipt is there."""
