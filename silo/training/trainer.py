@@ -497,9 +497,10 @@ class Trainer:
 
 
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
-    """Name the splits of whose records a bundle tells more than the run's noise bounds."""
-    measured = METRIC_PARTS & set(bundle) - prepared.runtime.withholds
-    held = ({TRAIN} if kind is TaskKind.TRAIN or PERSONAL in bundle else set()) | ({TEST} if measured else set())
+    """Name the splits of whose records a bundle, or the sum under masks that it is in, tells more than noise bounds."""
+    parts = set(prepared.run.flat_layouts[kind].layout) if prepared.run.masked else set(bundle)
+    measured = METRIC_PARTS & parts - prepared.runtime.withholds
+    held = ({TRAIN} if kind is TaskKind.TRAIN or PERSONAL in parts else set()) | ({TEST} if measured else set())
     return tuple(sorted(held - prepared.run.profile.protected))
 
 
