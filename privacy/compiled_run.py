@@ -45,7 +45,7 @@ class CompiledRun(RunSetup):
 
     @cached_property
     def guards(self) -> Guards:
-        return self.profile.guards()
+        return self._with_floor(self.profile.guards())
 
     @cached_property
     def aggregator(self) -> Options:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS
@@ -196,6 +197,8 @@ class UpdateCheck:
 
     def rule(self, name: str, per_row: bool) -> PartRule:
         """Return what a part means; prototypes and what else has a weight per row count examples unless it says not."""
+        if name == HOSPITALS:
+            return PartRule(Weighing.ONCE)
         if name in (METRICS, *PERSONAL_PARTS):
             return PartRule(Weighing.EXAMPLES if name == METRICS else Weighing.ONCE)
         return self.rules.get(name, PartRule() if per_row else self.rules.get("delta", PartRule()))

@@ -14,8 +14,9 @@ from torch import nn
 
 from fl_core.aggregation import coordinatewise
 from fl_core.aggregation import options as aggregators
+from fl_core.aggregation.contributor_floor import ContributorFloor
 from fl_core.aggregation.fixed_point import FixedPoint
-from fl_core.aggregation.flat_blocks import FlatLayout
+from fl_core.aggregation.flat_blocks import CLASSES, FlatLayout
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ConfigError, ProtocolError, StateError
@@ -27,6 +28,7 @@ from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
 from fl_core.rounds.manifest import EACH, RunManifest, Secagg, StartPoint
 from fl_core.rounds.silo_round import Masking, SiloRuntime, round_layout
+from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
@@ -70,7 +72,11 @@ class RunSetup:
 
     @cached_property
     def guards(self) -> Guards:
-        return Guards((), (FixedPoint(self.manifest.grid),))
+        return self._with_floor(Guards((), (FixedPoint(self.manifest.grid),)))
+
+    def _with_floor(self, found: Guards) -> Guards:
+        floor = () if self.contributor_floor is None else (self.contributor_floor,)
+        return Guards((*found.silo, *floor), (*found.incoming, *floor))
 
     def with_weights(self, weights: Tensors) -> Self:
         """Return the run with the weights that its start names.
@@ -176,7 +182,9 @@ class RunSetup:
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }
-        masking = Masking(self.update_check(), self.flat_layouts, self.signs) if self.masked else None
+        masking = None
+        if self.masked:
+            masking = Masking(self.update_check(), self.flat_layouts, self.class_rows, self.signs)
         return SiloRuntime(
             self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial, masking=masking
         )
@@ -194,6 +202,22 @@ class RunSetup:
             kind: FlatLayout(round_layout(self.method, layout, kind), self.manifest.grid, rules, classes)
             for kind in TaskKind
         }
+
+    @cached_property
+    def class_rows(self) -> frozenset[str]:
+        """Name the parts whose rows tell of single classes, but for what an evaluation measures."""
+        layout = self.flat_layouts[TaskKind.TRAIN]
+        return frozenset(p for p in layout.layout if layout.block_of(p) == CLASSES and p not in METRIC_PARTS)
+
+    @cached_property
+    def contributor_floor(self) -> ContributorFloor | None:
+        """What leaves out rows of classes that few hospitals have; None where any number is enough."""
+        terms, members = self.manifest.secagg, self.manifest.members
+        if terms is None or terms.min_contributors == 1 or not self.class_rows:
+            return None
+        cohort = self.manifest.cohort or len(members)
+        absent = len(members) - terms.smallest_sum(cohort) if terms.class_sums == EACH else 0
+        return ContributorFloor(self.class_rows, len(self.manifest.schema.classes), terms.min_contributors + absent)
 
     @property
     def signs(self) -> bool:
@@ -258,7 +282,8 @@ class RunSetup:
         )
 
     def _masked_rounds(self, terms: Secagg, openings: Openings | None) -> MaskedRounds:
-        return MaskedRounds(self.flat_layouts, terms.smallest_sum, terms.class_sums == EACH, openings)
+        each, census = terms.class_sums == EACH, self.contributor_floor is not None
+        return MaskedRounds(self.flat_layouts, terms.smallest_sum, each, census, openings)
 
     def initial_norms(self) -> dict[str, float]:
         """Return the norms of the weights that the seed draws, by block of an update that is made of such tensors.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fl_core.aggregation import adaptive_guards
+from fl_core.aggregation.contributor_floor import census, census_layout
 from fl_core.aggregation.fixed_point import FixedPoint, check_layout
 from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.round_sum import require_direction
@@ -18,6 +19,7 @@ from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
     CLINICAL_PART,
     GLOBAL_PARTS,
+    METRICS,
     PERSONAL,
     PERSONAL_PARTS,
     evaluate_global,
@@ -34,11 +36,13 @@ from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, Tens
 class Masking:
     """What becomes of an update that a mask will cover: checked here, since nobody can afterwards, and laid out flat.
 
-    check: as the coordinator's of a plain run   layouts: of each kind of round   signs: as `NormClipped.signs`.
+    check: as the coordinator's of a plain run   layouts: of each kind of round   class_rows: parts with rows of classes
+    signs: as `NormClipped.signs`.
     """
 
     check: UpdateCheck
     layouts: Mapping[TaskKind, FlatLayout]
+    class_rows: frozenset[str] = frozenset()
     signs: bool = False
 
     def flat(self, update: Bundle, kind: TaskKind, context: RoundContext, msg: State) -> Bundle:
@@ -103,7 +107,11 @@ def run_silo_round(
     Raises ProtocolError (E-WIRE-06) when the method's bundle does not have the run's layout; RefusedError, before any
     example is read, on a guard's setting that the plan is silent on.
     """
-    method = runtime.method
+    method, masking = runtime.method, runtime.masking
+    if kind is TaskKind.CENSUS:
+        assert masking is not None
+        answer = census(data, context, masking.class_rows)
+        return SiloRound(masking.flat(answer, kind, context, msg), state or {}, {})
     guards = adaptive_guards.guards_for_round(runtime.guards, msg)
     guard_parts = adaptive_guards.groups(runtime.guards)
     msg = adaptive_guards.method_state(msg, guard_parts)
@@ -125,8 +133,8 @@ def run_silo_round(
     guarded: Bundle = bundle
     for guard in guards:
         guarded = guard.outgoing(guarded, context.silo, context.round)
-    if runtime.masking is not None:
-        guarded = runtime.masking.flat(guarded, kind, context, msg)
+    if masking is not None:
+        guarded = masking.flat(guarded, kind, context, msg)
     return SiloRound(guarded, state, measured)
 
 
@@ -142,6 +150,8 @@ def require_expected(method: Method, update: Bundle, round: int) -> None:
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
     """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind."""
+    if kind is TaskKind.CENSUS:
+        return census_layout(*layout[METRICS].weight_shape)
     train = kind is TaskKind.TRAIN
     left = set(GLOBAL_PARTS) if not train else set(layout) - set(PERSONAL_PARTS)
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
