@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import GLOBAL_PARTS, METRICS
@@ -113,6 +114,16 @@ class SiloDpGuard(Guard):
         first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
         blocks = first._blocks(self.layout, 0)
         return {name: clip * self._scale(name) for names, clip, _ in blocks for name in names}
+
+    def reach(self) -> Mapping[str, float | None]:
+        """Return the most that a number of each clipped part is, with 13.5 std of noise; None where the clip adapts."""
+        first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
+        found: dict[str, float | None] = {}
+        for names, clip, noise in first._blocks(self.layout, 0):
+            moves = self.terms.adaptive and not {METRICS, adaptive_clipping.PART} & {*names}
+            for name in names:
+                found[name] = None if moves else clip * self._scale(name) * (1 + NOISE_STDS * noise)
+        return found
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
         """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation."""
