@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from coordinator.config.run_spec import AUTO, RunSpec
 from fl_core import datasets
@@ -97,6 +97,7 @@ def manifest_from(
     """
     schema = schema_of(spec)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names)
+    privacy = replace(privacy, options=profiles.stated_options(privacy.name, privacy.options))
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
     model = _model_choice(spec)

@@ -44,10 +44,11 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
     try:
         index = manifest.index(silo)
     except ConfigError:
-        member, charges = None, None
+        member, charges, shared = None, None, None
     else:
         member = manifest.members[index]
         charges = charges_of(profile.charges(index, submits and member.prototypes))
+        shared = profile.shared_figures(index)
     return RunRequest(
         method=manifest.method.name,
         model=manifest.model.name + (" with a frozen body" if manifest.train.freeze == FEATURES else ""),
@@ -68,4 +69,5 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         parts=leaves.parts,
         tensors=leaves.tensors,
         charges=charges,
+        shared=shared,
     )

@@ -33,7 +33,8 @@ STEP = 256
 TOTAL_VARIATION = 2.0**-120
 """Bound on the distance of one number's distribution from the discrete Gaussian: of six levels at most, each a table's
 rounding to 2^-128 and its tails beyond 13.5 sigma (2^-134)."""
-_TAIL = 13.5
+TAIL = 13.5
+"""Standard deviations that noise stays within, but for what is in `TOTAL_VARIATION`."""
 _WORD, _FIXED = 64, 320
 _BLOCK = 1 << 16
 
@@ -80,6 +81,16 @@ def discrete_gaussian(source: Bytes, n: int, sigma: float) -> Tensor:
     return torch.from_numpy(drawn)
 
 
+def sum_gap(sigma: float, silos: int) -> float:
+    """Bound how far the sum of so many discrete Gaussians is from the one of sqrt(silos) sigma: |ln P - ln Q| <= tau.
+
+    Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure
+    Aggregation", ICML 2021: tau = 10 sum_i<silos exp(-2 pi^2 sigma^2 i / (i + 1)), and a vector of d such sums whose
+    noise is z times its sensitivity is (e^2 / 2)-zCDP with e <= 1 / z + tau sqrt(d).
+    """
+    return 10 * math.fsum(math.exp(-2 * (math.pi * sigma) ** 2 * i / (i + 1)) for i in range(1, silos))
+
+
 def _drawn(source: Bytes, n: int, sigma: float) -> NDArray[np.int64]:
     if sigma <= MAX_TABLE:
         return _table(sigma).draw(source, n)
@@ -91,7 +102,7 @@ def _drawn(source: Bytes, n: int, sigma: float) -> NDArray[np.int64]:
 @lru_cache(maxsize=16)
 def _table(sigma: float) -> _Alias:
     """Make the table of one sigma with integers alone, so that no rounding of floats is in its probabilities."""
-    radius = math.ceil(_TAIL * sigma)
+    radius = math.ceil(TAIL * sigma)
     half = _weights(sigma, radius)
     weights = half[:0:-1] + half
     columns = 1 << (len(weights) - 1).bit_length()
