@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from coordinator.config.run_spec import RunSpec
+from coordinator.config.run_spec import RunSpec, SecaggSpec
 from coordinator.simulate.results import Result
 from coordinator.simulate.sweep import in_processes
 from fl_core import datasets
@@ -72,7 +72,7 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
 
     also: what is measured beside the run's own numbers, or how.
     """
-    plain = {f.name: f.default for f in fields(spec)}
+    plain = {f.name: f.default for f in fields(spec)} | {"secagg": asdict(SecaggSpec())}
     found = {
         name: value
         for name, value in asdict(spec).items()

@@ -35,6 +35,7 @@ class CompiledRun(RunSetup):
         """
         manifest.require_possible()
         run = cls(manifest)
+        run.require_maskable()
         run.profile.check()
         _ = run.method, run.guards, run.aggregator
         return run
@@ -45,22 +46,23 @@ class CompiledRun(RunSetup):
 
     @cached_property
     def guards(self) -> Guards:
-        return self.profile.guards()
+        return self._with_masked(self.profile.guards())
 
     @cached_property
-    def aggregator(self) -> Options:
-        return self.profile.aggregator(super().aggregator)
+    def limits(self) -> Options:
+        return self.profile.aggregator(super().limits)
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
         """Make the check of single updates; in a private run sizes are the manifest's, and counts noisy."""
+        found = super().update_check(sizes)
         if not self.private:
-            return super().update_check(sizes)
-        tests = {name: size.test for name, size in (sizes or {}).items()}
+            return found
+        tests = {name: size.test for name, size in found.sizes.items()}
         declared = {
             m.name: DeclaredSize(m.units or math.inf, tests.get(m.name, math.inf)) for m in self.manifest.members
         }
         noise = self.profile.noise()
-        return replace(super().update_check(declared), noise=noise.counts, noisy_rows=noise.rows, signs=False)
+        return replace(found, sizes=declared, noise=noise.counts, noisy_rows=noise.rows, signs=False)
 
     def uploaded(self, kind: TaskKind, cohort: int) -> Layout:
         """Return the layout of what a silo uploads in a round of `cohort` silos: its update, or that under masks.
@@ -79,4 +81,5 @@ class CompiledRun(RunSetup):
 
     @property
     def private(self) -> bool:
+        """Whether what leaves a silo is noisy."""
         return self.profile.terms is not None

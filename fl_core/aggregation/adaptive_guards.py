@@ -44,4 +44,8 @@ def current_settings(guards: Sequence[Guard], server: State, round: int) -> Stat
 
 
 def next_settings(guards: Sequence[Guard], now: State, total: Bundle) -> State:
-    return {g.group: g.next_setting(now[g.group], total[g.group]) for g in guards if g.group in now}
+    return {
+        g.group: g.next_setting(now[g.group], total[g.group]) if g.group in total else now[g.group]
+        for g in guards
+        if g.group in now
+    }

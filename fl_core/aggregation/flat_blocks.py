@@ -1,6 +1,6 @@
 """A round's update as two flat blocks of ring words, of one length whatever a silo holds: what a mask can cover.
 
-`classes` has the parts that tell of single classes: those with a weight per class or with class counts, and what an
+`classes` has the parts that tell of single classes: those with a weight per row or with class counts, and what an
 evaluation measures. `model` has everything else. Within a block parts come by name, within a part tensors by name, then
 the weight; row by row. Each block begins with `CHECK_WORDS` words of value 1, whose sums say how many updates were
 added: masks that did not cancel make random numbers of them.
@@ -54,9 +54,9 @@ class FlatLayout:
     n_classes: int
 
     def block_of(self, part: str) -> str:
-        per_class = self.layout[part].weight_shape == (self.n_classes,)
-        counts = bool(self.rules.get(part, PartRule()).counts)
-        return CLASSES if per_class or counts or part in (METRICS, CLINICAL_PART) else MODEL
+        spec, counts = self.layout[part], self.rules.get(part, PartRule()).counts
+        per_class = bool(spec.weight_shape) or spec.shapes.get(counts) == (self.n_classes,)
+        return CLASSES if per_class or part in (METRICS, CLINICAL_PART) else MODEL
 
     @cached_property
     def segments(self) -> Mapping[str, tuple[Segment, ...]]:

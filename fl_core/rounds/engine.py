@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.aggregator import Aggregator
+from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.coordinatewise import CoordinatewiseSum
+from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.masked_sum import MaskedSum, Opening
 from fl_core.aggregation.options import Mean, NormClipped, Options
@@ -24,7 +26,7 @@ from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PE
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import Bundle, RoundContext, State
+from fl_core.types.values import Bundle, RoundContext, State, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,14 @@ class MaskedRounds:
     """How rounds are summed of which nobody sees a single update.
 
     layouts: of each kind of round   least: updates of the smallest sum that is opened   each: as `MaskedSum`
-    openings: None in a simulation, whose updates have no masks.
+    census: whether hospitals are counted for each class before round 0   openings: None in a simulation, whose updates
+    have no masks.
     """
 
     layouts: Mapping[TaskKind, FlatLayout]
     least: Callable[[int], int]
     each: bool = False
+    census: bool = False
     openings: Openings | None = None
 
 
@@ -117,10 +121,34 @@ class RoundLoop:
         round is with the observer, and `start` continues from there.
         """
         history = NormHistory.of(closed, self.initial)
+        if start == 0 and self.masked is not None and self.masked.census and HOSPITALS not in server:
+            server = {**server, HOSPITALS: self.census(observer)}
         for t in range(start, self.schedule.rounds):
             server, medians = self.round(server, t, TaskKind.TRAIN, observer, history)
             history = history.after(medians)
         return self.round(server, self.schedule.rounds, TaskKind.EVALUATE, observer, history)[0]
+
+    def census(self, observer: Observer) -> Tensors:
+        """Count the hospitals that will contribute rows of each class: what a `ContributorFloor` is set to.
+
+        Raises UnavailableError (E-RUN-03) unless every member answers; as `MaskedSum.finish`.
+        """
+        kind, ids = TaskKind.CENSUS, range(len(self.ports))
+        context = RoundContext(len(ids), self.schedule.n_classes, self.schedule.rounds, 0, len(ids))
+        names = [port.name for port in self.ports]
+        observer.opened(context, kind, names)
+        check = self.check.of(round_layout(self.method, self.check.layout, kind))
+        sums = self._round_sum(check, NO_HISTORY, {}, context, kind, names)
+        included, missing, _ = self._collect_updates({}, context, kind, ids, sums, observer)
+        if len(included) < len(ids):
+            raise UnavailableError(
+                "E-RUN-03",
+                f"census: expected all {len(ids)} silos, found {len(included)}; "
+                + "; ".join(f"{name}: {why}" for name, why in missing.items()),
+            )
+        sums.finish()
+        total = FixedPoint(self.check.grid).incoming(sums.total(), len(included), 0)
+        return {HOSPITALS: total[HOSPITALS].weight}
 
     def needed(self, cohort: int) -> int:
         """Return how many updates of a cohort close a round."""

@@ -13,10 +13,14 @@ class Coupling(Enum):
 
 
 class TaskKind(Enum):
-    """What a silo is asked to do in a round: train (and evaluate what it received), or only evaluate."""
+    """What a silo is asked to do in a round: train (and evaluate what it received), or only evaluate.
+
+    CENSUS: before round 0 of a masked run, say of which classes it will contribute rows.
+    """
 
     TRAIN = "train"
     EVALUATE = "evaluate"
+    CENSUS = "census"
 
 
 class Split(Enum):

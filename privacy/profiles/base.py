@@ -176,6 +176,11 @@ class PrivacyProfile(ABC):
         """Say what of the run is noisy: nothing without privacy."""
         return NO_NOISE
 
+    @property
+    def clipped(self) -> Mapping[str, float | None]:
+        """Name the parts of which a guard bounds each number, with the bound, noise included; None where it moves."""
+        return {}
+
     def aggregator(self, chosen: Options) -> Options:
         """Return what of an aggregator the profile leaves; raises ConfigError (E-CFG-08) where that is nothing."""
         return chosen

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fl_core.aggregation.options import NormClipped, Options
+from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.aggregation.update_check import NoisyRows
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
@@ -112,7 +112,7 @@ class RecordProfile(PrivateProfile):
     @property
     def _sum_grid(self) -> ReleaseGrid:
         manifest = self.run.manifest
-        return ReleaseGrid.of(manifest.grid, set(manifest.layout) - METRIC_PARTS)
+        return ReleaseGrid.of(manifest.grid, set(manifest.layout) - METRIC_PARTS - set(self.run.guard_parts))
 
     def plan(self, index: int) -> ReleasePlan:
         if index not in self._plans:
@@ -120,7 +120,12 @@ class RecordProfile(PrivateProfile):
         return self._plans[index]
 
     def aggregator(self, chosen: Options) -> Options:
-        """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long."""
+        """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long.
+
+        Where noise is shared out only add: whatever is made of one update, or said of its length, has too little noise.
+        """
+        if self.terms.distributed and isinstance(chosen, NormClipped):
+            return Mean()
         return replace(chosen, refuse_above=math.inf, signs=False) if isinstance(chosen, NormClipped) else chosen
 
     def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:

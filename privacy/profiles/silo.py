@@ -145,6 +145,10 @@ class SiloProfile(PrivateProfile):
         std = terms.metric_clip * terms.metric_noise * GRID_SLACK if self.run.method.has_global_model else math.inf
         return self._noise(EvaluationNoise(std, central=terms.central))
 
+    @property
+    def clipped(self) -> Mapping[str, float | None]:
+        return self.guard.reach()
+
     def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:
         floors.check_update(self.guard.noise)
         if self.guard.shared:

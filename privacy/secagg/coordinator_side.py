@@ -54,11 +54,14 @@ class UploadSum:
         self.envelopes: dict[int, _Envelope] = {}
 
     def add(self, member: int, object_digest: bytes, upload: Upload) -> None:
-        """Add an upload; raises ProtocolError (E-WIRE-06) on its tensors, SecaggError (E-RUN-51) on its sender.
+        """Add an upload.
 
-        Guarantees: what is refused changes nothing.
+        Raises ProtocolError (E-WIRE-06) on its tensors; SecaggError: E-RUN-51 on its sender, E-RUN-06 once the sum is
+        taken. Guarantees: what is refused changes nothing.
         """
         self.round.place(member)
+        if not self._sums:
+            raise SecaggError("E-RUN-06", f"round {self.round.number} is sealed: an update comes too late", member)
         if member in self.envelopes or len(object_digest) != SECRET:
             raise SecaggError("E-RUN-51", f"expected one update of each member with its digest, found {member} again")
         upload.check(self.round, *self._lengths)
@@ -79,7 +82,7 @@ class UploadSum:
         return replace(unsigned, signature=sign(unsigned.message(round)))
 
     def take(self) -> list[Words]:
-        """Hand over the sums, once: masks are taken off in place."""
+        """Hand over the sums, once: masks are taken off in place, and nothing is added any more."""
         sums, self._sums = self._sums, []
         return sums
 
@@ -88,7 +91,8 @@ class UploadSum:
 class Opened:
     """Sums over a set, in words of the ring, without check words; classes is None where they stay closed.
 
-    wrong: (member, dealer): the member's share of a secret of the dealer did not fit, by either's doing.
+    wrong: (member, dealer): the member's share of a secret of the dealer did not fit, by either's doing, unless more
+    answers lie than are named for that secret.
     own_seeds: of a census alone, (block, member) -> seed, for its proof.
     """
 
@@ -112,7 +116,7 @@ class SealedRound:
         if {u: envelope.digest for u, envelope in total.envelopes.items()} != dict(seal.uploads):
             raise SecaggError("E-RUN-51", f"expected the updates of the sealed set, {self.inside}, found others")
         self.hash = self.round.seal_hash(seal.uploads)
-        self._total, self._sign_keys = total, sign_keys
+        self._sums, self._envelopes, self._sign_keys = total.take(), total.envelopes, sign_keys
         self._confirmed: dict[int, bytes] = {}
         self._slots = self.round.opened(self.inside)
         self._answers: dict[int, dict[Slot, bytes]] = {}
@@ -142,7 +146,7 @@ class SealedRound:
 
     def opening(self, member: int) -> Opening:
         """Make what a member of the cohort needs to answer; raises UnavailableError (E-RUN-45) as `confirmations`."""
-        row, round, envelopes = self.round.place(member), self.round, self._total.envelopes
+        row, round, envelopes = self.round.place(member), self.round, self._envelopes
         given = tuple((u, envelopes[u].salt.tobytes(), envelopes[u].packages[row].tobytes()) for u in self.inside)
         return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, given)
 
@@ -177,9 +181,11 @@ class SealedRound:
         """
         if len(self._answers) < self.round.t:
             raise self._too_few("answer", self.unanswered)
-        joiner = _Joiner(self.round, self._total.envelopes, self._answers)
+        joiner = _Joiner(self.round, self._envelopes, self._answers)
         seeds = {slot: joiner.join(slot) for slot in self._slots}
-        sums = self._total.take()
+        if not self._sums:
+            raise SecaggError("E-RUN-48", "expected a masked sum, found it taken: add the round's updates again")
+        sums, self._sums = self._sums, []
         unmask(sums, self.round, seeds)
         opened = {block for block, _, _ in seeds}
         for block in opened:
@@ -221,15 +227,25 @@ class _Joiner:
     def join(self, slot: Slot) -> bytes:
         block, dealer, other = slot
         bound = self._envelopes[dealer].commitments[block, self._round.place(other)].tobytes()
-        tried = 0
+        found, tried, outside = b"", 0, set[frozenset[int]]()
         for helpers in islice(self._choices(), _TRIES):
             tried += 1
             secret = join([self._answers[w][slot] for w in helpers], self._by(helpers))
-            if secret is not None and packages.commitment(self._round, dealer, other, block, secret) == bound:
-                if tried > 1:
-                    self._name(slot, helpers)
-                return secret
-        raise self._unjoined(dealer, tried)
+            if secret is None or packages.commitment(self._round, dealer, other, block, secret) != bound:
+                continue
+            found = secret
+            if tried == 1:
+                return found
+            outside.add(off := self._off(slot, helpers))
+            if 2 * len(off) < len(self._answers) - self._round.t + 2:
+                break
+        if not outside:
+            raise self._unjoined(dealer, tried)
+        fewest = min(map(len, outside))
+        likely = [off for off in outside if len(off) == fewest]
+        if len(likely) == 1:  # else they were made to fit each other, and nobody is named
+            self._name(likely[0], dealer)
+        return found
 
     def _choices(self) -> Iterator[tuple[int, ...]]:
         """Give every choice of t answers once: the first t, then those that leave out one of them, and so on."""
@@ -243,16 +259,20 @@ class _Joiner:
             self._weights[helpers] = weights([w + 1 for w in helpers])
         return self._weights[helpers]
 
-    def _name(self, slot: Slot, helpers: tuple[int, ...]) -> None:
-        """Note whose shares are not on the polynomial of the right ones, and try these members last from now on."""
+    def _off(self, slot: Slot, helpers: tuple[int, ...]) -> frozenset[int]:
+        """Return whose shares are not on the polynomial through those of the helpers."""
         points, shares = [w + 1 for w in helpers], [self._answers[w][slot] for w in helpers]
-        wrong = [
+        others = set(self._answers) - set(helpers)
+        return frozenset(
             w
-            for w in self._order
+            for w in others
             if combine(shares, weights(points, w + 1)) != int.from_bytes(self._answers[w][slot], "little")
-        ]
-        self.wrong += [(w, slot[1]) for w in wrong]
-        self._order = [w for w in self._order if w not in wrong] + wrong
+        )
+
+    def _name(self, wrong: frozenset[int], dealer: int) -> None:
+        """Note whose shares do not fit, and try these members last from now on."""
+        self.wrong += [(w, dealer) for w in sorted(wrong)]
+        self._order = sorted(self._order, key=lambda w: w in wrong)
 
     def _unjoined(self, dealer: int, tried: int) -> SecaggError:
         name, t = self._round.run.members[dealer], self._round.t

@@ -72,6 +72,8 @@ def mask(
         if row.seal_hash:
             raise SecaggError("E-RUN-50", f"round {round.number} is sealed: an update comes too late")
     for block in (model, classes):
+        if (block.dtype.str, block.flags.c_contiguous) != (round.run.terms.dtype, True):
+            raise ValueError(f"expected contiguous words {round.run.terms.dtype}, found {block.dtype.str}")
         block[:CHECK_WORDS] = 1
     return masked(keys.of(round), round, (model, classes), random)
 
@@ -136,13 +138,17 @@ def confirm(
     if row is not None:
         _check_row(row, round)
     if offered is not None and offered != round.base_digest:
-        raise SecaggError("E-RUN-50", f"round {round.number} was offered here with another base than that of its set")
+        raise SecaggError(
+            "E-RUN-50",
+            f"round {round.number} was offered here with another base than that of its set; masks would not cancel",
+        )
     inside = round.check_set(seal.uploads)
     if not signed(seal.message(round), seal.signature):
         raise SecaggError("E-ID-33", "expected a set that the coordinator signed, found another signature or none")
     if len(inside) < min_sum:
         raise SecaggError(
-            "E-POLICY-17", f"expected a sum of at least {min_sum} hospitals, as the policy asks, found {len(inside)}"
+            "E-POLICY-17",
+            f"expected a sum of at least {min_sum} hospitals, found {len(inside)}: wait for more, or lower min_sum",
         )
     mine = row.object_digest if row is not None else b""
     if dict(seal.uploads).get(keys.index, mine) != mine:

@@ -205,7 +205,9 @@ class Round:
         if inside != sorted(set(inside)) or not set(inside) <= set(self.cohort):
             raise SecaggError("E-RUN-51", f"expected members of the cohort, ascending and each once, found {inside}")
         if len(inside) < self.m:
-            raise SecaggError("E-RUN-51", f"expected a set of at least {self.m} members, found {len(inside)}")
+            raise SecaggError(
+                "E-RUN-51", f"expected a set of at least {self.m} members, found {len(inside)}: wait for more of them"
+            )
         if any(len(found) != SECRET for _, found in uploads):
             raise SecaggError("E-RUN-51", f"expected a digest of {SECRET} bytes beside every index of the set")
         return tuple(inside)
@@ -217,9 +219,11 @@ class Round:
         """List the seeds that are opened, as (block, dealer, slot), ascending.
 
         Of everybody in the set their own (slot = dealer) and those that they share with members outside of it; of the
-        class rows nothing where a member is absent, unless the terms open them in each round.
+        class rows nothing where a member of the run is absent or not drawn, unless the terms open them in each round:
+        the difference of two sums over different sets is class counts.
         Guarantees: one list says who is absent, so nobody's own seed is opened beside one shared with that member.
         """
         absent = tuple(v for v in self.cohort if v not in inside)
-        blocks = BLOCKS if not absent or self.run.terms.class_sums == "each" else (MODEL,)
+        whole = not absent and self.n == len(self.run.members)
+        blocks = BLOCKS if whole or self.run.terms.class_sums == "each" else (MODEL,)
         return tuple((b, u, v) for b in blocks for u in inside for v in sorted((u, *absent)))

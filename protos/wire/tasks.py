@@ -11,7 +11,7 @@ from fl_core.errors import ProtocolError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 
-TO_WIRE = {TaskKind.TRAIN: pb.TRAIN, TaskKind.EVALUATE: pb.EVALUATE}
+TO_WIRE = {TaskKind.TRAIN: pb.TRAIN, TaskKind.EVALUATE: pb.EVALUATE, TaskKind.CENSUS: pb.CENSUS}
 FROM_WIRE = {number: kind for kind, number in TO_WIRE.items()}
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -325,7 +325,7 @@ class Trainer:
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
         own = derive_layout(run.method, run.new_model(), run.schema, manifest.personal, manifest.metrics)
-        if {**own, **profiles.extra_parts(manifest.privacy)} != manifest.layout:
+        if {**own, **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "

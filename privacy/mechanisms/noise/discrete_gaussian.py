@@ -33,8 +33,7 @@ STEP = 256
 TOTAL_VARIATION = 2.0**-120
 """Bound on the distance of one number's distribution from the discrete Gaussian: of six levels at most, each a table's
 rounding to 2^-128 and its tails beyond 13.5 sigma (2^-134)."""
-TAIL = 13.5
-"""Standard deviations that noise stays within, but for what is in `TOTAL_VARIATION`."""
+_TAIL = 13.5
 _WORD, _FIXED = 64, 320
 _BLOCK = 1 << 16
 
@@ -102,7 +101,7 @@ def _drawn(source: Bytes, n: int, sigma: float) -> NDArray[np.int64]:
 @lru_cache(maxsize=16)
 def _table(sigma: float) -> _Alias:
     """Make the table of one sigma with integers alone, so that no rounding of floats is in its probabilities."""
-    radius = math.ceil(TAIL * sigma)
+    radius = math.ceil(_TAIL * sigma)
     half = _weights(sigma, radius)
     weights = half[:0:-1] + half
     columns = 1 << (len(weights) - 1).bit_length()

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError
 from fl_core.types.values import Examples, MomentSums, Tensors
 from privacy.mechanisms.noise import grid
-from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MIN_SIGMA, TAIL
+from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MIN_SIGMA
 from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.class_sums import ROWS, PrivacyUnits, filled
 
@@ -71,12 +72,12 @@ class ReleaseGrid:
                 f"expected a grid of steps of at most {COARSEST**2:g} for sums of moments, found {self.step:g}: "
                 "set secagg.ring=ring64",
             )
-        room = min(self.most, _EXACT * h**2) - TAIL * std
+        room = min(self.most, _EXACT * h**2) - NOISE_STDS * std
         if room <= 0:
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a grid of numbers of at least {TAIL * std:.3g}, which noise can be, found {self.most:g}: "
-                "set secagg.ring=ring64",
+                f"expected a grid of numbers of at least {NOISE_STDS * std:.3g}, which noise can be, found "
+                f"{self.most:g}: set secagg.ring=ring64",
             )
         return room
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import GLOBAL_PARTS, METRICS
@@ -30,7 +31,7 @@ from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, Tensors
 from privacy.accounting.dry_run import SIZE, dry_run
 from privacy.accounting.shared_noise import SharedNoise
-from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA, TAIL
+from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import BIT, SiloDpConfig
@@ -137,10 +138,11 @@ class SiloDpGuard(Guard):
 
     def _require_room(self, segment: str, bound: float, sigma: float) -> None:
         steps = sigma * 2.0 ** (self.grid.frac_bits(segment) - self._fine(segment, sigma))
-        if bound + TAIL * sigma > self.grid.bound(segment):
+        most = bound + NOISE_STDS * sigma
+        if most > self.grid.bound(segment) * (1 + 1e-9):  # both were computed in floats
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a grid of at least {bound + TAIL * sigma:.4g} for {segment!r}, which it can be with noise, "
+                f"expected a grid of at least {most:.4g} for {segment!r}, which it can be with noise, "
                 f"found {self.grid.bound(segment):.4g}: set secagg.ring=ring64 or a smaller privacy.clip",
             )
         if steps < MIN_SIGMA:
@@ -149,6 +151,16 @@ class SiloDpGuard(Guard):
                 f"expected a hospital's part of the noise on {segment!r} of at least {MIN_SIGMA:g} steps of the grid, "
                 f"found {steps:.3g}: set secagg.ring=ring64 or a larger privacy.clip",
             )
+
+    def reach(self) -> Mapping[str, float | None]:
+        """Return the most that a number of each clipped part is, with 13.5 std of noise; None where the clip adapts."""
+        first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
+        found: dict[str, float | None] = {}
+        for names, clip, noise in first._blocks(self.layout, 0):
+            moves = self.terms.adaptive and not {METRICS, adaptive_clipping.PART} & {*names}
+            for name in names:
+                found[name] = None if moves else clip * self._scale(name) * (1 + NOISE_STDS * noise)
+        return found
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
         """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation.

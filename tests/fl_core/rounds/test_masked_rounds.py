@@ -11,20 +11,23 @@ from torch import Tensor
 
 from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES, MODEL, WORDS
 from fl_core.aggregation.masked_sum import MaskedSum
-from fl_core.errors import ProtocolError, UnavailableError
-from fl_core.rounds.manifest import NamedOptions, RunManifest, Secagg
+from fl_core.errors import ProtocolError, RefusedError, UnavailableError
+from fl_core.rounds.engine import Observer
+from fl_core.rounds.manifest import EACH, NamedOptions, RunManifest, Secagg
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import local_ports
+from fl_core.simulation.in_process import InProcessSilo, local_ports
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import Part
-from tests.support.federations import Failing, go, manifest, same, shares
+from fl_core.types.values import Bundle, Part, RoundContext, State, Tensors
+from tests.support.federations import METHOD_OPTIONS, Failing, go, manifest, same, shares
+
+ANY = Secagg(1)
 
 
-def masked(plain: RunManifest, **terms: object) -> RunManifest:
+def masked(plain: RunManifest, terms: Secagg = ANY) -> RunManifest:
     """Give a run masks, and weights that are those of the plain run."""
     members = tuple(replace(m, units=len(s.train)) for m, s in zip(plain.members, shares(), strict=True))
-    return replace(plain, members=members, secagg=Secagg(1, **terms))  # type: ignore[arg-type]
+    return replace(plain, members=members, secagg=terms)
 
 
 def plain_of(method: str, **options: object) -> RunManifest:
@@ -95,3 +98,77 @@ def test_a_round_of_too_few_members_is_not_opened() -> None:
     north, *others = local_ports(RunSetup.of(run), shares())
     with pytest.raises(UnavailableError, match="at least 3 of 3"):
         go(run, [Failing(north, [0]), *others])
+
+
+# ---- how many hospitals a class has ----------------------------------------------------------------------------------
+
+
+class Spied:
+    """A silo whose updates are kept as they leave."""
+
+    def __init__(self, inner: InProcessSilo, kept: list[tuple[TaskKind, Bundle]]) -> None:
+        self.name, self._inner, self._kept = inner.name, inner, kept
+
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        found = self._inner.round(msg, context, kind)
+        self._kept.append((kind, found))
+        return found
+
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
+        self._inner.settle(context, kind, included)
+
+
+def holders() -> list[int]:
+    counts = [torch.bincount(share.train.labels, minlength=4) > 0 for share in shares()]
+    return [int(n) for n in torch.stack(counts).sum(0)]
+
+
+@pytest.mark.parametrize("method", ["fednh", "analytic", "creff", "fedgen", "fedcd"])
+def test_rows_of_a_class_that_fewer_than_k_hospitals_have_are_zero_in_every_update(method: str) -> None:
+    linear = {"fedgen": {"mode": "secagg"}, "fedcd": {"acla": "counts"}}.get(method, {})
+    run = masked(plain_of(method, options={**METHOD_OPTIONS.get(method, {}), **linear}, rounds=2), Secagg(2))
+    setup, kept = RunSetup.of(run), list[tuple[TaskKind, Bundle]]()
+    go(run, [Spied(port, kept) for port in local_ports(setup, shares())])
+    assert [kind for kind, _ in kept[:3]] == [TaskKind.CENSUS] * 3
+    few = torch.tensor([h < 2 for h in holders()])
+    assert bool(few.any())
+    assert not bool(few.all())
+    rows = torch.zeros(4, dtype=torch.long)
+    for kind, update in kept[3:]:
+        parts = setup.flat_layouts[kind].unflatten({b: update[b].total[WORDS] for b in BLOCKS})
+        for name in setup.class_rows & set(parts):
+            part = parts[name]
+            for value in (*part.total.values(), *([part.weight] if part.weight.dim() else [])):
+                if value.dim() and len(value) % 4 == 0:
+                    rows += value.reshape(4, -1).ne(0).sum(1)
+    assert not bool(rows[few].any())
+    assert bool((rows[~few] > 0).all())
+
+
+def test_the_census_counts_hospitals_with_an_example_of_each_class() -> None:
+    setup = RunSetup.of(masked(plain_of("fednh"), Secagg(2)))
+    loop = setup.round_loop(local_ports(setup, shares()), 1)
+    assert loop.census(Observer())["hospitals"].tolist() == holders()
+
+
+def test_a_census_without_a_member_is_none() -> None:
+    run = masked(plain_of("fednh"), Secagg(2))
+    north, *others = local_ports(RunSetup.of(run), shares())
+    with pytest.raises(UnavailableError, match="census: expected all 3 silos, found 2; north"):
+        go(run, [Failing(north, [0]), *others])
+
+
+@pytest.mark.parametrize("setting", [{}, {"hospitals": torch.zeros(3)}, None])
+def test_a_round_without_the_answer_of_the_census_is_refused(setting: Tensors | None) -> None:
+    floor = RunSetup.of(masked(plain_of("fednh"), Secagg(2))).contributor_floor
+    assert floor is not None
+    with pytest.raises(RefusedError, match="E-RUN-51"):
+        floor.with_setting(setting)
+
+
+def test_where_hospitals_may_be_absent_so_many_more_must_have_a_class() -> None:
+    names = [f"silo{k}" for k in range(6)]
+    plain = replace(manifest("fednh", names=names), secagg=Secagg(2, EACH))
+    floor = RunSetup.of(plain).contributor_floor
+    assert floor is not None
+    assert floor.least == 2 + 6 - 4

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
 from privacy.secagg.keys import Entry, OwnKeys, RunKeys
 from privacy.secagg.messages import CHECK_WORDS, Confirmation, Opening, Seal, Shares, Upload
+from privacy.secagg.shamir import Random
 from privacy.secagg.terms import Round, SecaggRun, SecaggTerms, Thresholds
 
 MANIFEST, BASE = bytes(32), b"b" * 32
@@ -59,6 +60,7 @@ class Silo:
     keys: RunKeys
     rows: dict[tuple[str, int], silo_side.RoundRow] = field(default_factory=dict)
     min_sum: int = 0
+    random: Random = secrets.token_bytes
 
     @property
     def name(self) -> str:
@@ -75,7 +77,7 @@ class Silo:
         blocks = [silo_side.blank(len(words), round.run.terms.dtype) for words in (model, classes)]
         for block, words in zip(blocks, (model, classes), strict=True):
             block[CHECK_WORDS:] = words
-        upload = silo_side.mask(self.keys, round, self.row(round.kind, round.number), *blocks)
+        upload = silo_side.mask(self.keys, round, self.row(round.kind, round.number), *blocks, self.random)
         self.store(silo_side.uploaded(round, object_digest(upload)))
         return upload
 
@@ -101,14 +103,15 @@ def make_run(n: int, of_test: tuple[int, int] | None = None, rounds: int = 3, **
     return LooseRun("run-1", MANIFEST, tuple(f"silo{u}" for u in range(n)), rounds, fitting, of_test)
 
 
-def members_of(run: SecaggRun) -> list[Silo]:
+def members_of(run: SecaggRun, random: Random = secrets.token_bytes) -> list[Silo]:
     """Make everybody's keys, exchange them, and return the silos."""
-    own = [OwnKeys.new() for _ in run.members]
+    own = [OwnKeys.new(random) for _ in run.members]
     entries = [
         keys.entry(run, name, b"pem", identity_signature(name)) for name, keys in zip(run.members, own, strict=True)
     ]
     return [
-        Silo(run, RunKeys.agree(run, name, keys, entries, trusted)) for name, keys in zip(run.members, own, strict=True)
+        Silo(run, RunKeys.agree(run, name, keys, entries, trusted), random=random)
+        for name, keys in zip(run.members, own, strict=True)
     ]
 
 
@@ -162,11 +165,15 @@ def federation(
     number: int = 0,
     sizes: tuple[int, int] = SIZES,
     seed: int = 0,
+    repeatable: bool = False,
     **terms,
 ) -> Federation:
-    """Make a run of n members and its round with random vectors; nothing is sent yet."""
+    """Make a run of n members and its round with random vectors; nothing is sent yet.
+
+    repeatable: keys and seeds are drawn from `seed`, for tests of distributions, which must not fail by chance.
+    """
     run = make_run(n, of_test, **terms)
-    silos = members_of(run)
+    silos = members_of(run, np.random.default_rng(seed).bytes if repeatable else secrets.token_bytes)
     keys_digest = silos[0].keys.keys_digest
     round = run.round(keys_digest, kind, number, keys_digest if kind == "census" else BASE)
     drawn = np.random.default_rng(seed)
@@ -178,9 +185,3 @@ def federation(
         for _ in range(n)
     ]
     return Federation(run, silos, round, inputs)
-
-
-@cache
-def sent(n: int = 5, **of_run) -> Federation:
-    """Give a federation in which every member has sent; it is shared, so let nobody confirm or close there."""
-    return federation(n, **of_run).send()

@@ -1,0 +1,1 @@
+"""What masks cost in seconds, bytes and memory."""
