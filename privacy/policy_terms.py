@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ class Runs:
 class Floors:
     """[privacy] require: a profile that every run must have ("": also runs without one are accepted).
 
-    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier
+    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier   min_noise_alone: least of this
+    hospital's own noise where it is shared out under masks, all that is left if they fail (inf: no such run)
     max_rate: largest sampling rate of record-level training   central: also noise added by the coordinator
     coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
     rng: "test" accepts repeatable noise too, which protects nobody   public_test: also evaluations without noise
@@ -69,6 +71,7 @@ class Floors:
     epsilon: Positive = 8.0
     delta: Delta = 1e-5
     min_noise: NonNegative = 0.0
+    min_noise_alone: Annotated[float, bounded(between, 0, math.inf)] = math.inf
     max_rate: Annotated[Positive, bounded(at_most, 1)] = 1.0
     coupled: tuple[str, ...] = COUPLED
     unit: Annotated[str, bounded(one_of, ("record", "group"))] = "record"
@@ -103,6 +106,16 @@ class Floors:
         """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
         if not noise >= self.min_noise:
             raise RefusedError("E-POLICY-05", f"expected noise >= {self.min_noise:g}, found {noise:.4g}")
+
+    def check_alone(self, noise: float) -> None:
+        """Raise RefusedError (E-POLICY-05) when less of shared noise is a hospital's own than is allowed."""
+        if not noise >= self.min_noise_alone:
+            allowed = "noise of this hospital's alone" if self.min_noise_alone == math.inf else "more noise of its own"
+            raise RefusedError(
+                "E-POLICY-05",
+                f"expected {allowed}, found noise {noise:.4g} that is enough only together with others' "
+                f"(privacy.placement=distributed): privacy.min_noise_alone of the policy is {self.min_noise_alone:g}",
+            )
 
     def check_plan(self, plan: ReleasePlan, unit: str, declared: float = 0.0) -> None:
         """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed.

@@ -106,6 +106,7 @@ def manifest_from(
     """
     schema = schema_of(spec)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names)
+    privacy = replace(privacy, options=profiles.stated_options(privacy.name, privacy.options))
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
     model = _model_choice(spec)
@@ -166,7 +167,11 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             f"found {silos}: ask more, or set secagg=off",
         )
     least = asked.min_contributors or (1 if profiles.is_private(_choice(spec.privacy)) else 2)
-    return Secagg(least, asked.class_sums, asked.collusion)
+    if asked.min_sum > silos:
+        raise ConfigError(
+            "E-CFG-02", f"expected secagg.min_sum of at most {silos} hospitals, found {asked.min_sum}: lower it"
+        )
+    return Secagg(least, asked.class_sums, asked.collusion, asked.min_sum)
 
 
 def _with_grid(run: CompiledRun, asked: SecaggSpec, examples: Sequence[DeclaredSize]) -> RunManifest:

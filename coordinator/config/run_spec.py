@@ -34,7 +34,7 @@ class SecaggSpec:
         ring: of the sum, "ring32" or "ring64", whose words are twice as long and hold what has no bound; "auto": ring32
             unless the method needs the other
         min_contributors: hospitals that rows of a class are sums over at least; 0: 2, in a private run 1
-        class_sums, collusion: see `fl_core.rounds.manifest.Secagg`
+        class_sums, collusion, min_sum: see `fl_core.rounds.manifest.Secagg`
     """
 
     name: Annotated[str, bounded(one_of, MASKING)] = OFF
@@ -42,6 +42,7 @@ class SecaggSpec:
     min_contributors: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
     class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
     collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
+    min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
 
     def __post_init__(self) -> None:
         validate.declared("E-CFG-02", "secagg", self)

@@ -138,11 +138,14 @@ class Secagg:
     class_sums: whether sums per class are opened in rounds in which every member sent alone, or in each; the difference
     of two sums over different sets is one hospital's
     collusion: hospitals whose noise does not count, where noise is shared out
+    min_sum: updates that a sum has at least, where that is more than follows from the number of members; a round of
+    fewer members then needs all of them
     """
 
     min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 2
     class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
     collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
+    min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
 
     def check(self, members: int, cohort: int) -> None:
         """Raise ConfigError (E-CFG-02) on terms that no run of so many members has; cohort: of a round, 0: all."""
@@ -179,10 +182,9 @@ class Secagg:
         """Return how many members of a round open its sum: so many that two sets would share an honest one."""
         return -(-2 * cohort // 3)
 
-    @classmethod
-    def smallest_sum(cls, cohort: int) -> int:
+    def smallest_sum(self, cohort: int) -> int:
         """Return how many updates a sum has at least."""
-        return max(MIN_MASKED, cls.answers(cohort))
+        return max(MIN_MASKED, self.answers(cohort), min(self.min_sum, cohort))
 
 
 @dataclass(frozen=True, slots=True)

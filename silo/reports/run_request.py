@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from fl_core.converter import structure
 from fl_core.types.clinical import CLINICAL
 from privacy.accounting.accountant import Mechanism
+from privacy.accounting.shared_noise import SharedFigures
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
 from service_core.console import counted
@@ -36,6 +38,7 @@ class RunRequest:
         charges: (noise, rate, steps) of all rounds, by split, at most; None where this hospital is no member
         masked, sums_of, others: of a run whose updates are masked: as `UpdateContents.masked`, hospitals in the
             smallest sum, the other members
+        shared: what noise that hospitals share out comes to; None where all of it is the hospital's own
     """
 
     method: str
@@ -60,6 +63,7 @@ class RunRequest:
     masked: tuple[int, ...] = ()
     sums_of: int = 0
     others: tuple[str, ...] = ()
+    shared: SharedFigures | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -127,6 +131,10 @@ class RunRequest:
                 "also counted exactly" if floors.public_test else "only with noise",
             ),
         ]
+        if self.shared is not None:
+            least = floors.min_noise_alone
+            of_its_own = f"of this hospital's own from {least:g} on, found {self.shared.noise_alone:.3g}"
+            rows.append(Comparison("Noise on updates", str(self.shared), of_its_own if least < math.inf else "its own"))
         return [*rows, self._prototypes(policy)]
 
     def _sums(self, policy: Policy, confirmed: Collection[str]) -> Comparison:

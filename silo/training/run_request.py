@@ -58,10 +58,11 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
     try:
         index = manifest.index(silo)
     except ConfigError:
-        member, charges = None, None
+        member, charges, shared = None, None, None
     else:
         member = manifest.members[index]
         charges = charges_of(profile.charges(index, submits and member.prototypes))
+        shared = profile.shared_figures(index)
     return RunRequest(
         method=manifest.method.name,
         model=manifest.model.name + (" with a frozen body" if manifest.train.freeze == FEATURES else ""),
@@ -87,4 +88,5 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         if manifest.secagg is None
         else manifest.secagg.smallest_sum(manifest.cohort or len(manifest.members)),
         others=() if manifest.secagg is None else tuple(m.name for m in manifest.members if m.name != silo),
+        shared=shared,
     )

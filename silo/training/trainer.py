@@ -341,7 +341,8 @@ class Trainer:
         with _hide_details(run.private, ConfigError, RefusedError):
             size, typed = self._data.nominal_size, self._data.typed
             factory, ledger, submits = self._controls.access(run, index, dataset, size, typed)
-        submits = self._prototypes and submits and manifest.members[index].prototypes
+            submits = self._prototypes and submits and manifest.members[index].prototypes
+            run.profile.require_submission(submits)
         broadcast = _signature(run.method.broadcast(run.initial_state()))
         prepared = PreparedRun(
             run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device

@@ -39,7 +39,9 @@ def test_a_masked_run_ends_in_the_model_of_its_simulation(masked: World, overrid
 
 
 def test_a_masked_run_goes_on_without_a_hospital_that_is_killed(masked: World) -> None:
-    run = masked.submit("method=fedavg", "data=digits", "rounds=20", "train.epochs=1", "seed=3", "secagg=on", "patience_s=1")
+    run = masked.submit(
+        "method=fedavg", "data=digits", "rounds=20", "train.epochs=1", "seed=3", "secagg=on", "patience_s=1"
+    )
     until(lambda: masked.info(run)["closed"] >= 2, "two rounds")
     masked.kill("hospital3")
     done = masked.wait(run, seconds=300)
