@@ -222,6 +222,19 @@ def test_keys_of_another_identity_stop_the_run_and_the_silo_is_named(world: Worl
         assert world.server.store.secagg.keys(run.id) is None
 
 
+def test_a_masked_run_waits_for_the_keys_of_all_members_excluded_ones_too(four: World) -> None:
+    agreed = masked(FOUR, Secagg(1, EACH), rounds=1)
+    with silos(four, NAMES) as people:
+        run = four.submit(agreed)
+        heard(four, run.id, "ready", 3)
+        four.server.runs.exclude(run.id, "west")
+        assert four.server.store.secagg.keys(run.id) is None
+        people["west"] = MaskedSilo(four, "west")
+        assert four.finished(run.id).model_digest == simulated(agreed, "west")
+        assert events(four, run.id, "keys") == [("", "the keys of 4 hospitals are fixed for this run")]
+        assert people["west"].memory.trained == []
+
+
 def test_the_keys_are_one_object_which_members_alone_read(four: World, tmp_path: Path) -> None:
     held = {"says": without("secagg_confirm")}
     with silos(four, FOUR, north=held, east=held, south=held):
