@@ -137,7 +137,7 @@ class SealedSet(Protocol):
         ...
 
     def receive(self, silo: str, message: FromMember) -> None:
-        """Take what a silo said. Never raises: what is wrong with it is noted."""
+        """Take what a silo said; what is wrong with it is noted, and raises nothing."""
         ...
 
     def interrupt(self) -> None:

@@ -38,6 +38,7 @@ from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state
+from service_core.audit_log.lines import Entry
 from service_core.pki.identity import identity_of
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import Credentials
@@ -48,7 +49,7 @@ class RunExecution:
     """The rounds of one run. `waiting` and `steered` are called by other threads than `run`.
 
     model_lock: as in `RunScheduler`   delete_unused: called with the run's id when a broadcast is no longer needed
-    signer: the coordinator's certificate in force.
+    signer: the coordinator's certificate in force   record: writes a line into the audit log.
     """
 
     run_id: str
@@ -59,6 +60,7 @@ class RunExecution:
     model_lock: threading.Lock
     delete_unused: Callable[[str], None]
     signer: Callable[[], Credentials]
+    record: Callable[[Entry], object]
     _closer: RoundCloser | None = field(init=False, default=None)
     _openings: Openings | None = field(init=False, default=None)
 
@@ -97,7 +99,7 @@ class RunExecution:
             ports = [GrpcPort(m.name, *task, closer, self.checks, *services, digest) for m in manifest.members]
             closed = [row.record.medians for row in self.store.runs.rounds(run.id)]
             if keys is not None:
-                asked = keys.run, keys.vouched(), manifest.deadline_s, self.signer, closer
+                asked = keys.run, keys.vouched(), manifest.deadline_s, self.signer, self.record, closer
                 self._openings = Openings(*asked, self.store, self.objects, self.dispatcher)
             sizes = declared_sizes(self.store, run.id)
             loop = compiled.round_loop(ports, parallel=len(ports), sizes=sizes, openings=self._openings)

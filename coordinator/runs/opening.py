@@ -6,7 +6,6 @@ a restart the same bytes go out again. Only what members answered is kept in mem
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,13 +31,16 @@ from privacy.secagg.terms import Round, SecaggError, SecaggRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
+from service_core.audit_log.lines import REFUSED, Entry
 from service_core.pki import certificates
+from service_core.pki.identity import Identity, Kind, identity_of
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import Credentials
 
-audit = logging.getLogger("consilium.audit")
 CONFIRMING_S = 2.0
 """For so long every member that is connected is awaited, although enough have confirmed."""
+_AUDITED = 300
+"""Characters of what a silo said that an audit line has."""
 _LOOK_S = 0.5
 """After which a wait looks whether the lead has extended it."""
 
@@ -47,13 +49,15 @@ _LOOK_S = 0.5
 class Openings:
     """Makes what opens each round of one masked run (`fl_core.rounds.engine.Openings`).
 
-    deadline_s: from the seal to the pause of the run   signer: the coordinator's certificate in force.
+    deadline_s: from the seal to the pause of the run   signer: the coordinator's certificate in force   record: writes
+    a line into the audit log.
     """
 
     run: SecaggRun
     keys: Vouched
     deadline_s: float
     signer: Callable[[], Credentials]
+    record: Callable[[Entry], object]
     closer: RoundCloser
     store: Store
     objects: ObjectStore
@@ -124,7 +128,9 @@ class RoundOpening:
                 if error.code != "E-RUN-11":
                     raise
                 raise RunInterrupted(str(error)) from error
-            audit.info("%s round %d: sealed for %s", of.run.run_id, self.number + 1, ", ".join(sorted(members)))
+            own_name = identity_of(own.cert_pem).identity.uri
+            about = f"run={of.run.run_id} round={self.number + 1} set={', '.join(sorted(members))}"
+            of.record(Entry(own_name, "sealed", about))
         inside = {of.run.members[update.index] for update in message.updates}
         if lost := sorted(inside - set(members)):
             raise UnavailableError(
@@ -162,6 +168,8 @@ def _seal_of(message: pb.SecaggSeal, kind: TaskKind) -> Seal:
 class SealedMembers:
     """What the members of a sealed round have said (`coordinator.runs.dispatcher.SealedSet`). Thread-safe.
 
+    No thread but the run's waits while masks are taken off.
+
     Guarantees: whatever a member sends, it can neither speak for another nor end the round's wait.
     """
 
@@ -171,10 +179,13 @@ class SealedMembers:
     state: SealedRound
     seal: pb.SecaggSeal
     _opens: bool = False
+    _joins: bool = False
     _stopped: bool = False
     _began: float = 0.0
     _answers: int = 0
     _refused: dict[str, str] = field(default_factory=dict)
+    _late: dict[tuple[str, type], FromMember] = field(default_factory=dict)
+    """What came while masks were being taken off, which takes seconds: the newest of each kind of a silo."""
     _noted: set[tuple[str, str]] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -184,7 +195,7 @@ class SealedMembers:
         """Return what a member is still asked for: to confirm, to answer, both, or nothing."""
         with self._changed:
             member = self._member(silo)
-            if member is None or member not in self.state.unanswered:
+            if member is None or self._joins or member not in self.state.unanswered:
                 return []
             unconfirmed = member in self.state.unconfirmed
             asked = [pb.CoordinatorMessage(secagg_seal=self.seal)] if unconfirmed else []
@@ -198,6 +209,9 @@ class SealedMembers:
             return  # of a round before, which was opened without it
         try:
             with self._changed:
+                if self._joins:
+                    self._late[silo, type(message)] = message
+                    return
                 self._take(silo, message)
                 self._changed.notify_all()
         except FederationError as error:
@@ -255,7 +269,9 @@ class SealedMembers:
                 return  # each is kept for good
             self._noted.add((silo, error.code))
         self.of.store.runs.event(self.round.run.run_id, "refused", self.round.number, silo, text)
-        audit.warning("%s round %d: %s: %s", self.round.run.run_id, self.round.number + 1, silo, text)
+        about = f"run={self.round.run.run_id} round={self.round.number + 1}: {text[:_AUDITED]}"
+        consortium = identity_of(self.of.signer().cert_pem).identity.consortium
+        self.of.record(Entry(Identity(Kind.SILO, consortium, silo).uri, "sealed set", about, REFUSED, error.code))
 
     # ---- asked by the run's thread -------------------------------------------------------------------------------
 
@@ -269,20 +285,33 @@ class SealedMembers:
             self._opens, self._answers = True, self.round.t
         self.of.dispatcher.changes.notify()
         self.of.dispatcher.ask_members(self, names)
-        while not self.state.taken:
+        wrong: Sequence[tuple[int, int]] | None = None
+        while wrong is None:
             self._wait(lambda: self.round.n - len(self.state.unanswered) >= self._answers)
-            with self._changed:
-                try:
-                    wrong = self.state.finish().wrong
-                except SecaggError as error:
-                    answers = self.round.n - len(self.state.unanswered)
-                    if self.state.taken or error.blamed is not None or answers == self.round.n:
-                        raise
-                    self._answers = answers + 1  # one of them is wrong, and one more tells which
+            wrong = self._join()
+            if wrong is None:
+                self.of.dispatcher.ask_members(self, names)
         for answerer, dealer in wrong:
             mine, whose = self.round.run.members[answerer], self.round.run.members[dealer]
             text = f"its share of a seed of {whose} did not fit, by its own doing or that of {whose}"
             self._note(mine, SecaggError("E-RUN-48", text), f"E-RUN-48: {text}; the sum is exact all the same")
+
+    def _join(self) -> Sequence[tuple[int, int]] | None:
+        """Take the masks off with the answers that are there; None where one is wrong, and one more tells which."""
+        with self._changed:
+            answers, self._joins = self.round.n - len(self.state.unanswered), True
+        try:
+            return self.state.finish().wrong
+        except SecaggError as error:
+            if self.state.taken or error.blamed is not None or answers == self.round.n:
+                raise
+            self._answers = answers + 1
+            return None
+        finally:
+            with self._changed:
+                late, self._late, self._joins = self._late, {}, False
+            for (silo, _), message in late.items():
+                self.receive(silo, message)
 
     def _is_confirmed(self) -> bool:
         """Tell whether enough confirmed, and nobody who is connected may do so at once."""

@@ -32,6 +32,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import read_state
+from service_core.audit_log.lines import Entry
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import Credentials
 
@@ -55,7 +56,7 @@ class _Active(NamedTuple):
 class RunScheduler:
     """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
 
-    signer: gives the coordinator's certificate in force.
+    signer: gives the coordinator's certificate in force   record: writes a line into the audit log.
     Guarantees: a run goes on after a restart at its last closed round; ending the process at any moment changes no
     bit of the final model.
     """
@@ -65,6 +66,7 @@ class RunScheduler:
     uploads: UploadRegistry
     dispatcher: Dispatcher
     signer: Callable[[], Credentials]
+    record: Callable[[Entry], object]
     parallel: int = PARALLEL_RUNS
     model_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
@@ -273,6 +275,7 @@ class RunScheduler:
                     self.model_lock,
                     self.schedule_cleanup,
                     self.signer,
+                    self.record,
                 )
                 thread = threading.Thread(target=self._execute, args=(execution,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = _Active(execution, thread)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +29,10 @@ from privacy.compiled_run import MASKS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
+from service_core.audit_log.lines import REFUSED, Entry
+from service_core.audit_log.lines import Line as AuditLine
+from service_core.audit_log.log import LogFolder
+from service_core.audit_log.verification import read_lines
 from tests.support import until
 from tests.support.coordinator import HELLO, Clock, Line, World, events, fetch, heard, running, send
 from tests.support.federations import NAMES, Failing
@@ -96,6 +99,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def four(tmp_path: Path) -> Iterator[World]:
     with running(tmp_path / "home", FOUR) as found:
         yield found
+
+
+def recorded(world: World) -> list[Entry]:
+    """Read the coordinator's audit log."""
+    return [AuditLine.decode(raw).entry for _, _, raw in read_lines(LogFolder(world.home / "audit"))]
 
 
 def refusals(world: World, run_id: str) -> dict[str, str]:
@@ -212,6 +220,19 @@ def test_keys_of_another_identity_stop_the_run_and_the_silo_is_named(world: Worl
         assert "east: E-ID-33" in run.reason
         assert "north: " not in run.reason
         assert world.server.store.secagg.keys(run.id) is None
+
+
+def test_a_masked_run_waits_for_the_keys_of_all_members_excluded_ones_too(four: World) -> None:
+    agreed = masked(FOUR, Secagg(1, EACH), rounds=1)
+    with silos(four, NAMES) as people:
+        run = four.submit(agreed)
+        heard(four, run.id, "ready", 3)
+        four.server.runs.exclude(run.id, "west")
+        assert four.server.store.secagg.keys(run.id) is None
+        people["west"] = MaskedSilo(four, "west")
+        assert four.finished(run.id).model_digest == simulated(agreed, "west")
+        assert events(four, run.id, "keys") == [("", "the keys of 4 hospitals are fixed for this run")]
+        assert people["west"].memory.trained == []
 
 
 def test_the_keys_are_one_object_which_members_alone_read(four: World, tmp_path: Path) -> None:
@@ -377,7 +398,7 @@ def test_the_end_of_a_run_ends_its_wait_at_once(world: World) -> None:
 
 
 def test_hospitals_that_refuse_pause_the_run_and_are_named_with_their_codes(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World,
 ) -> None:
     def refuses(message: pb.SiloMessage) -> list[pb.SiloMessage]:
         if not message.HasField("secagg_confirm"):
@@ -386,18 +407,18 @@ def test_hospitals_that_refuse_pause_the_run_and_are_named_with_their_codes(
         refusal = pb.SecaggRefusal(**about, code="E-RUN-50", reason="another set was confirmed here", blamed=[2, 77])
         return [pb.SiloMessage(secagg_refusal=refusal)] * 3
 
-    with (
-        caplog.at_level(logging.WARNING, "consilium.audit"),
-        silos(world, NAMES, north={"says": refuses}, east={"says": refuses}),
-    ):
+    with silos(world, NAMES, north={"says": refuses}, east={"says": refuses}):
         run = world.ended(world.submit(masked(rounds=1)).id)
         assert run.state is RunState.PAUSED
         assert "north (refused: E-RUN-50, because of south), east (refused: E-RUN-50, because of south)" in run.reason
         found = events(world, run.id, "refused")
         assert sorted(name for name, _ in found) == ["east", "north"]  # once each
         assert all("because of south: E-RUN-50: another set" in text for _, text in found)
-        audited = [r.getMessage() for r in caplog.records if r.name == "consilium.audit"]
-        assert sum("E-RUN-50" in line for line in audited) == 2
+        audited = until(lambda: [e for e in recorded(world) if e.code == "E-RUN-50"])
+        assert sorted(e.who for e in audited) == ["silo://test/east", "silo://test/north"]
+        assert {e.outcome for e in audited} == {REFUSED}
+        (sealed,) = (e for e in recorded(world) if e.what == "sealed")
+        assert sealed.about == f"run={run.id} round=1 set=east, north, south"
 
 
 def test_one_silo_cannot_confirm_or_answer_for_another(world: World) -> None:
@@ -439,7 +460,7 @@ def test_a_stranger_says_nothing_about_a_set(four: World) -> None:
 
 def test_a_wrong_share_is_found_named_and_done_without(four: World) -> None:
     """T-38: with t answers of which one is wrong, one more is awaited, and the sum is exact."""
-    agreed = masked(FOUR, rounds=1)
+    agreed, asked = masked(FOUR, rounds=1), list[int]()
 
     def lie(message: pb.SiloMessage) -> list[pb.SiloMessage]:
         for share in message.secagg_shares.shares:
@@ -447,7 +468,8 @@ def test_a_wrong_share_is_found_named_and_done_without(four: World) -> None:
         return [message]
 
     def last(message: pb.SiloMessage) -> list[pb.SiloMessage]:
-        if message.HasField("secagg_shares") and message.secagg_shares.round == 0:
+        if message.HasField("secagg_shares") and not asked:
+            asked.append(message.secagg_shares.round)
             until(lambda: (w := four.server.runs.waiting(run.id)) and w.sealed and w.there == 3, "three answers")
         return [message]
 
