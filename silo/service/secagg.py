@@ -22,7 +22,7 @@ from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import MASKS
+from privacy.compiled_run import MASKS, CompiledRun
 from privacy.secagg import silo_side
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature
 from privacy.secagg.messages import Opening, Seal
@@ -89,12 +89,14 @@ class SecaggMember:
 
     # ---- the task runner's ---------------------------------------------------------------------------------------
 
-    def entry(self, run_id: str, manifest: RunManifest) -> pb.SecaggEntry:
+    def entry(self, run_id: str, run: CompiledRun) -> pb.SecaggEntry:
         """Return this hospital's public keys of a run; asked again, the same.
 
-        Raises SecaggError (E-RUN-50) where the private ones are gone. Guarantees: these are on the disk on return.
+        Raises SecaggError: E-RUN-50 where the private ones are gone, E-RUN-51 as `begin`. Guarantees: the private keys
+        are on the disk on return.
         """
-        known = masked_run(run_id, manifest)
+        _require_no_census(run)
+        known = masked_run(run_id, run.manifest)
 
         def make() -> tuple[OwnKeys, bytes]:
             own, credentials = OwnKeys.new(), self.identity.current_credentials()
@@ -107,15 +109,17 @@ class SecaggMember:
 
         return pb.SecaggEntry.FromString(self.store.secagg.entry(known, make))
 
-    def begin(self, key: TaskKey, offer: pb.Offer, manifest: RunManifest, fetch: Callable[[str], Path]) -> TaskMasks:
+    def begin(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> TaskMasks:
         """Return the masks of a task that has no update yet; fetch: gives the file of an object.
 
         Takes everybody's keys where this is the first task of the run. Raises SecaggError: E-ID-33 on keys that are
         not those of the pinned members, or others than before; E-RUN-49 where the task was masked before, E-RUN-50
-        where it is sealed, closed or begins from another base, or the keys of the run are gone.
+        where it is sealed, closed or begins from another base, or the keys of the run are gone; E-RUN-51 where rows of
+        classes would have to be left out.
         """
+        _require_no_census(run)
         if self.store.secagg.state(key.run_id) != READY:
-            self._agree(key.run_id, offer.secagg_keys_digest, manifest, fetch)
+            self._agree(key.run_id, offer.secagg_keys_digest, run.manifest, fetch)
         known = self.store.secagg.known(key.run_id)
         if offer.secagg_keys_digest != known.keys_object:
             raise SecaggError(
@@ -290,6 +294,17 @@ class SessionHandler:
 
     def pulse(self) -> pb.Pulse:
         return self.queue.pulse()
+
+
+def _require_no_census(run: CompiledRun) -> None:
+    """Refuse what this version cannot check: how many hospitals a class has, which the coordinator alone would say."""
+    if (floor := run.contributor_floor) is not None:
+        raise SecaggError(
+            "E-RUN-51",
+            "expected rows of classes of any number of hospitals (secagg.min_contributors=1), found a run that leaves "
+            f"out those of fewer than {floor.least}: this version counts no hospitals over the network. Set it to 1, "
+            "or choose a method that exchanges no rows of classes",
+        )
 
 
 def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:

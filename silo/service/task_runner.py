@@ -180,7 +180,7 @@ class TaskRunner:
         leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
-        self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run.manifest) if run.masked else None)
+        self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _past_kill(self, task: Task) -> RefusedError | None:
@@ -307,7 +307,7 @@ class TaskRunner:
         def fetch(digest: str) -> Path:
             return self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING), MAX_KEYS_BYTES)
 
-        return self.secagg.begin(task.key, task.offer, prepared.run.manifest, fetch)
+        return self.secagg.begin(task.key, task.offer, prepared.run, fetch)
 
     def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
         train = key.kind is TaskKind.TRAIN

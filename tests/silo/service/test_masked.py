@@ -13,7 +13,7 @@ import pytest
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.methods import build_method
-from fl_core.rounds.manifest import Secagg, make_members
+from fl_core.rounds.manifest import NamedOptions, Secagg, make_members
 from fl_core.types.enums import TaskKind
 from privacy.secagg.coordinator_side import SealedRound
 from privacy.secagg.keys import OwnKeys
@@ -47,6 +47,7 @@ from tests.support.masked import (
     shares_of,
     sign_as_coordinator,
 )
+from tests.support.privacy import TRAIN, budgeted, private
 
 
 @pytest.fixture
@@ -483,7 +484,7 @@ def test_t57_a_damaged_masked_update_is_never_made_again(hospital):
     (entry,) = store.outbox()
     store.close_database()
     file = hospital.folder / "objects" / entry.object_digest
-    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")  # the last byte is of a weight, 0
     hospital.start()
     hospital.control.last.send(offer=offer)
     assert hospital.refused().code == "E-RUN-49"
@@ -696,6 +697,53 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
             "only sums over at least 3 hospitals are read; 0 of 2 other members confirmed by this hospital"
         )
         assert allowed == "also without it, sums over at least 3"
+    finally:
+        hospital.stop()
+        hospital.host.stop()
+
+
+def test_a_run_that_leaves_out_classes_of_few_hospitals_is_refused_where_nobody_could_check_how_many_there_are(
+    tmp_path,
+):
+    run = masked_manifest(method=NamedOptions("fednh", {}), secagg=Secagg(2))
+    hospital = MaskedHospital(tmp_path / "home0", run)
+    hospital.start()
+    try:
+        answer = hospital.preflight()
+        assert (answer.ready, answer.code) == (False, "E-RUN-51")
+        assert "min_contributors=1" in answer.reason
+        hospital.ask()
+        assert hospital.refused().code == "E-RUN-51"
+    finally:
+        hospital.stop()
+        hospital.host.stop()
+
+
+def test_t46_a_private_masked_round_is_charged_once_though_the_service_ends_in_its_upload(tmp_path):
+    home = tmp_path / "home0"
+    ledger = budgeted(home)
+    run = private()
+    run = replace(run, secagg=Secagg(1), aggregator=NamedOptions("mean"))
+    hospital = MaskedHospital(home, run)
+    hospital.start()
+    try:
+        hospital.exchange()
+        hospital.transfer.hold, hospital.transfer.held = threading.Event(), {"Put"}
+        offer = hospital.ask()
+        assert hospital.transfer.holding.wait(60)
+        (entry,) = hospital.service.store.outbox()
+        hospital.stop()
+        hospital.transfer.hold.set()
+        hospital.transfer.hold = None
+        charged = ledger.history(TRAIN)
+        assert charged
+        hospital.start()
+        hospital.control.last.send(offer=offer)
+        hospital.sent()
+        assert hospital.uploaded()[0].hex() == entry.object_digest
+        assert ledger.history(TRAIN) == charged
+        state, _ = sealed(hospital, offer)
+        assert opened(hospital, state).inside == (0, 1, 2)
     finally:
         hospital.stop()
         hospital.host.stop()
