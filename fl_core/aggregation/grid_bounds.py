@@ -81,13 +81,10 @@ class _Bounds:
 
     def _weight(self, part: str, spec: PartSpec) -> tuple[float, float]:
         """Return the most that a weight is, and that noise adds to it."""
-        rule, size = (
-            self._check.rule(part, bool(spec.weight_shape)),
-            self._test if part in GLOBAL_PARTS else self._train,
-        )
+        if part in GLOBAL_PARTS:
+            return self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
+        rule, size = self._check.rule(part, bool(spec.weight_shape)), self._train
         weight = {Weighing.ONCE: 1.0, Weighing.QUALITY: max(size, math.e), Weighing.EXAMPLES: size}[rule.weight]
-        if part == METRICS:
-            return weight, NOISE_STDS * self._check.noise.get(part, 0.0)
         rows = self._check.noisy_rows
         noisy = rows is not None and spec.weight_shape and rule.weight is not Weighing.ONCE
         return weight, NOISE_STDS * rows.count if rows is not None and noisy else 0.0
