@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from fl_core.aggregation.contributor_floor import HOSPITALS
+from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat, Ring
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, most_steps
 from fl_core.errors import ConfigError
@@ -46,7 +46,7 @@ def bounded_grid(
 
     Guarantees: ring64 is the grid of a plain run, so sums are equal to the bit. A census is counted in words of 1.
     """
-    census = {f"{HOSPITALS}.weight": 2.0 ** (_WORD[ring] - silos.bit_length())}
+    census = {CENSUS: 2.0 ** (_WORD[ring] - silos.bit_length())}
     if ring == "ring64":
         return FixedPointFormat(ring, silos, census)
     made = _Bounds(check, _size(largest.train), _size(largest.test), clipped)
