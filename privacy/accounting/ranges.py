@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
+from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.errors import RefusedError
 from fl_core.methods import method_class
 from fl_core.rounds.manifest import RunManifest
@@ -138,7 +139,8 @@ def _numbers(manifest: RunManifest, terms: DpConfig) -> Iterator[_Number]:
         "patience_s": manifest.patience_s,
     }
     yield from ((name, value, name) for name, value in single.items())
-    yield from ((f"grid.bounds.{k}", v, "grid.bounds") for k, v in manifest.grid.bounds.items())
+    bounds = {k: v for k, v in manifest.grid.bounds.items() if k != CENSUS}  # words of 0 and 1, without noise
+    yield from ((f"grid.bounds.{k}", v, "grid.bounds") for k, v in bounds.items())
     yield from ((f"units of {m.name}", m.units, "units") for m in manifest.members)
     yield from _of_config("train", manifest.train)
     yield from _of_method(manifest)
