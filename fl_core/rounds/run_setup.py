@@ -138,10 +138,14 @@ class RunSetup:
         """Whether examples are features, made by the body that the run begins with."""
         return self.manifest.train.freeze == FEATURES
 
-    def features(self, examples: Examples, device: torch.device) -> Iterator[FeatureBatch]:
-        """Make what a run with a frozen body is trained on; raises as `frozen_features.feature_batches`."""
+    def features(self, examples: Examples, device: torch.device, train: bool) -> Iterator[FeatureBatch]:
+        """Make what a run with a frozen body is trained or tested on; raises as `frozen_features.feature_batches`."""
         self._require_weights()
-        return feature_batches(self.network.body, examples, device)
+        return feature_batches(self.network.body, examples, device, self.views(train))
+
+    def views(self, train: bool) -> int:
+        """Return how many views of an example are kept: of those that are trained on, as the schedule says."""
+        return self.manifest.train.views if train else 1
 
     def classifier(self, server: State) -> nn.Module:
         """Make the global model of a server state, for examples as they are; raises as `Method.global_model`."""

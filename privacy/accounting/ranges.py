@@ -14,7 +14,7 @@ from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.errors import RefusedError
 from fl_core.methods import method_class
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.records import TrainConfig
+from fl_core.types.records import MAX_VIEWS, TrainConfig
 from privacy.accounting.record_config import DpConfig
 
 
@@ -84,6 +84,7 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
     (Range(1e-4, 1e4, True), ("train.clip_norm",)),
     (Range(1, 10**5), ("train.epochs", "rounds")),
     (Range(1, 10**8, True), ("train.max_steps", "train.micro_batch")),
+    (Range(1, MAX_VIEWS), ("train.views",)),
     (_STEPS, ("epochs x units / train.batch_size",)),
     (Range(1, 10**4, True), ("cohort", "quorum", "image_size")),
     (Range(1, 10**4), ("silos", "grid.n_max")),
