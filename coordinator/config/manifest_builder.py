@@ -166,7 +166,14 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             f"expected {MIN_MASKED} hospitals or more with secagg=on, since of two each knows the other from the sum, "
             f"found {silos}: ask more, or set secagg=off",
         )
-    least = asked.min_contributors or (1 if profiles.is_private(_choice(spec.privacy)) else 2)
+    private = profiles.is_private(_choice(spec.privacy))
+    if private and asked.min_contributors > 1:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected secagg.min_contributors=1 in a private run, whose counts no census reads, found "
+            f"{asked.min_contributors}: leave it out; noise covers what a class of one hospital shows",
+        )
+    least = asked.min_contributors or (1 if private else 2)
     if asked.min_sum > silos:
         raise ConfigError(
             "E-CFG-02", f"expected secagg.min_sum of at most {silos} hospitals, found {asked.min_sum}: lower it"

@@ -219,7 +219,14 @@ class Dispatcher:
             for message in sealed.messages_for(session.name):
                 session.send(message)
 
+    def announce_census(self, run_id: str, names: Collection[str]) -> None:
+        """Tell the members of a masked run that its census is over."""
+        for name in names:
+            self._send(name, _census_closed(run_id))
+
     def _close_of(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
+        if ref.kind == pb.CENSUS:
+            return _census_closed(ref.run_id) if self.store.secagg.census(ref.run_id) else None
         row = self.store.runs.round(ref.run_id, ref.round)
         if row is None or row.is_open or ref.kind not in FROM_WIRE:
             return None
@@ -513,6 +520,10 @@ class Dispatcher:
     def _event(self, key: SiloTaskKey | PreflightKey, kind: str, text: str = "") -> None:
         self.store.runs.event(key.run_id, kind, key.round, key.silo, text)
         self.changes.notify()
+
+
+def _census_closed(run_id: str) -> pb.CoordinatorMessage:
+    return pb.CoordinatorMessage(round_closed=pb.RoundClosed(run_id=run_id, kind=pb.CENSUS, included=True))
 
 
 def stated(code: str, reason: str) -> RefusedError:

@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from coordinator.runs import lineage
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
+from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, MaskedTasks, StoredObject
 from coordinator.runs.member_keys import MemberKeys, secagg_run
 from coordinator.runs.opening import Openings
 from coordinator.runs.round_closer import RoundCloser, Waiting
@@ -26,15 +28,16 @@ from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInte
 from coordinator.runs.update_checks import UpdateChecks, declared_sizes
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
+from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN
 from fl_core.errors import FederationError, RefusedError, StateError, UnavailableError
-from fl_core.rounds.engine import Observer
+from fl_core.rounds.engine import Observer, RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import RoundContext, State
+from fl_core.types.values import RoundContext, State, Tensors
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state
@@ -95,8 +98,12 @@ class RunExecution:
         with self._open_rounds(manifest) as closer:
             services = broadcasts, self.store, self.objects, self.dispatcher
             task = run.id, run.manifest_digest, compiled.dtypes, steering.attempt
-            digest = "" if keys is None else keys.object or ""
-            ports = [GrpcPort(m.name, *task, closer, self.checks, *services, digest) for m in manifest.members]
+            masks: MaskedTasks | None = None
+            if keys is not None:
+                due = time.monotonic() + manifest.deadline_s
+                known = self.store.secagg.census(run.id) or ""
+                masks = MaskedTasks(keys.object or "", keys.vouched().digest.hex(), due, known)
+            ports = [GrpcPort(m.name, *task, closer, self.checks, *services, masks) for m in manifest.members]
             closed = [row.record.medians for row in self.store.runs.rounds(run.id)]
             if keys is not None:
                 asked = keys.run, keys.vouched(), manifest.deadline_s, self.signer, self.record, closer
@@ -105,8 +112,22 @@ class RunExecution:
             loop = compiled.round_loop(ports, parallel=len(ports), sizes=sizes, openings=self._openings)
             loop = replace(loop, schedule=replace(loop.schedule, quorum=steering.quorum or loop.schedule.quorum))
             replaces = run.parent if lineage.taken_out(run) else ""
-            checkpointer = RunCheckpointer(run.id, closer, loop.needed, *services, replaces=replaces)
+            base = "" if masks is None else masks.base
+            checkpointer = RunCheckpointer(run.id, closer, loop.needed, *services, replaces=replaces, census_base=base)
+            if masks is not None and compiled.contributor_floor is not None and not run.closed:
+                server = {**server, HOSPITALS: self._census(run, loop, checkpointer)}
+                masks.census = self.store.secagg.census(run.id) or ""
             loop.run(server, checkpointer, start=run.closed, closed=closed)
+
+    def _census(self, run: Run, loop: RoundLoop, checkpointer: RunCheckpointer) -> Tensors:
+        """Return how many hospitals each class has: as it was counted before, or counted now."""
+        digest = self.store.secagg.census(run.id)
+        if digest is None:
+            found = loop.census(checkpointer)
+            self.dispatcher.announce_census(run.id, run.members)
+            return found
+        proof = pb.SecaggCensus.FromString(self.objects.verified(digest).read_bytes())
+        return {HOSPITALS: torch.tensor(proof.hospitals, dtype=torch.float64)}
 
     def waiting(self) -> Waiting | None:
         """Say whom the open round waits for; None where none is open."""
@@ -157,7 +178,8 @@ class RunExecution:
 class RunCheckpointer(Observer):
     """Observes the rounds of one run; a closed round is on disk before its close is announced.
 
-    needed: from a cohort's size to the updates that close a round   replaces: as in `RunStore.close_round`.
+    needed: from a cohort's size to the updates that close a round   replaces: as in `RunStore.close_round`
+    census_base: of a masked run, what its census begins from.
     """
 
     run_id: str
@@ -168,10 +190,13 @@ class RunCheckpointer(Observer):
     objects: ObjectStore
     dispatcher: Dispatcher
     replaces: str = ""
+    census_base: str = ""
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
-        row, needed = self.store.runs.round(self.run_id, context.round), self.needed(len(names))
+        census = kind is TaskKind.CENSUS
+        base, needed = (self.census_base, len(names)) if census else ("", self.needed(len(names)))
+        self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names, base))
+        row = self.store.runs.round(self.run_id, context.round)
         assert row is not None
         if (sealed := self.store.secagg.updates(self.run_id, context.round, kind)) is not None:
             row, needed = replace(row, cohort=tuple(sealed)), len(sealed)

@@ -86,6 +86,20 @@ class BroadcastCache:
 
 
 @dataclass(slots=True)
+class MaskedTasks:
+    """What the offers of a masked run name beside the model.
+
+    keys, census: objects, as in the message `Offer`   base: digest of everybody's keys, which a census begins from
+    census_due: time.monotonic() of its deadline.
+    """
+
+    keys: str
+    base: str
+    census_due: float
+    census: str = ""
+
+
+@dataclass(slots=True)
 class GrpcPort:
     """A silo at the other end of the wire; see `fl_core.types.interfaces.SiloPort`.
 
@@ -103,7 +117,7 @@ class GrpcPort:
     store: Store
     objects: ObjectStore
     dispatcher: Dispatcher
-    secagg_keys_digest: str = ""
+    masks: MaskedTasks | None = None
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Ask the silo for its update and return it, to be read when it is added.
@@ -112,7 +126,11 @@ class GrpcPort:
         Raises FederationError when it refuses, is revoked, excluded or given up: the round goes on without it.
         Raises RunInterrupted when the run was aborted or the service stops: the round ends unclosed.
         """
-        base, due = self.broadcasts.base(msg, context.round)
+        if kind is TaskKind.CENSUS:
+            assert self.masks is not None
+            base, due = StoredObject(self.masks.base, 0), self.masks.census_due
+        else:
+            base, due = self.broadcasts.base(msg, context.round)
         key = SiloTaskKey(self.run_id, context.round, kind, self.name)
         task = Task(
             key,
@@ -124,9 +142,10 @@ class GrpcPort:
             self.attempt,
             incarnation=self.store.database.incarnation,
             included_before=self.store.runs.included_before(self.run_id, self.name, context.round),
-            secagg_keys_digest=self.secagg_keys_digest,
+            secagg_keys_digest="" if self.masks is None else self.masks.keys,
+            secagg_census_digest="" if self.masks is None else self.masks.census,
         )
-        sealed = self.store.secagg.updates(self.run_id, context.round, kind) if self.secagg_keys_digest else None
+        sealed = self.store.secagg.updates(self.run_id, context.round, kind) if self.masks is not None else None
         if sealed is not None and self.name not in sealed:
             raise UnavailableError("E-RUN-13", "no update: the round's set was fixed without it")
         # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,

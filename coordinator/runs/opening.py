@@ -18,13 +18,13 @@ from coordinator.runs.round_closer import AwaitedSilo, RoundCloser, Waiting
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
-from fl_core.aggregation.flat_blocks import BLOCKS
+from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.errors import FederationError, StateError, UnavailableError
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import RoundContext
 from privacy.compiled_run import MASKS
-from privacy.secagg.coordinator_side import SealedRound, UploadSum
+from privacy.secagg.coordinator_side import Opened, SealedRound, UploadSum
 from privacy.secagg.keys import Vouched
 from privacy.secagg.messages import Bytes, Confirmation, Seal, Shares
 from privacy.secagg.terms import Round, SecaggError, SecaggRun
@@ -106,6 +106,27 @@ class RoundOpening:
                 asked.open()
         finally:
             of.current = None
+        if self.kind is TaskKind.CENSUS:
+            self._keep_census(asked, sums, updates)
+
+    def _keep_census(
+        self, asked: SealedMembers, sums: Mapping[str, Tensor], updates: Mapping[str, Contribution]
+    ) -> None:
+        """Store what proves how many hospitals each class has: every silo finds it the same."""
+        of, state = self.of, asked.state
+        assert asked.opened is not None
+        found = [int(n) for n in sums[CLASSES][CHECK_WORDS:]]
+        proof = pb.SecaggCensus(
+            seal=asked.seal,
+            confirmations=[pb.Confirmed(index=u, signature=signature) for u, signature in state.confirmations],
+            uploads=[of.objects.path(updates[of.run.members[u]].object_digest).read_bytes() for u in state.inside],
+            seeds=[pb.OpenedSeed(block=b, member=u, seed=s) for (b, u), s in asked.opened.own_seeds.items()],
+            hospitals=found,
+        )
+        raw, few = proof.SerializeToString(deterministic=True), sum(n < of.run.terms.min_contributors for n in found)
+        text = f"{few} of {len(found)} classes have too few hospitals: their rows stay there"
+        with of.objects.lock:
+            of.store.secagg.keep_census(of.run.run_id, of.objects.put(raw), len(raw), text)
 
     def _envelope(self, update: Contribution) -> tuple[bytes, Bytes, Bytes, Bytes]:
         """Read what an upload holds beside its words: its digest, salt, commitments and packages."""
@@ -178,6 +199,7 @@ class SealedMembers:
     kind: TaskKind
     state: SealedRound
     seal: pb.SecaggSeal
+    opened: Opened | None = None
     _opens: bool = False
     _joins: bool = False
     _stopped: bool = False
@@ -301,7 +323,8 @@ class SealedMembers:
         with self._changed:
             answers, self._joins = self.round.n - len(self.state.unanswered), True
         try:
-            return self.state.finish().wrong
+            self.opened = self.state.finish()
+            return self.opened.wrong
         except SecaggError as error:
             if self.state.taken or error.blamed is not None or answers == self.round.n:
                 raise

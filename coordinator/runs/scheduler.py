@@ -89,7 +89,6 @@ class RunScheduler:
         E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
         `Line.require_fits` and as `resolve`.
         """
-        _require_no_census(CompiledRun.of(manifest))
         enrolled = self.store.members.member_names()
         for member in manifest.members:
             if member.name not in enrolled:
@@ -333,16 +332,6 @@ class RunScheduler:
         for silo, contribution in self.uploads.all():
             if not self.store.contributions.is_open(contribution):
                 self.uploads.discard(silo, contribution)
-
-
-def _require_no_census(run: CompiledRun) -> None:
-    """Refuse a run whose hospitals are counted for each class before round 0, which only a simulation does so far."""
-    if run.contributor_floor is not None:
-        raise ConfigError(
-            "E-CFG-08",
-            "expected secagg.min_contributors=1 for a method with rows of classes, found more: a service does not "
-            "count the hospitals of a class yet; submit with 1, or simulate",
-        )
 
 
 def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> Run:

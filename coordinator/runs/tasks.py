@@ -32,7 +32,7 @@ class Task:
 
     due: time.monotonic() of the round's deadline, as the offer names it; who is given up when, `RoundCloser` decides
     attempt: how often the run was resumed
-    incarnation, included_before, secagg_keys_digest: as in the message `Offer`.
+    incarnation, included_before, secagg_keys_digest, secagg_census_digest: as in the message `Offer`.
     """
 
     key: SiloTaskKey
@@ -45,6 +45,7 @@ class Task:
     incarnation: str = ""
     included_before: int = 0
     secagg_keys_digest: str = ""
+    secagg_census_digest: str = ""
 
     @property
     def contribution_id(self) -> str:
@@ -66,6 +67,7 @@ class Task:
                 incarnation=self.incarnation,
                 included_before=self.included_before,
                 secagg_keys_digest=self.secagg_keys_digest,
+                secagg_census_digest=self.secagg_census_digest,
             )
         )
 

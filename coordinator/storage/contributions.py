@@ -20,7 +20,8 @@ from service_core.storage.sqlite import Database
 
 KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
-_OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value, ObjectKind.WEIGHTS.value, ObjectKind.KEYS.value)
+_OF_MASKED_RUN = (ObjectKind.KEYS.value, ObjectKind.CENSUS.value)
+_OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value, ObjectKind.WEIGHTS.value, *_OF_MASKED_RUN)
 _TEMPORARY = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
 
@@ -157,7 +158,7 @@ class ContributionStore:
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]
             gone = states[kept:]
             gone += [row for row in mine if row.kind in _TEMPORARY and (over or row.is_open == 0)]
-            gone += [row for row in mine if row.kind == ObjectKind.KEYS.value and over]
+            gone += [row for row in mine if row.kind in _OF_MASKED_RUN and over]
             for row in gone:
                 this = (objects.c.digest == row.digest, objects.c.kind == row.kind, objects.c.round == row.round)
                 db.execute(delete(objects).where(objects.c.run_id == run_id, *this))

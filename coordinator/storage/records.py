@@ -40,6 +40,7 @@ class ObjectKind(Enum):
     STATE = "state"
     WEIGHTS = "weights"
     KEYS = "keys"
+    CENSUS = "census"
 
 
 @dataclass(frozen=True, slots=True)

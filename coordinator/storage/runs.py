@@ -166,11 +166,14 @@ class RunStore:
         with self._db.write() as db:
             _change_run(db, run_id, bytes_down=runs.c.bytes_down + down)
 
-    def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
-        """Open a round; one that is open already stays open, with what it has received."""
+    def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str], base: str = "") -> None:
+        """Open a round; one that is open already stays open, with what it has received.
+
+        base: what it begins from, where that is no object.
+        """
         with self._db.write() as db:
             live_run(db, run_id)
-            about = {"is_open": 1, "cohort": list(cohort), "base_digest": "", "base_size": 0}
+            about = {"is_open": 1, "cohort": list(cohort), "base_digest": base, "base_size": 0}
             values = {"run_id": run_id, "round": round, "kind": kind.value, "opened": self._clock(), "closed": 0.0}
             if db.execute(upsert(rounds).values(values | about).on_conflict_do_nothing()).rowcount:
                 self._event(db, run_id, "opened", round, text=f"{kind.value}: {counted(len(cohort), 'silo')}")

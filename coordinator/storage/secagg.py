@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, delete, insert, select
 
 from coordinator.storage.records import ObjectKind
 from coordinator.storage.runs import add_event, live_run, note_object
-from coordinator.storage.schema import objects, rounds, runs, secagg_seals
+from coordinator.storage.schema import contributions, objects, rounds, runs, secagg_seals
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
@@ -29,7 +29,25 @@ class SecaggStore:
     def keys(self, run_id: str) -> str | None:
         """Return the digest of the object with everybody's keys; None before it is stored."""
         with self._db.read() as db:
-            return _keys(db, run_id)
+            return _object(db, run_id, ObjectKind.KEYS)
+
+    def census(self, run_id: str) -> str | None:
+        """Return the digest of the object that proves how many hospitals a class has; None before it is stored."""
+        with self._db.read() as db:
+            return _object(db, run_id, ObjectKind.CENSUS)
+
+    def keep_census(self, run_id: str, digest: str, size: int, text: str) -> None:
+        """Store which object proves the census of a run, and delete the task that it was; text: of the event.
+
+        Raises StateError (E-RUN-11) when the run has ended.
+        """
+        census = TaskKind.CENSUS.value
+        with self._db.write() as db:
+            live_run(db, run_id)
+            note_object(db, digest, run_id, ObjectKind.CENSUS, 0, size)
+            for table in (rounds, contributions, secagg_seals):
+                db.execute(delete(table).where(table.c.run_id == run_id, table.c.kind == census))
+            add_event(db, self._clock(), run_id, "census", text=text)
 
     def keep_keys(self, run_id: str, digest: str, size: int, text: str) -> str:
         """Store which object has everybody's keys, unless one is known; return which it is. text: of the event.
@@ -38,7 +56,7 @@ class SecaggStore:
         """
         with self._db.write() as db:
             live_run(db, run_id)
-            if (known := _keys(db, run_id)) is not None:
+            if (known := _object(db, run_id, ObjectKind.KEYS)) is not None:
                 return known
             note_object(db, digest, run_id, ObjectKind.KEYS, 0, size)
             add_event(db, self._clock(), run_id, "keys", text=text)
@@ -90,6 +108,6 @@ def sealed_updates(db: Connection, run_id: str, round: int, kind: TaskKind) -> M
     return {members[update.index]: update.object_digest for update in seal.updates}
 
 
-def _keys(db: Connection, run_id: str) -> str | None:
-    named = select(objects.c.digest).where(objects.c.run_id == run_id, objects.c.kind == ObjectKind.KEYS.value)
+def _object(db: Connection, run_id: str, kind: ObjectKind) -> str | None:
+    named = select(objects.c.digest).where(objects.c.run_id == run_id, objects.c.kind == kind.value)
     return db.scalar(named)

@@ -42,8 +42,9 @@ class TaskKey(NamedTuple):
         return pb.RoundRef(run_id=self.run_id, round=self.round, kind=self.wire_kind)
 
     def __str__(self) -> str:
-        """Format for people: run, round (counted from 1) and, for an evaluation, that it is one."""
-        return f"{self.run_id} {'evaluation' if self.kind is TaskKind.EVALUATE else f'round {self.round + 1}'}"
+        """Format for people: run, round (counted from 1) and, for an evaluation or a census, that it is one."""
+        words = {TaskKind.EVALUATE: "evaluation", TaskKind.CENSUS: "census"}
+        return f"{self.run_id} {words.get(self.kind, f'round {self.round + 1}')}"
 
 
 def contribution_id(run_id: str, round: int, kind: TaskKind, silo: str, base_digest: str) -> str:

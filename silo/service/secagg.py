@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from google.protobuf.message import DecodeError
@@ -24,13 +25,17 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part
 from privacy.compiled_run import MASKS, CompiledRun
 from privacy.secagg import silo_side
+from privacy.secagg.census import Proof, verify
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature
-from privacy.secagg.messages import Opening, Seal
+from privacy.secagg.messages import Opening, Seal, Upload
+from privacy.secagg.terms import CLASSES as BLOCK_OF_CLASSES
 from privacy.secagg.terms import SECRET, Round, SecaggError, SecaggTerms
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.codec import BundleFile
 from protos.wire.tasks import TaskKey
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
+from service_core.storage import digests
 from silo.events import EmitEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.service.task_queue import Send, TaskQueue, public_reason
@@ -95,7 +100,6 @@ class SecaggMember:
         Raises SecaggError: E-RUN-50 where the private ones are gone, E-RUN-51 as `begin`. Guarantees: the private keys
         are on the disk on return.
         """
-        _require_no_census(run)
         known = masked_run(run_id, run.manifest)
 
         def make() -> tuple[OwnKeys, bytes]:
@@ -117,7 +121,6 @@ class SecaggMember:
         where it is sealed, closed or begins from another base, or the keys of the run are gone; E-RUN-51 where rows of
         classes would have to be left out.
         """
-        _require_no_census(run)
         if self.store.secagg.state(key.run_id) != READY:
             self._agree(key.run_id, offer.secagg_keys_digest, run.manifest, fetch)
         known = self.store.secagg.known(key.run_id)
@@ -153,6 +156,28 @@ class SecaggMember:
         self.store.secagg.agree(run_id, digest, RunKeys.agree(known.run, mine.name, own, entries, trusted))
         text = f"{run_id}: the keys of its {len(entries)} members are signed by their pinned identities"
         self.emit(event("keys", text, facts={"run": run_id}))
+
+    def holders(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> Sequence[int]:
+        """Return how many hospitals each class has, computed here from what the census was opened from, once.
+
+        Raises RefusedError where that does not prove it: as `privacy.secagg.census.verify`, E-RUN-48 on other bytes.
+        """
+        kept = self.store.secagg.holders(key.run_id)
+        if kept is not None:
+            return kept
+        known, census = self.store.secagg.known(key.run_id), TaskKey(key.run_id, 0, TaskKind.CENSUS)
+        if not offer.secagg_census_digest:
+            raise SecaggError("E-RUN-48", f"expected the census of run {key.run_id} with its first round, found none")
+        proof = _proof(fetch(offer.secagg_census_digest))
+        classes = len(run.manifest.schema.classes)
+        counted = verify(known.terms.run, known.keys, classes, proof, self.store.secagg.row(census))
+        found = [int(n) for n in counted]
+        self.store.secagg.keep_holders(key.run_id, found)
+        floor = run.contributor_floor
+        few = sum(n < floor.least for n in found) if floor is not None else 0
+        text = f"{key.run_id}: the census is proved; rows of {few} of {classes} classes stay here, which too few have"
+        self.emit(event("census", text, facts={"run": key.run_id, "withheld": few}))
+        return found
 
     # ---- the session's -------------------------------------------------------------------------------------------
 
@@ -296,15 +321,36 @@ class SessionHandler:
         return self.queue.pulse()
 
 
-def _require_no_census(run: CompiledRun) -> None:
-    """Refuse what this version cannot check: how many hospitals a class has, which the coordinator alone would say."""
-    if (floor := run.contributor_floor) is not None:
-        raise SecaggError(
-            "E-RUN-51",
-            "expected rows of classes of any number of hospitals (secagg.min_contributors=1), found a run that leaves "
-            f"out those of fewer than {floor.least}: this version counts no hospitals over the network. Set it to 1, "
-            "or choose a method that exchanges no rows of classes",
+def _proof(file: Path) -> Proof:
+    """Read what a census was opened from; raises SecaggError (E-RUN-48) on bytes that are no such thing."""
+    try:
+        found = pb.SecaggCensus.FromString(file.read_bytes())
+        uploads = tuple((u.index, _digest(u.object_digest)) for u in found.seal.updates)
+        seal = Seal(
+            found.seal.run_id,
+            TaskKind.CENSUS.value,
+            found.seal.round,
+            _digest(found.seal.base_digest),
+            found.seal.keys_digest,
+            uploads,
+            found.seal.signature,
         )
+        read: dict[int, tuple[bytes, Upload]] = {}
+        with TemporaryDirectory(dir=file.parent) as folder:
+            for (index, _), raw in zip(uploads, found.uploads, strict=True):
+                path = Path(folder) / str(index)
+                path.write_bytes(raw)
+                read[index] = bytes.fromhex(digests.digest(raw)), _upload(BundleFile(path))
+    except (DecodeError, ValueError, LookupError, ProtocolError) as error:
+        raise SecaggError("E-RUN-48", f"expected what a census was opened from, found other bytes: {error}") from error
+    seeds = {seed.member: seed.seed for seed in found.seeds if seed.block == BLOCK_OF_CLASSES}
+    return Proof(seal, {c.index: c.signature for c in found.confirmations}, read, seeds)
+
+
+def _upload(update: BundleFile) -> Upload:
+    extra = update[MASKS].total
+    blocks = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
+    return Upload(*(extra[name].numpy() for name in ("salt", "commitments", "packages")), *blocks)
 
 
 def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.account import ATTEMPTS
+from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
@@ -105,6 +107,7 @@ class ResponseTiming:
 
 
 IDLE_S = 1.0
+_DOING = {TaskKind.TRAIN: "training", TaskKind.EVALUATE: "evaluating", TaskKind.CENSUS: "counting classes"}
 MAX_KILLS = 2
 """Times that the service may be killed in the middle of one task before the run is given up here."""
 log = logging.getLogger(__name__)
@@ -267,10 +270,8 @@ class TaskRunner:
         self.queue.accept(task)
         if killed is not None:
             self.queue.tell(task, killed)
-        progress, most = self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
-        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
-        msg = codec.read_state(base)
-        doing = "training" if key.kind is TaskKind.TRAIN else "evaluating"
+        msg = {} if key.kind is TaskKind.CENSUS else self._fetch_base(task, prepared)
+        doing = _DOING[key.kind]
         self.emit(event("training", f"{key} of {name}: {doing}", key, {"name": name}))
         self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
@@ -292,7 +293,9 @@ class TaskRunner:
 
         def on_entered(entry: OutboxEntry) -> None:
             facts = evaluation_summary.facts(result.evaluation) | {"bytes": entry.size}
-            self.emit(event("staged", f"{key}: {evaluation_summary.sentence(result.evaluation)}", key, facts))
+            said = evaluation_summary.sentence(result.evaluation)
+            text = "the classes that this hospital adds rows of, under masks" if key.kind is TaskKind.CENSUS else said
+            self.emit(event("staged", f"{key}: {text}", key, facts))
 
         pending = self.outbox.begin(
             key, offer.manifest_digest, offer.base_digest, result, attestation, offer.incarnation, on_entered
@@ -303,11 +306,30 @@ class TaskRunner:
             prepared.ledger.commit(pending.entry.object_digest)
         return pending
 
-    def _masks(self, task: Task, prepared: PreparedRun) -> TaskMasks:
+    def _fetch_base(self, task: Task, prepared: PreparedRun) -> State:
+        """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""
+        offer, progress, most = task.offer, self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
+        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
+        msg = codec.read_state(base)
+        if prepared.run.contributor_floor is not None:
+            proved = self.secagg.holders(task.key, offer, prepared.run, self._fetch_of(task))
+            sent = msg.get(HOSPITALS, {}).get(HOSPITALS)
+            if sent is None or sent.tolist() != list(proved):
+                raise SecaggError(
+                    "E-RUN-48",
+                    "expected of the coordinator how many hospitals each class has, as the census proves it, found "
+                    "something else: nothing is sent",
+                )
+        return msg
+
+    def _fetch_of(self, task: Task) -> Callable[[str], Path]:
         def fetch(digest: str) -> Path:
             return self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING), MAX_KEYS_BYTES)
 
-        return self.secagg.begin(task.key, task.offer, prepared.run, fetch)
+        return fetch
+
+    def _masks(self, task: Task, prepared: PreparedRun) -> TaskMasks:
+        return self.secagg.begin(task.key, task.offer, prepared.run, self._fetch_of(task))
 
     def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
         train = key.kind is TaskKind.TRAIN
@@ -326,6 +348,8 @@ class TaskRunner:
         offer, key = task.offer, task.key
         last = int(offer.included_before) - 1 if offer.incarnation else -1
         tracked = bool(offer.incarnation) and prepared.run.method.server_tracks_state
+        if key.kind is TaskKind.CENSUS:
+            return None
         try:
             return self.outbox.state(key.run_id, before=last + 1 if tracked else key.round, at_least=last)
         except StateError as error:

@@ -143,6 +143,16 @@ class SecaggStore:
             raise _gone(run_id)
         return KnownRun(MaskedRun.from_json(row.terms), _keys(row), row.keys_object)
 
+    def holders(self, run_id: str) -> list[int] | None:
+        """Return how many hospitals each class has; None before the census was proved here."""
+        with self._database.read() as db:
+            row = _run(db, run_id)
+        return None if row is None or row.holders is None else list(map(int, json.loads(row.holders)))
+
+    def keep_holders(self, run_id: str, found: Sequence[int]) -> None:
+        with self._database.write() as db:
+            db.execute(update(secagg_runs).where(secagg_runs.c.run_id == run_id).values(holders=json.dumps(found)))
+
     def row(self, key: TaskKey) -> RoundRow | None:
         with self._database.read() as db:
             return _round(db, key)

@@ -376,10 +376,11 @@ class Trainer:
             if prepared.ledger is not None:  # a round that the plan does not have would be one more release
                 self._controls.record_refusal(key.run_id, error)
             raise
-        self._check_broadcast(prepared, msg)
-        self._check_start(prepared, key, msg)
-        # A clip of the coordinator's own is refused before anything is charged.
-        adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
+        if key.kind is not TaskKind.CENSUS:  # which nothing is sent for
+            self._check_broadcast(prepared, msg)
+            self._check_start(prepared, key, msg)
+            # A clip of the coordinator's own is refused before anything is charged.
+            adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
         if prepared.ledger is not None:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
@@ -486,7 +487,8 @@ class Trainer:
         cohort = sampling.sample_cohort(
             manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0
         )
-        late = key.round >= manifest.rounds if train else key.round > manifest.rounds
+        last = {TaskKind.TRAIN: manifest.rounds - 1, TaskKind.EVALUATE: manifest.rounds, TaskKind.CENSUS: 0}[key.kind]
+        late = key.round > last or (key.kind is TaskKind.CENSUS and prepared.run.contributor_floor is None)
         if late or size != len(cohort) or prepared.index not in cohort:
             raise ProtocolError(
                 "E-RUN-33",
@@ -505,11 +507,14 @@ def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple
     """Name the splits of whose records a bundle, or the sum under masks that it is in, tells more than noise bounds."""
     parts = set(prepared.run.flat_layouts[kind].layout) if prepared.run.masked else set(bundle)
     measured = METRIC_PARTS & parts - prepared.runtime.withholds
-    held = ({TRAIN} if kind is TaskKind.TRAIN or PERSONAL in parts else set()) | ({TEST} if measured else set())
+    held = ({TRAIN} if kind is not TaskKind.EVALUATE or PERSONAL in parts else set()) | ({TEST} if measured else set())
     return tuple(sorted(held - prepared.run.profile.protected))
 
 
 def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:
+    if METRICS not in measured:  # a census
+        zeros = (0.0,) * len(run.manifest.schema.classes)
+        return Evaluation(run.manifest.schema.classes, zeros, zeros)
     metrics, clinical = measured[METRICS], measured.get(CLINICAL_PART)
     return Evaluation(
         run.manifest.schema.classes,

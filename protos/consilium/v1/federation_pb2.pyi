@@ -952,6 +952,7 @@ class SecaggCensus(_message.Message):
     CONFIRMATIONS_FIELD_NUMBER: _builtins.int
     UPLOADS_FIELD_NUMBER: _builtins.int
     SEEDS_FIELD_NUMBER: _builtins.int
+    HOSPITALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def seal(self) -> Global___SecaggSeal: ...
     @_builtins.property
@@ -962,6 +963,10 @@ class SecaggCensus(_message.Message):
 
     @_builtins.property
     def seeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenedSeed]: ...
+    @_builtins.property
+    def hospitals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each class: what a silo finds the same, or refuses"""
+
     def __init__(
         self,
         *,
@@ -969,10 +974,11 @@ class SecaggCensus(_message.Message):
         confirmations: _abc.Iterable[Global___Confirmed] | None = ...,
         uploads: _abc.Iterable[_builtins.bytes] | None = ...,
         seeds: _abc.Iterable[Global___OpenedSeed] | None = ...,
+        hospitals: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmations", b"confirmations", "seal", b"seal", "seeds", b"seeds", "uploads", b"uploads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmations", b"confirmations", "hospitals", b"hospitals", "seal", b"seal", "seeds", b"seeds", "uploads", b"uploads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
