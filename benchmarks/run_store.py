@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from coordinator.config.run_spec import RunSpec
+from coordinator.config.run_spec import RunSpec, SecaggSpec
 from coordinator.simulate.results import Result
 from coordinator.simulate.sweep import in_processes
 from fl_core import datasets
@@ -27,6 +27,7 @@ from fl_core.converter import stated
 from fl_core.errors import DataError
 from fl_core.methods import method_class
 from fl_core.types.records import judgements
+from privacy import profiles
 
 Run = Mapping[str, object]
 _ALWAYS = ("method", "model", "data", "privacy", "aggregator", "train", "rounds", "seed", "cohort", "prototype_share")
@@ -71,7 +72,7 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
 
     also: what is measured beside the run's own numbers, or how.
     """
-    plain = {f.name: f.default for f in fields(spec)}
+    plain = {f.name: f.default for f in fields(spec)} | {"secagg": asdict(SecaggSpec())}
     found = {
         name: value
         for name, value in asdict(spec).items()
@@ -79,6 +80,7 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
     }
     if images:
         found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
+    found["privacy"] = profiles.stated_options(str(spec.privacy["name"]), spec.privacy)
     found["method"] = stated(method_class(str(spec.method["name"])), spec.method)
     found["model"] = {key: value for key, value in spec.model.items() if (key, value) != ("adapter", "none")}
     found |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}

@@ -17,10 +17,11 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Layout, PartSpec
 from privacy import profiles
 from privacy.profiles.base import PrivacyProfile
+from privacy.secagg.messages import package_length
+from privacy.secagg.terms import BLOCKS, SECRET
 
 MASKS = "masks"
 """The part of a masked update that is no block."""
-SEED_BYTES, SHARE_BYTES, TAG_BYTES = 32, 33, 16
 
 
 class CompiledRun(RunSetup):
@@ -35,6 +36,7 @@ class CompiledRun(RunSetup):
         """
         manifest.require_possible()
         run = cls(manifest)
+        run.require_maskable()
         run.profile.check()
         _ = run.method, run.guards, run.aggregator
         return run
@@ -45,22 +47,23 @@ class CompiledRun(RunSetup):
 
     @cached_property
     def guards(self) -> Guards:
-        return self._with_floor(self.profile.guards())
+        return self._with_masked(self.profile.guards())
 
     @cached_property
-    def aggregator(self) -> Options:
-        return self.profile.aggregator(super().aggregator)
+    def limits(self) -> Options:
+        return self.profile.aggregator(super().limits)
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
         """Make the check of single updates; in a private run sizes are the manifest's, and counts noisy."""
+        found = super().update_check(sizes)
         if not self.private:
-            return super().update_check(sizes)
-        tests = {name: size.test for name, size in (sizes or {}).items()}
+            return found
+        tests = {name: size.test for name, size in found.sizes.items()}
         declared = {
             m.name: DeclaredSize(m.units or math.inf, tests.get(m.name, math.inf)) for m in self.manifest.members
         }
         noise = self.profile.noise()
-        return replace(super().update_check(declared), noise=noise.counts, noisy_rows=noise.rows, signs=False)
+        return replace(found, sizes=declared, noise=noise.counts, noisy_rows=noise.rows, signs=False)
 
     def uploaded(self, kind: TaskKind, cohort: int) -> Layout:
         """Return the layout of what a silo uploads in a round of `cohort` silos: its update, or that under masks.
@@ -71,12 +74,13 @@ class CompiledRun(RunSetup):
         if not self.masked:
             return round_layout(self.method, self.manifest.layout, kind)
         shapes = {
-            "salt": (SEED_BYTES,),
-            "commitments": (2, cohort, SEED_BYTES),
-            "packages": (cohort, 2 * SHARE_BYTES * cohort + TAG_BYTES),
+            "salt": (SECRET,),
+            "commitments": (len(BLOCKS), cohort, SECRET),
+            "packages": (cohort, package_length(cohort)),
         }
         return {**self.flat_layouts[kind].blocks, MASKS: PartSpec(shapes, ())}
 
     @property
     def private(self) -> bool:
+        """Whether what leaves a silo is noisy."""
         return self.profile.terms is not None

@@ -30,11 +30,19 @@ _NUMBERS = {
     "of a test record": "epsilon_test",
 }
 
+_SHARED = {"all honest": "epsilon_all_honest", "masks fail": "epsilon_alone"}
+"""Where hospitals share the noise out."""
+
 _LEGEND = (
     "q: share of a hospital's records in one step; noise z: standard deviation of the noise over the clipping norm; "
     "epsilon: what the run spends, and what decides; with reserve: where a round must be repeated after a crash; "
     "tighter bound: of the same run, for information; of a record, of a test record: what one training "
     "or test image bears"
+)
+
+_SHARED_LEGEND = (
+    "; noise is shared out under masks, so epsilon holds while no more hospitals collude than secagg.collusion; all "
+    "honest: with all of them there and honest; masks fail: with a hospital's own noise alone"
 )
 
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
@@ -78,14 +86,16 @@ def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:
         yield f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows"
         return
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
-    yield make_table(title, (*_FACTS, *_NUMBERS), [_row(silo) for silo in found["silos"]])
-    yield _LEGEND
+    shared = any(silo["epsilon_alone"] != silo["epsilon"] for silo in found["silos"])
+    numbers = {**_NUMBERS, **(_SHARED if shared else {})}
+    yield make_table(title, (*_FACTS, *numbers), [_row(silo, numbers) for silo in found["silos"]])
+    yield _LEGEND + (_SHARED_LEGEND if shared else "")
     yield f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta"
 
 
-def _row(silo: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(silo: Mapping[str, Any], numbers: Mapping[str, str]) -> tuple[str, ...]:
     facts = (silo["name"], silo["units"], f"{silo['rate']:.4f}", silo["steps"], silo["rounds"])
-    return (*map(str, facts), *(f"{silo[key]:.3f}" for key in _NUMBERS.values()))
+    return (*map(str, facts), *(f"{silo[key]:.3f}" for key in numbers.values()))
 
 
 def _given(spec: RunSpec, sizes: str) -> RunManifest:

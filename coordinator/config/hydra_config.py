@@ -16,7 +16,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from coordinator.config.run_spec import AUTO, WEIGHTS, RunSpec
+from coordinator.config.run_spec import AUTO, MASKING, OFF, WEIGHTS, RunSpec, SecaggSpec
 from fl_core import datasets
 from fl_core.aggregation import options as aggregators
 from fl_core.datasets.table_schema import read_schema
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).parents[1]
 CONFIGS = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
 """The files that Hydra composes: inside the package in a wheel, beside it in a checkout."""
-GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "experiment", "scale")
+GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "secagg", "experiment", "scale")
 _NONE = "none"
 _LARGE_SIDE = 64
 """Pixels of an image's side from which on a ResNet has ImageNet's stem unless the run says otherwise."""
-_CONTINUED = ("method", "data", "model", "privacy", "aggregator")
+_CONTINUED = ("method", "data", "model", "privacy", "aggregator", "secagg")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 _RUN, _SIMULATION = "run", "simulation"
 _AGGREGATORS = {_RUN: aggregators.DEFAULT, _SIMULATION: aggregators.Mean.name}
 """What updates become one by where no word says it (docs/adr/0059-a-simulation-averages-and-a-run-bounds.md)."""
+_MASKS = OFF
+"""Whether masks hide single updates where no word says it."""
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
 """Partitions whose name says all; `federation=p7c3` names another one."""
 
@@ -64,10 +66,12 @@ def _store_dataclasses() -> None:
         store(name, {"name": name, **(_defaults(profile.config) if profile.config else {})}, group="privacy")
     for name, aggregator in aggregators.AGGREGATORS.items():
         store(name, {"name": name, **_defaults(aggregator)}, group="aggregator")
+    for name in MASKING:
+        store(name, _defaults(SecaggSpec) | {"name": name}, group="secagg")
     for name in PARTITIONS:
         store(name, {"name": name, "partition_seed": 0}, group="federation")
     for root, chosen in _AGGREGATORS.items():
-        store(root, {"defaults": [{"aggregator": chosen}, "config", "_self_"]})
+        store(root, {"defaults": [{"aggregator": chosen}, {"secagg": _MASKS}, "config", "_self_"]})
 
 
 def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from coordinator.config.run_spec import AUTO, RunSpec
+from coordinator.config.run_spec import AUTO, OFF, ON, RunSpec, SecaggSpec
 from fl_core import datasets
 from fl_core.aggregation import options as aggregators
-from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat, Ring
+from fl_core.aggregation.grid_bounds import bounded_grid
+from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.converter import ConversionError, Option, shown, structure
 from fl_core.datasets import DataRequest
 from fl_core.errors import ConfigError
@@ -19,7 +22,7 @@ from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
+from fl_core.rounds.manifest import MIN_MASKED, Member, NamedOptions, RunManifest, Secagg, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.frozen_features import check_shared, trained_part
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
@@ -27,6 +30,7 @@ from fl_core.types.columns import Column
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema
 from privacy import profiles
+from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.version import version
@@ -83,11 +87,16 @@ class _Columns:
 
 
 def manifest_from(
-    spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None, basic_only: Sequence[str] = ()
+    spec: RunSpec,
+    names: Sequence[str],
+    sizes: Sequence[float] | None = None,
+    basic_only: Sequence[str] = (),
+    examples: Sequence[DeclaredSize] = (),
 ) -> RunManifest:
     """Freeze a run over the silos `names`, in this order.
 
     sizes: what they declare of their size, for private runs   basic_only: those whose version knows no clinical metrics
+    examples: what they declare of their examples, for masked runs, 0 where one says nothing.
 
     A run with record-level privacy takes the private form of its method, and the manifest says so.
     Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
@@ -97,6 +106,7 @@ def manifest_from(
     """
     schema = schema_of(spec)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names)
+    privacy = replace(privacy, options=profiles.stated_options(privacy.name, privacy.options))
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
     model = _model_choice(spec)
@@ -106,7 +116,7 @@ def manifest_from(
     capabilities.check_micro_batch(built, trained.model, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
     own = derive_layout(built, *trained, spec.personal, metrics)
-    check_shared(method.name, own, spec.train)
+    check_shared(built, own, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-02",
@@ -118,7 +128,7 @@ def manifest_from(
         model=model,
         data=str(spec.data["name"]),
         schema=schema,
-        members=_members(spec, names, sizes),
+        members=_members(spec, names, sizes, examples),
         layout={**own, **profiles.extra_parts(privacy)},
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
@@ -129,10 +139,64 @@ def manifest_from(
         aggregator=_aggregator(spec),
         metrics=metrics,
         extensions=_extensions(method, model),
+        secagg=_secagg(spec, len(names)),
         **{name: getattr(spec, name) for name in _OF_SPEC},
     )
-    CompiledRun.of(manifest)
+    compiled = CompiledRun.of(manifest)
+    if compiled.masked:
+        manifest = _with_grid(compiled, spec.secagg, examples)
+        CompiledRun.of(manifest)
     return RunManifest.from_json(manifest.to_json())
+
+
+def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
+    """Return the terms of masks, None without; raises ConfigError (E-CFG-02) on what does not go together."""
+    asked = spec.secagg
+    if asked.name == OFF:
+        if asked != SecaggSpec():
+            raise ConfigError(
+                "E-CFG-02", "expected secagg=on beside its terms, found secagg=off: set it, or leave them out"
+            )
+        return None
+    if silos < MIN_MASKED:
+        if asked.name != ON:
+            return None
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected {MIN_MASKED} hospitals or more with secagg=on, since of two each knows the other from the sum, "
+            f"found {silos}: ask more, or set secagg=off",
+        )
+    least = asked.min_contributors or (1 if profiles.is_private(_choice(spec.privacy)) else 2)
+    if asked.min_sum > silos:
+        raise ConfigError(
+            "E-CFG-02", f"expected secagg.min_sum of at most {silos} hospitals, found {asked.min_sum}: lower it"
+        )
+    return Secagg(least, asked.class_sums, asked.collusion, asked.min_sum)
+
+
+def _with_grid(run: CompiledRun, asked: SecaggSpec, examples: Sequence[DeclaredSize]) -> RunManifest:
+    """Complete a masked run by what its guards send and by the grid of its sums.
+
+    Raises ConfigError (E-CFG-08) on a part without a bound.
+    """
+    manifest = replace(run.manifest, layout={**run.manifest.layout, **run.guard_parts})
+    run = CompiledRun(manifest)
+    exact = run.method.exact
+    if asked.ring == "ring32" and exact:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected secagg.ring=ring64 with method {run.method.name}, whose sums are exact in words of 64 bits "
+            "alone, found ring32: leave it out",
+        )
+    declared = [m.units for m in manifest.members] + [int(e.train) for e in examples]
+    largest = DeclaredSize(_largest(declared), _largest([int(e.test) for e in examples]))
+    ring: Ring = asked.ring if asked.ring != "auto" else "ring64" if exact else "ring32"
+    grid = bounded_grid(ring, len(manifest.members), run.update_check(), largest, run.profile.clipped)
+    return replace(manifest, grid=grid)
+
+
+def _largest(declared: Sequence[int]) -> float:
+    return float(max(declared)) if any(declared) else math.inf
 
 
 def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
@@ -197,11 +261,23 @@ def _aggregator(spec: RunSpec) -> NamedOptions:
     return NamedOptions(chosen.name, {key: value for key, value in said.items() if value != getattr(unsaid, key)})
 
 
-def _members(spec: RunSpec, names: Sequence[str], sizes: Sequence[float] | None = None) -> tuple[Member, ...]:
-    """Draw who submits prototypes. Only a private run keeps the declared sizes; 0: no usable one."""
-    private = sizes is not None and profiles.is_private(_choice(spec.privacy))
-    declared = [int(n) if 0 < n < _MAX_INTEGER else 0 for n in sizes] if private and sizes else None
+def _members(
+    spec: RunSpec,
+    names: Sequence[str],
+    sizes: Sequence[float] | None = None,
+    examples: Sequence[DeclaredSize] = (),
+) -> tuple[Member, ...]:
+    """Draw who submits prototypes. Only a private or masked run keeps the declared sizes; 0: no usable one."""
+    declared = None
+    if sizes is not None and profiles.is_private(_choice(spec.privacy)):
+        declared = [_units(n) for n in sizes]
+    elif examples and _secagg(spec, len(names)) is not None:
+        declared = [round_to_two_digits(_units(e.train)) if _units(e.train) else 0 for e in examples]
     return make_members(names, spec.seed, spec.prototype_share, declared)
+
+
+def _units(declared: float) -> int:
+    return int(declared) if 0 < declared < _MAX_INTEGER else 0
 
 
 def _choice(group: Mapping[str, object]) -> NamedOptions:
@@ -221,7 +297,9 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
     spec = RunSpec.from_json(spec_json)
     names, data = select_silos(spec, silos), {s.name: s.data for s in silos}
     older = [name for name in names if CLINICAL not in data[name].metrics]
-    return manifest_from(spec, names, [data[name].nominal_size for name in names], older)
+    sizes = [data[name].nominal_size for name in names]
+    examples = [DeclaredSize(data[n].train_examples or data[n].nominal_size, data[n].test_examples) for n in names]
+    return manifest_from(spec, names, sizes, older, examples)
 
 
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:

@@ -5,20 +5,47 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fl_core import validate
 from fl_core.aggregation import options as aggregators
 from fl_core.converter import ConversionError, parse_json, shown, structure
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE, Weights
+from fl_core.rounds.manifest import CLASS_SUMS, COMPLETE, LOST_STATE, MAX_MASKED, PATIENCE_S, REFUSE, Weights
 from fl_core.types.clinical import METRICS_KINDS
 from fl_core.types.records import TrainConfig
-from fl_core.validate import Count, Positive, PositiveCount, PositiveOrInfinite, bounded, one_of
+from fl_core.validate import Count, Positive, PositiveCount, PositiveOrInfinite, between, bounded, one_of
 
 AUTO = "auto"
 WEIGHTS = ("weights_file", "weights_source", "weights")
 """Fields that are no keys of their own, and are left out of the JSON where they say nothing."""
+
+
+OFF, ON = "off", "on"
+MASKING = (AUTO, ON, OFF)
+
+
+@dataclass(frozen=True, slots=True)
+class SecaggSpec:
+    """Whether masks hide single updates, and on which terms; a configuration without it is one without masks.
+
+    Attributes:
+        name: "on", "off", or "auto": on where three hospitals or more take part, and refused where it cannot be
+        ring: of the sum, "ring32" or "ring64", whose words are twice as long and hold what has no bound; "auto": ring32
+            unless the method needs the other
+        min_contributors: hospitals that rows of a class are sums over at least; 0: 2, in a private run 1
+        class_sums, collusion, min_sum: see `fl_core.rounds.manifest.Secagg`
+    """
+
+    name: Annotated[str, bounded(one_of, MASKING)] = OFF
+    ring: Literal["auto", "ring32", "ring64"] = "auto"
+    min_contributors: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+    class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
+    collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
+    min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+
+    def __post_init__(self) -> None:
+        validate.declared("E-CFG-02", "secagg", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +64,7 @@ class RunSpec:
         lost_state: refuse or restart, see `RunManifest`
         silos: the roster, by name; None for every enrolled silo whose data fits
         aggregator: how a round's updates become one
+        secagg: whether masks hide single updates
         metrics: what evaluations measure, "basic" or "clinical"; "auto" is clinical where the run's classes, silos and
             privacy allow it
         weights_file, weights_source: `model.weights` and `model.weights_source`, a file of the lead's and where it came
@@ -66,6 +94,7 @@ class RunSpec:
     metrics: Annotated[str, bounded(one_of, (AUTO, *METRICS_KINDS))] = AUTO
     silos: tuple[str, ...] | None = None
     aggregator: Mapping[str, object] = field(default_factory=lambda: {"name": aggregators.DEFAULT})
+    secagg: SecaggSpec = field(default_factory=SecaggSpec)
     weights_file: str = ""
     weights_source: str = ""
     weights: Weights | None = None
@@ -75,6 +104,8 @@ class RunSpec:
         for name in WEIGHTS:
             if not raw[name]:
                 del raw[name]
+        if self.secagg == SecaggSpec():  # an older coordinator knows no masks, and is asked for none
+            del raw["secagg"]
         return json.dumps(raw, sort_keys=True)
 
     @classmethod

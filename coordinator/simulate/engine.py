@@ -105,7 +105,7 @@ class SimulationEngine:
         if self.engine not in ENGINES:
             raise ConfigError("E-CFG-08", f"expected --engine of {ENGINES}, found {self.engine!r}")
         if self.engine == "ray":
-            if data_factories or run.guards.silo:
+            if data_factories or run.private:
                 raise ConfigError("E-CFG-08", "expected engine=local for a private run, found engine=ray: change one")
             if self.device != "cpu" or self.exact or self.workers > 1:
                 raise ConfigError(
@@ -144,7 +144,7 @@ class SimulationEngine:
         Raises ConfigError (E-CFG-08) where some were asked for that cannot be, RefusedError (E-RUN-38).
         """
         alone = [
-            ("a private run", bool(run.guards.silo) or run.manifest.privacy.name != "none"),
+            ("a private run", run.private or run.manifest.privacy.name != "none"),
             (f"--device {self.device}", choose_device(self.device).type != "cpu"),
             ("--deterministic", self.exact),
             ("train.compile=true", run.manifest.train.compile),

@@ -24,6 +24,7 @@ from coordinator.simulate.engine import SimulationEngine, threads_of
 from coordinator.simulate.results import Result, ResultFolder
 from coordinator.simulate.sweep import folder_name
 from fl_core import datasets
+from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.errors import ConfigError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
@@ -190,8 +191,10 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
     if spec.data["name"] == "table":
         spec = _with_columns(spec, sets[0].schema.columns)
     sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]
+    examples = [DeclaredSize(*(round_to_two_digits(len(half)) for half in (s.train, s.test))) for s in sets]
     spec, taken = weights.take(spec)
-    return weights.begin(manifest_from(spec, [f"hospital{k}" for k in range(len(sets))], sizes), taken), sets
+    names = [f"hospital{k}" for k in range(len(sets))]
+    return weights.begin(manifest_from(spec, names, sizes, examples=examples), taken), sets
 
 
 def _with_columns(spec: RunSpec, own: Sequence[Column]) -> RunSpec:

@@ -46,12 +46,12 @@ class Aggregator:
             else:
                 sums = self._sums[name]
             for key, into in sums.total.items():
-                self._add(name, part.total[key], into, factors.get((name, key)))
-            self._add(f"{name}.weight", part.weight, sums.weight)
+                self._add(self.grid.segment(name, key), part.total[key], into, factors.get((name, key)))
+            self._add(self.grid.segment(name, None), part.weight, sums.weight)
 
     def add_weight(self, name: str, weight: Tensor) -> None:
         """Add a weight without its values, for aggregators that `put` something else than their sum."""
-        self._add(f"{name}.weight", weight, self._sums[name].weight)
+        self._add(self.grid.segment(name, None), weight, self._sums[name].weight)
 
     def put(self, name: str, key: str, start: int, units: Tensor) -> None:
         """Set some of a tensor's numbers in integer units."""

@@ -72,9 +72,10 @@ class CoordinatewiseSum(RoundSum):
             return
         weights = np.array([float(u[name].weight) for u in there])
         shares = self._shares(name, there, weights)
-        scale = float(weights.sum()) * 2.0 ** self.sums.grid.frac_bits(name)
+        grid = self.sums.grid
         for key, start, values in self._blocks(name, there, weights):
             found = self._combine(values) if shares is None else shares @ values
+            scale = float(weights.sum()) * 2.0 ** grid.frac_bits(grid.segment(name, key))
             units = np.rint(np.clip(found * scale, -_MAX_UNITS, _MAX_UNITS)).astype(np.int64)
             self.sums.put(name, key, start, torch.from_numpy(units))
         for update in there:

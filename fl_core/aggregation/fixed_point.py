@@ -2,11 +2,13 @@
 
 A value v becomes the integer rint(v * 2^f); integers are added, so the sum does not depend on the order of arrival,
 needs one accumulator, and a masked and a plain run on the same grid agree to the last bit. Per segment s (a part's
-totals, or its weight) with bound B_s, for at most n silos,
+totals, the batch norm statistics among them where they have a bound of their own, or its weight) with bound B_s, for at
+most n silos,
 
     f_s = floor(log2((2^(w-1) - 1) / (n * B_s)))        w = 64 (`ring64`, plain runs) or 32 (`ring32`, masked runs)
 
-so n values inside their bound never overflow. Values outside it are clipped, counted and reported.
+so n values inside their bound never overflow; f_s is negative where B_s is larger than the ring. Values outside their
+bound are clipped, counted and reported.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_core import validate
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
@@ -30,20 +33,42 @@ from fl_core.types.values import Bundle, Layout, Part, PartSpec
 RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
 
+BUFFERS = ("running_mean", "running_var")
+"""How names of batch norm's statistics end, whatever model they are part of."""
 Ring = Literal["ring64", "ring32"]
+_LEAST_BITS = 16
+"""Of a value below its bound, sign apart: a grid without them is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPointFormat:
     """The public grid of a run, frozen in its manifest.
 
-    bounds: segment -> B_s, where a segment is a part's name or "<part>.weight"; a segment that is not named takes
+    bounds: segment -> B_s, where a segment is a part's name, "<part>.weight", or "<part>.buffers" for its batch norm
+    statistics, which are of the part's own segment unless this one is named; another segment that is not named takes
     2^24 on ring64 and is an error on ring32, which has no room to spare.
     """
 
     ring: Ring = "ring64"
     n_max: int = 1
     bounds: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, silos: int) -> None:
+        """Raise ConfigError (E-CFG-02) on a grid that sums of so many silos do not fit, whoever made it."""
+        if self.n_max < silos:
+            raise ConfigError(
+                "E-CFG-02", f"expected a grid for {silos} silos, found one for {self.n_max}: make another"
+            )
+        for segment, bound in self.bounds.items():
+            validate.positive("E-CFG-02", "grid.bounds", **{segment: bound})
+            self.frac_bits(segment)
+
+    def segment(self, part: str, key: str | None) -> str:
+        """Name the segment of one of a part's tensors; None: of its weight."""
+        if key is None:
+            return f"{part}.weight"
+        own = f"{part}.buffers"
+        return own if key.endswith(BUFFERS) and own in self.bounds else part
 
     def bound(self, segment: str) -> float:
         """Return B_s, rounded down to what the grid can hold."""
@@ -54,7 +79,7 @@ class FixedPointFormat:
         return RING64_BOUND
 
     def frac_bits(self, segment: str) -> int:
-        """Return f_s; raises ConfigError (E-CFG-08) when a bound leaves no resolution at all."""
+        """Return f_s, negative where units are larger than 1; raises ConfigError (E-CFG-08) for too many silos."""
         return _frac_bits(self.ring, self.n_max, self.bound(segment))
 
     def encode(self, segment: str, value: Tensor) -> tuple[Tensor, int]:
@@ -93,8 +118,8 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     bits = math.floor(math.log2(top / (n_max * exact)))
     if n_max * math.ceil(exact * Fraction(2) ** bits) > top:  # log2 rounds, and so does the value at the bound
         bits -= 1
-    if bits < 0:
-        raise ConfigError("E-CFG-08", f"{ring} cannot hold {n_max} silos with bound {bound}")
+    if exact * Fraction(2) ** bits < 2**_LEAST_BITS:
+        raise ConfigError("E-CFG-08", f"{ring} cannot hold {n_max} silos with bound {bound}: take fewer, or ring64")
     return bits
 
 
@@ -109,8 +134,8 @@ class FixedPoint(Guard):
         return {name: self._encode(name, part) for name, part in bundle.items()}
 
     def _encode(self, name: str, part: Part) -> Part:
-        total = {key: self._units(name, value) for key, value in part.total.items()}
-        return Part(total, self._units(f"{name}.weight", part.weight))
+        total = {key: self._units(self.grid.segment(name, key), value) for key, value in part.total.items()}
+        return Part(total, self._units(self.grid.segment(name, None), part.weight))
 
     def _units(self, segment: str, value: Tensor) -> Tensor:
         units, clipped = self.grid.encode(segment, value)
@@ -121,8 +146,8 @@ class FixedPoint(Guard):
         return {name: self._decode(name, part) for name, part in total.items()}
 
     def _decode(self, name: str, part: Part) -> Part:
-        total = {key: self.grid.decode(name, value) for key, value in part.total.items()}
-        return Part(total, self.grid.decode(f"{name}.weight", part.weight))
+        total = {key: self.grid.decode(self.grid.segment(name, key), value) for key, value in part.total.items()}
+        return Part(total, self.grid.decode(self.grid.segment(name, None), part.weight))
 
 
 def check_finite(segment: str, value: Tensor) -> None:

@@ -14,7 +14,7 @@ from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.flat_blocks import BLOCKS, CLASSES, WORDS, FlatLayout
 from fl_core.aggregation.round_sum import Decided, RoundSum
 from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck
-from fl_core.errors import ProtocolError
+from fl_core.errors import ProtocolError, RefusedError
 from fl_core.types.values import Bundle
 
 
@@ -39,6 +39,9 @@ class MaskedSum(RoundSum):
     """The sum over a set of members, with masks or, in a simulation, without.
 
     Sums per class are opened where `each`, or where every member of the run sent: else they are zeros of weight 0.
+
+    Guarantees: what no set of honest members sums up to is not merged; single updates are checked at their silos, and
+    nobody is named.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class MaskedSum(RoundSum):
         self._layout, self._everybody, self._opening, self._each = layout, set(everybody), opening, each
         self._words = {block: torch.zeros(layout.words(block), dtype=layout.dtype) for block in BLOCKS}
         self._added: list[str] = []
-        self._opened: dict[str, Tensor] = {}
+        self._total: Bundle = {}
 
     def measure(self, update: Bundle, name: str) -> Measured:  # noqa: ARG002
         """Check what can be seen of an update: kind and number of its words."""
@@ -74,20 +77,23 @@ class MaskedSum(RoundSum):
     def finish(self) -> Decided:
         """Open the sum of what was added.
 
-        Raises FederationError as `Opening.unmask`, ProtocolError (E-RUN-43) where the sum holds what no set of honest
+        Raises FederationError as `Opening.unmask`, RefusedError (E-RUN-48) where the sum holds what no set of honest
         members sums up to.
         """
         open_classes = self._each or set(self._added) == self._everybody
         blocks = [block for block in BLOCKS if block != CLASSES or open_classes]
         if self._opening is not None:
             self._opening.unmask(self._words, self._added, blocks)
-        self._opened = {block: self._words[block] for block in blocks}
+        self._total = self._layout.unflatten({block: self._words[block] for block in blocks})
+        try:
+            self.check.of_sum([self.check.sizes.get(name, DeclaredSize()) for name in self._added]).check(self._total)
+        except ProtocolError as error:
+            raise RefusedError(
+                "E-RUN-48",
+                f"expected a sum that updates of {len(self._added)} hospitals add up to, found another "
+                f"({error.message}): nothing is merged, and who is to blame cannot be told",
+            ) from error
         return Decided()
 
     def total(self) -> Bundle:
-        return self._layout.unflatten(self._opened)
-
-    def declared(self) -> DeclaredSize:
-        """Return how many examples all members of the set have declared."""
-        found = [self.check.sizes.get(name, DeclaredSize()) for name in self._added]
-        return DeclaredSize(sum(size.train for size in found), sum(size.test for size in found))
+        return self._total

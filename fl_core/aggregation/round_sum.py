@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.aggregator import Aggregator
+from fl_core.aggregation.fixed_point import BUFFERS
 from fl_core.aggregation.options import NormClipped
-from fl_core.aggregation.update_check import BUFFERS, Measured, UpdateCheck
+from fl_core.aggregation.update_check import Measured, UpdateCheck
 from fl_core.errors import RefusedError
 from fl_core.types.values import Bundle, Part
 

@@ -27,15 +27,13 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.contributor_floor import HOSPITALS
-from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPointFormat, check_layout
+from fl_core.aggregation.fixed_point import BUFFERS, RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS
 from fl_core.types.enums import Weighing
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule
 
-BUFFERS = ("running_mean", "running_var")
-"""How names of batch norm's statistics end, whatever model they are part of."""
 _SIGMAS = 12.0
 _COUNT_ROUNDING = 1e-6
 """Of float32, in which counts travel: exact up to 16 million."""
@@ -135,6 +133,7 @@ class UpdateCheck:
         noise: in a private run the standard deviation of counts by part; infinite: they are not checked
         noisy_rows: in a private run what parts with a weight per class hold, where that is known
         signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
+        updates: how many updates what is checked is the sum of; the ranges of a sum are the sums of theirs
     """
 
     layout: Layout
@@ -145,10 +144,18 @@ class UpdateCheck:
     noise: Mapping[str, float] = field(default_factory=dict)
     noisy_rows: NoisyRows | None = None
     signs: bool = False
+    updates: int = 1
 
     def of(self, layout: Layout) -> UpdateCheck:
         """Return the check of updates that have only a part of the run's layout: those of one kind of round."""
         return replace(self, layout=layout)
+
+    def of_sum(self, sizes: Sequence[DeclaredSize]) -> UpdateCheck:
+        """Return the check of a sum of updates whose silos declared these sizes; it names nobody."""
+        together, n = DeclaredSize(sum(s.train for s in sizes), sum(s.test for s in sizes)), len(sizes)
+        noise, rows = {part: n * std for part, std in self.noise.items()}, self.noisy_rows
+        rows = None if rows is None else NoisyRows(rows.length, n * rows.count, n * rows.value)
+        return replace(self, sizes={"": together}, noise=noise, noisy_rows=rows, signs=False, updates=n)
 
     def check(self, update: Bundle, silo: str = "") -> Measured:
         """Check an update and measure it.
@@ -181,7 +188,7 @@ class UpdateCheck:
         counted = float(update["delta"].weight) if bias is not None and self.signs else 0.0
         if bias is None or not counted > 0:
             return Measured(norms, rows)
-        change = bias.detach().cpu().double() * self._scale("delta", bias) / counted
+        change = bias.detach().cpu().double() * self._scale("delta", "head.bias", bias) / counted
         tested = self._numbers(f"{METRICS}.weight", update[METRICS].weight)
         correct = self._numbers(METRICS, update[METRICS].total["correct"])
         if float(correct.sum()) >= _KNOWN * float(tested.sum()):
@@ -192,7 +199,7 @@ class UpdateCheck:
         """Bound the share of a parameter that weight decay takes away in one round."""
         counted = self.rule("delta", False).weight is Weighing.EXAMPLES
         examples = weight if counted else self.sizes.get(silo, DeclaredSize()).train
-        steps = _most_steps(self.train, examples) if self.train.weight_decay else 0.0
+        steps = most_steps(self.train, examples) if self.train.weight_decay else 0.0
         return min(1.0, self.train.lr * self.train.weight_decay * steps)
 
     def rule(self, name: str, per_row: bool) -> PartRule:
@@ -211,9 +218,9 @@ class UpdateCheck:
         size, rule = self.sizes.get(silo, DeclaredSize()), self.rule(name, bool(weight.dim()))
         most = size.test if name == METRICS else size.train
         if rule.weight is Weighing.ONCE:
-            most = 1.0
+            most = float(self.updates)
         elif rule.weight is Weighing.QUALITY:
-            most = max(most, math.e)
+            most = max(most, math.e * self.updates)
         low, rows = -slack, self._noisy(name, weight)
         if rows is not None:
             low, slack = 0.0, 0.0 if rule.weight is Weighing.ONCE else _SIGMAS * rows.count
@@ -252,7 +259,8 @@ class UpdateCheck:
     def _square(self, name: str, key: str, value: Tensor, weight: Tensor, silo: str) -> Tensor:
         """Return the sum of squares, per row where weights are; raises ProtocolError where it is not finite."""
         rows = value.detach() if weight.dim() else (value.detach(),)
-        sums = [math.fsum(_block_squares(row.reshape(-1), self._scale(name, row))) for row in rows]
+        scale = self._scale(name, key, value)
+        sums = [math.fsum(_block_squares(row.reshape(-1), scale)) for row in rows]
         if not all(map(math.isfinite, sums)):
             raise _not_finite(name)
         square = torch.tensor(sums if weight.dim() else sums[0], dtype=torch.float64)
@@ -263,15 +271,21 @@ class UpdateCheck:
             raise _refused(silo, f"{name!r} holds values of weight 0 in {key!r}", "0")
         return square
 
-    def _scale(self, name: str, value: Tensor) -> float:
-        return 1.0 if value.is_floating_point() else 2.0 ** -self.grid.frac_bits(name)
+    def _scale(self, name: str, key: str, value: Tensor) -> float:
+        return 1.0 if value.is_floating_point() else 2.0 ** -self.grid.frac_bits(self.grid.segment(name, key))
 
     def _check_clinical(self, part: Part, metrics: Part, silo: str) -> None:
         """Check the clinical part against "metrics", which is checked by itself; neither is ever noisy."""
         weight = self._numbers(f"{CLINICAL_PART}.weight", part.weight)
         total = {key: self._numbers(CLINICAL_PART, part.total[key]) for key in part.total}
         correct = self._numbers(METRICS, metrics.total["correct"])
-        fault = clinical_fault(total, weight, correct, self._numbers(f"{METRICS}.weight", metrics.weight))
+        examples = self._numbers(f"{METRICS}.weight", metrics.weight)
+        if self.updates > 1 and float(weight) < float(examples.sum()):  # of those that do not withhold it
+            some, right = total["confusion"].sum(1), total["confusion"].diagonal()
+            if bool((some > examples).any()) or bool((right > correct).any()):
+                raise _refused(silo, "clinical metrics of more examples than are counted", "as many at most")
+            correct, examples = right, some
+        fault = clinical_fault(total, weight, correct, examples)
         if fault:
             who = f"{silo}: " if silo else ""
             raise ProtocolError("E-RUN-43", f"{who}clinical metrics: {fault}: refused; both sides must run one version")
@@ -285,10 +299,11 @@ class UpdateCheck:
             _within("correct answers beyond the examples", value - weight, -math.inf, 2 * slack, math.inf, silo)
             _within("correct answers", value, -slack, math.inf, math.inf, silo)
         elif name in PERSONAL_PARTS:
-            low, high = (-_ROUNDING, _ROUNDING) if key.endswith("_rest") else (0.0, float(weight))
+            rest = _ROUNDING * self.updates
+            low, high = (-rest, rest) if key.endswith("_rest") else (0.0, float(weight))
             _within(f"{name}.{key}", value, low, high, math.inf, silo)
         elif key == self.rule(name, False).steps:
-            most = _most_steps(self.train, size.train) * float(weight) if weight > 0 else 0.0
+            most = most_steps(self.train, size.train) * float(weight) if weight > 0 else 0.0
             _within("optimiser steps", value, 0.0, most, math.inf, silo)
         else:
             most = size.train * float(weight) if weight > 0 else 0.0
@@ -343,7 +358,7 @@ def _block_squares(value: Tensor, scale: float) -> Iterator[float]:
         yield float(exact.sum())
 
 
-def _most_steps(train: TrainConfig, examples: float) -> float:
+def most_steps(train: TrainConfig, examples: float) -> float:
     """Bound the steps of one round, and how far they reach with momentum."""
     if not math.isfinite(examples):
         return math.inf

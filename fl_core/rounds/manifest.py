@@ -138,21 +138,53 @@ class Secagg:
     class_sums: whether sums per class are opened in rounds in which every member sent alone, or in each; the difference
     of two sums over different sets is one hospital's
     collusion: hospitals whose noise does not count, where noise is shared out
+    min_sum: updates that a sum has at least, where that is more than follows from the number of members; a round of
+    fewer members then needs all of them
     """
 
     min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 2
     class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
     collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
+    min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+
+    def check(self, members: int, cohort: int) -> None:
+        """Raise ConfigError (E-CFG-02) on terms that no run of so many members has; cohort: of a round, 0: all."""
+        validate.declared("E-CFG-02", "secagg", self)
+        drawn = cohort or members
+        if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since of two each knows the "
+                f"other from the sum, found {members} and a cohort of {drawn}: ask more, or set secagg=off",
+            )
+        if self.min_contributors > members:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected secagg.min_contributors of at most {members} hospitals, found {self.min_contributors}",
+            )
+        most = max(1, 2 * self.answers(drawn) - drawn - 1)
+        if self.collusion > most:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected secagg.collusion of at most {most} with {drawn} hospitals in a round, found "
+                f"{self.collusion}: more of them can have two sums of one round",
+            )
+        if drawn < members and self.class_sums == COMPLETE:
+            raise ConfigError(
+                "E-CFG-02",
+                "expected cohort=0 with secagg.class_sums=complete, under which sums per class are opened over all "
+                f"hospitals alone, found cohort={cohort}: set secagg.class_sums=each, by which the difference of two "
+                "rounds may show one hospital's counts, or leave cohort out",
+            )
 
     @staticmethod
     def answers(cohort: int) -> int:
         """Return how many members of a round open its sum: so many that two sets would share an honest one."""
         return -(-2 * cohort // 3)
 
-    @classmethod
-    def smallest_sum(cls, cohort: int) -> int:
+    def smallest_sum(self, cohort: int) -> int:
         """Return how many updates a sum has at least."""
-        return max(MIN_MASKED, cls.answers(cohort))
+        return max(MIN_MASKED, self.answers(cohort), min(self.min_sum, cohort))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +280,9 @@ class RunManifest:
         """
         validate.declared("E-CFG-02", "", self)
         self.train.check()
+        self.grid.check(len(self.members))
+        if self.secagg is not None:
+            self.secagg.check(len(self.members), self.cohort)
         if self.metrics == CLINICAL and len(self.schema.classes) > MAX_CLASSES:
             raise ConfigError(
                 "E-CFG-02",

@@ -15,10 +15,11 @@ from torch import nn
 from fl_core.aggregation import coordinatewise
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.contributor_floor import ContributorFloor
-from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint
 from fl_core.aggregation.flat_blocks import CLASSES, FlatLayout
+from fl_core.aggregation.norm_guard import NORMS, NormGuard, blocks_of, norms_layout
 from fl_core.aggregation.options import Options
-from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms, with_undeclared
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.extensions import registry
 from fl_core.methods import build_method
@@ -28,13 +29,13 @@ from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
 from fl_core.rounds.manifest import EACH, RunManifest, Secagg, StartPoint
 from fl_core.rounds.silo_round import Masking, SiloRuntime, round_layout
-from fl_core.training.evaluation import METRIC_PARTS
+from fl_core.training.evaluation import METRIC_PARTS, METRICS
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
 from fl_core.types import tensor_maps
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import FEATURES, Schema
-from fl_core.types.values import Examples, RoundContext, State, Tensors
+from fl_core.types.values import Examples, Layout, PartRule, RoundContext, State, Tensors
 
 
 class Guards(NamedTuple):
@@ -63,6 +64,7 @@ class RunSetup:
         """
         registry.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
         run = cls(manifest)
+        run.require_maskable()
         _ = run.method, run.aggregator
         return run
 
@@ -72,11 +74,13 @@ class RunSetup:
 
     @cached_property
     def guards(self) -> Guards:
-        return self._with_floor(Guards((), (FixedPoint(self.manifest.grid),)))
+        return self._with_masked(Guards((), (FixedPoint(self.manifest.grid),)))
 
-    def _with_floor(self, found: Guards) -> Guards:
+    def _with_masked(self, found: Guards) -> Guards:
+        """Add the guards of a masked run; on a sum that of norms comes last, when numbers are off the grid."""
         floor = () if self.contributor_floor is None else (self.contributor_floor,)
-        return Guards((*found.silo, *floor), (*found.incoming, *floor))
+        bound = () if self.norm_guard is None else (self.norm_guard,)
+        return Guards((*found.silo, *floor, *bound), (*bound, *found.incoming, *floor))
 
     def with_weights(self, weights: Tensors) -> Self:
         """Return the run with the weights that its start names.
@@ -134,10 +138,14 @@ class RunSetup:
         """Whether examples are features, made by the body that the run begins with."""
         return self.manifest.train.freeze == FEATURES
 
-    def features(self, examples: Examples, device: torch.device) -> Iterator[FeatureBatch]:
-        """Make what a run with a frozen body is trained on; raises as `frozen_features.feature_batches`."""
+    def features(self, examples: Examples, device: torch.device, train: bool) -> Iterator[FeatureBatch]:
+        """Make what a run with a frozen body is trained or tested on; raises as `frozen_features.feature_batches`."""
         self._require_weights()
-        return feature_batches(self.network.body, examples, device)
+        return feature_batches(self.network.body, examples, device, self.views(train))
+
+    def views(self, train: bool) -> int:
+        """Return how many views of an example are kept: of those that are trained on, as the schedule says."""
+        return self.manifest.train.views if train else 1
 
     def classifier(self, server: State) -> nn.Module:
         """Make the global model of a server state, for examples as they are; raises as `Method.global_model`."""
@@ -189,15 +197,60 @@ class RunSetup:
         }
         masking = None
         if self.masked:
-            masking = Masking(self.update_check(), self.flat_layouts, self.class_rows, self.signs)
+            masking = Masking(self.update_check(), self.flat_layouts, self.class_rows, self.signs, self.private)
         return SiloRuntime(
             self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial, masking=masking
         )
 
     @property
+    def private(self) -> bool:
+        """Whether what leaves a silo is noisy."""
+        return False
+
+    @property
     def masked(self) -> bool:
         """Whether masks hide single updates."""
         return self.manifest.secagg is not None
+
+    def require_maskable(self) -> None:
+        """Raise ConfigError (E-CFG-08) where the sums of a masked run are not all that it needs."""
+        if not self.masked:
+            return
+        method = self.method
+        capabilities.check_supported(method, {Capability.SECURE_AGGREGATION})
+        if method.unsummed_parts:
+            raise ConfigError(
+                "E-CFG-08",
+                f"method {method.name} does not go with secure aggregation: its server sees "
+                f"{', '.join(sorted(method.unsummed_parts))} one by one; set secagg=off, or choose another method",
+            )
+        _ = self.limits
+
+    @cached_property
+    def masked_sizes(self) -> Mapping[str, DeclaredSize]:
+        """What members of a masked run may count at most, by name, in the manifest's order.
+
+        Who declares no size may count as much as the largest; test examples as much as the grid holds.
+        """
+        grid = self.manifest.grid
+        test = grid.bounds.get(grid.segment(METRICS, None), RING64_BOUND)
+        return with_undeclared({m.name: DeclaredSize(m.units or math.inf, test) for m in self.manifest.members})
+
+    @cached_property
+    def norm_guard(self) -> NormGuard | None:
+        """What a silo bounds its own update with, where nobody else can and the run bounds updates."""
+        limits, layout = self.limits, self.manifest.layout
+        if not self.masked or not isinstance(limits, aggregators.NormClipped):
+            return None
+        blocks, tensors = blocks_of(layout, self.method.part_rules), dict[str, int]()
+        for block, keys in blocks.items():
+            tensors[block] = sum(math.prod(layout[part].shapes[key]) for part, key in keys)
+        return NormGuard(limits, blocks, tensors, self.manifest.grid) if blocks else None
+
+    @property
+    def guard_parts(self) -> Layout:
+        """The layout of what guards of a masked run add to updates."""
+        return {} if self.norm_guard is None else norms_layout(self.norm_guard.blocks)
 
     @cached_property
     def flat_layouts(self) -> Mapping[TaskKind, FlatLayout]:
@@ -227,34 +280,45 @@ class RunSetup:
     @property
     def signs(self) -> bool:
         """Whether an update that lowers the score of its own classes is refused."""
-        chosen = aggregators.read_written(self.manifest.aggregator.name, self.manifest.aggregator.options)
-        return isinstance(chosen, aggregators.NormClipped) and chosen.signs
+        return isinstance(self.limits, aggregators.NormClipped) and self.limits.signs
+
+    @property
+    def aggregator(self) -> Options:
+        """How a round's updates become one: under masks a sum, whatever the manifest says; raises as `limits`."""
+        return aggregators.Mean() if self.masked else self.limits
 
     @cached_property
-    def aggregator(self) -> Options:
-        """How a round's updates become one: under masks a sum, whatever the manifest says.
+    def limits(self) -> Options:
+        """How updates are aggregated and bounded, under masks by each silo.
 
         Raises ConfigError (E-CFG-08) where the method or masks do not go with it.
         """
         chosen = self.manifest.aggregator
         found = aggregators.read_written(chosen.name, chosen.options)
-        if self.masked and isinstance(found, aggregators.Mean | aggregators.NormClipped):
-            return aggregators.Mean()
-        if self.masked:
-            raise ConfigError("E-CFG-08", f"expected aggregator=mean, all that masks leave, found {found.name}")
         if not isinstance(found, aggregators.Mean | aggregators.NormClipped):
+            if self.masked:
+                raise ConfigError(
+                    "E-CFG-08",
+                    f"expected aggregator=norm_clipped or mean under masks, which leave a sum, found {found.name}: set "
+                    "one of them, or secagg=off",
+                )
             coordinatewise.check_supported(self.method, self.manifest.layout, found.name)
         if isinstance(found, aggregators.NormClipped) and not self.method.even_norms:
             return replace(found, refuse_above=math.inf)
         return found
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
-        """Make the check of single updates; sizes: what silos declared of their data, none in a simulation."""
-        manifest = self.manifest
+        """Make the check of single updates; sizes: what silos declared of their data, none in a simulation.
+
+        In a masked run what the manifest says of them.
+        """
+        manifest, rules = self.manifest, self.method.part_rules
+        if self.masked:
+            sizes, rules = self.masked_sizes, {**rules, NORMS: PartRule(Weighing.ONCE)}
         return UpdateCheck(
             layout=manifest.layout,
             grid=manifest.grid,
-            rules=self.method.part_rules,
+            rules=rules,
             train=manifest.train,
             sizes=sizes or {},
             signs=self.method.bias_follows_classes,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fl_core.aggregation import adaptive_guards
@@ -14,11 +15,12 @@ from fl_core.aggregation.contributor_floor import census, census_layout
 from fl_core.aggregation.fixed_point import FixedPoint, check_layout
 from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.round_sum import require_direction
-from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
+from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
     CLINICAL_PART,
     GLOBAL_PARTS,
+    METRIC_PARTS,
     METRICS,
     PERSONAL,
     PERSONAL_PARTS,
@@ -31,31 +33,63 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, LocalData, Method
 from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, Tensors
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Masking:
     """What becomes of an update that a mask will cover: checked here, since nobody can afterwards, and laid out flat.
 
-    check: as the coordinator's of a plain run   layouts: of each kind of round   class_rows: parts with rows of classes
-    signs: as `NormClipped.signs`.
+    check: as the coordinator's of a plain run, `sizes` in the members' order   layouts: of each kind of round
+    class_rows: parts with rows of classes   signs: as `NormClipped.signs`   private: whether what leaves is noisy.
     """
 
     check: UpdateCheck
     layouts: Mapping[TaskKind, FlatLayout]
     class_rows: frozenset[str] = frozenset()
     signs: bool = False
+    private: bool = False
 
     def flat(self, update: Bundle, kind: TaskKind, context: RoundContext, msg: State) -> Bundle:
-        """Return the two blocks of an update, on the grid.
+        """Return the two blocks of an update, on the grid. What its bounds cut off is counted in this silo's log alone.
 
-        Raises as `UpdateCheck.check`; RefusedError (E-RUN-44) as `require_direction`: nothing leaves then.
+        In a private run an update that is not finite is zeros: an error would tell that it is not. Else raises as
+        `UpdateCheck.check`, RefusedError (E-RUN-44) as `require_direction`: nothing leaves then. What leaves of an
+        error names no number of the update; the log does.
         """
         layout, own = self.layouts[kind], "this hospital"
-        check = replace(self.check, layout=layout.layout, sizes={own: DeclaredSize(context.units or math.inf)})
-        measured = check.check(update, own)
+        sizes = tuple(self.check.sizes.values())
+        check = replace(self.check, layout=layout.layout, sizes={own: sizes[context.silo]} if sizes else {})
+        update = _finite_or_zero(update) if self.private else update
+        try:
+            measured = check.check(update, own)
+        except ProtocolError as error:
+            log.warning("the update stays here: %s", error)
+            raise ProtocolError(
+                error.code, f"{own} refuses its own update, which is not what the run allows: see the log there"
+            ) from None
         if self.signs:
             require_direction(measured, own, msg.get("w", {}).get("head.bias"))
-        return layout.flatten(FixedPoint(layout.grid).outgoing(update, context.silo, context.round))
+        encoder = FixedPoint(layout.grid)
+        units = encoder.outgoing(update, context.silo, context.round)
+        if encoder.clipped:
+            log.warning("%d numbers of the update are beyond the run's bounds and were cut to them", encoder.clipped)
+        return layout.flatten(units)
+
+
+def _finite_or_zero(update: Bundle) -> Bundle:
+    """Return an update, or the same with zeros of known weight for what was trained, where that is not finite."""
+    trained = [part for name, part in update.items() if name not in METRIC_PARTS]
+    if all(tensor_maps.all_finite({**part.total, "": part.weight}) for part in trained):
+        return update
+    found = {}
+    for name, part in update.items():
+        if name in METRIC_PARTS:
+            found[name] = part
+            continue
+        total = {key: torch.zeros_like(value) for key, value in part.total.items()}
+        found[name] = Part(total, part.weight.nan_to_num(0.0, 0.0, 0.0))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fl_core import validate
 from fl_core.converter import read_options
@@ -38,6 +38,7 @@ class DpConfig:
         weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
         reserve_rounds: repetitions of the costliest round that fit into the budget beside the run, after a crash
         rng: "secure", or "test", which is reproducible and private to nobody
+        placement: "local" (each silo's noise is enough by itself) or "distributed" (each adds a part, under masks)
     """
 
     epsilon: PositiveOrInfinite = 8.0
@@ -48,6 +49,7 @@ class DpConfig:
     weights: Annotated[str, bounded(one_of, ("size", "uniform"))] = "size"
     reserve_rounds: Annotated[int, bounded(between, 0, MAX_RESERVED)] = 1
     rng: Rng = "secure"
+    placement: Annotated[str, bounded(one_of, ("local", "distributed"))] = "local"
 
     def __post_init__(self) -> None:
         validate.declared("E-PRIV-20", "privacy", self)
@@ -56,6 +58,11 @@ class DpConfig:
     def central(self) -> bool:
         """Whether the coordinator adds the noise, who may leave it out."""
         return False
+
+    @property
+    def distributed(self) -> bool:
+        """Whether noise is shared out, so that it is enough in sums alone (`shared_noise`)."""
+        return self.placement == "distributed"
 
     def derived(self, rounds: int) -> Mapping[str, float]:  # noqa: ARG002
         """Return products of options that have a range of their own."""
@@ -74,9 +81,12 @@ class RecordDpConfig(DpConfig):
     prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the joint
     query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between releases
     min_count: classes of fewer units (by the noisy count, plus two standard deviations) are suppressed; 0: none
-    count_noise: noise / sensitivity of the class counts   max_per_unit: examples of one unit in a step (0: all).
+    count_noise: noise / sensitivity of the class counts   max_per_unit: examples of one unit in a step (0: all)
+    placement: "distributed" is for the one release of a method that trains by no steps (analytic); noise on class
+    counts and evaluations stays each silo's own.
     """
 
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"placement"})
     coupled: Annotated[str, bounded(one_of, COUPLED)] = "split"
     coupled_clip_ratio: Positive = 0.25
     coupled_every: PositiveCount = 1

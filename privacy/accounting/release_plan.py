@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -20,6 +20,7 @@ from fl_core.types.records import Schema, TrainConfig
 from privacy.accounting.accountant import History, Mechanism, solve_noise
 from privacy.accounting.dry_run import dry_run, treatment
 from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.shared_noise import SharedNoise
 from privacy.mechanisms.noise import grid
 
 TRAIN, TEST = "train", "test"
@@ -29,11 +30,27 @@ HOSPITAL = "hospital"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One planned release: what for, over which collection of records, and its mechanism."""
+    """One planned release: what for, over which collection of records, and its mechanism, as it is charged.
+
+    shared: how its noise is shared out, None where all of it is the silo's own.
+    """
 
     purpose: str
     collection: str
     mechanism: Mechanism
+    shared: SharedNoise | None = None
+
+    @property
+    def alone(self) -> Mechanism:
+        """What it is where masks fail: with the silo's own noise."""
+        m = self.mechanism
+        return m if self.shared is None else replace(m, noise=self.shared.alone(m.noise))
+
+    @property
+    def of_all(self) -> Mechanism:
+        """What it is where all silos are there and honest."""
+        m = self.mechanism
+        return m if self.shared is None else replace(m, noise=self.shared.of_all(m.noise))
 
 
 class ReleaseAllowance:
@@ -80,7 +97,7 @@ class ReleasePlan:
     evaluates_global_model: the model received is evaluated, where the method has a global model   personal: personal
     models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
     of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated there, and in no round
-    moment_round: the round that releases second moments; -1 for none.
+    moment_round: the round that releases second moments; -1 for none   shared: how their noise is shared out.
     """
 
     terms: RecordDpConfig
@@ -95,6 +112,7 @@ class ReleasePlan:
     closing_steps: tuple[int, ...] = ()
     personal_at_end: bool = False
     moment_round: int = -1
+    shared: SharedNoise | None = None
 
     @classmethod
     def of(
@@ -107,11 +125,12 @@ class ReleasePlan:
         model: nn.Module,
         schema: Schema,
         personal: bool = False,
+        shared: SharedNoise | None = None,
     ) -> ReleasePlan:
         """Plan a run from a dry run of its method. units: the hospital's declared number of records or groups.
 
         Raises RefusedError (E-PRIV-16) when a loss mixes examples undeclared or in a way that is no longer offered, and
-        when the method asks for a sum that has no bound.
+        when the method asks for a sum that has no bound, or for more than one linear release of shared noise.
         """
         rates = SamplingSchedule(train, max(units, 1))
         needs = dry_run(method, model, schema, train, rates.steps, personal=personal)
@@ -120,6 +139,13 @@ class ReleasePlan:
                 "E-PRIV-16",
                 f"method {method.name} sums over examples what no bound is known for: choose a method whose releases "
                 "are deltas, class counts and prototypes",
+            )
+        if shared is not None and (needs.moments < 0 or needs.steps or needs.closing or needs.class_sums):
+            raise RefusedError(
+                "E-PRIV-16",
+                "expected a method whose private release is one sum (analytic) for privacy.placement=distributed, "
+                f"found {method.name}, which trains by steps or sends prototypes: noise that a step lacks cannot be "
+                "added to the sum; set privacy.placement=local",
             )
         return cls(
             terms,
@@ -134,6 +160,7 @@ class ReleasePlan:
             tuple(needs.closing),
             method.personal_at_end,
             needs.moments,
+            shared,
         )
 
     @property
@@ -201,7 +228,7 @@ class ReleasePlan:
         return self._moments(None)
 
     def _moments(self, noise: float | None) -> Release:
-        return Release("moments", TRAIN, Mechanism(self.noise if noise is None else noise))
+        return Release("moments", TRAIN, Mechanism(self.noise if noise is None else noise), self.shared)
 
     @property
     def class_counts(self) -> Release:

@@ -13,11 +13,12 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fl_core.errors import RefusedError
-from privacy.accounting.accountant import Bound, Filter, Mechanism
+from privacy.accounting.accountant import Bound, Filter, Mechanism, aggregated
+from privacy.accounting.shared_noise import SharedNoise
 from privacy.ledger.event_chain import Event
 
 OPEN = ("INTENT", "RUNNING")
@@ -34,10 +35,17 @@ _NEXT: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedRelease:
-    """One mechanism of an entry and what it is for."""
+    """One mechanism of an entry, what it is for, and how its noise is shared out."""
 
     purpose: str
     mechanism: Mechanism
+    shared: SharedNoise | None = None
+
+    @property
+    def alone(self) -> Mechanism:
+        """What it is where masks fail."""
+        m = self.mechanism
+        return m if self.shared is None else replace(m, noise=self.shared.alone(m.noise))
 
 
 @dataclass(slots=True)
@@ -71,7 +79,9 @@ class Entry:
             for name in ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")
         }
         asked = {"coordinator": self.coordinator} if self.coordinator else {}
-        return json.dumps(facts | asked | {"mechanisms": plain(self.planned)})
+        shared = {p.purpose: p.shared.facts(p.mechanism.noise) for p in self.planned if p.shared}
+        more = {"shared": shared} if shared else {}  # absent where no noise is, as in entries before it could be
+        return json.dumps(facts | asked | {"mechanisms": plain(self.planned)} | more)
 
     @classmethod
     def of(cls, event: Event) -> Entry:
@@ -86,7 +96,7 @@ class Entry:
             int(facts["attempt"]),
             facts["kind"],
             event.created_at,
-            planned_of(facts["mechanisms"]),
+            _with_shared(planned_of(facts["mechanisms"]), dict(facts.get("shared", {}))),
             facts["owner"],
             coordinator=facts.get("coordinator", ""),
         )
@@ -235,6 +245,11 @@ class Account:
         spent = self._spent.get(collection, Counter())
         return [Mechanism(z, q, n) for (z, q), n in sorted(spent.items()) if n]
 
+    def alone(self, collection: str) -> list[Mechanism]:
+        """Return what was spent if the masks over shared noise failed."""
+        made = [e.planned for e in self.entries.values() if e.collection == collection and e.charged]
+        return aggregated(p.alone for planned in made for p in planned)
+
     def of_run(self, run: str, manifest: str, collection: str) -> list[Entry]:
         """List the entries of a run at a collection: under its id or its manifest, since others choose both."""
         found = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
@@ -248,6 +263,11 @@ def plain(planned: Iterable[PlannedRelease]) -> list[list[object]]:
 def planned_of(rows: Iterable[tuple[str, float, float, int]]) -> tuple[PlannedRelease, ...]:
     """Read planned releases from JSON values; raises ValueError, or ConfigError (E-PRIV-20), on other values."""
     return tuple(PlannedRelease(str(p), Mechanism(float(z), float(q), int(n))) for p, z, q, n in rows)
+
+
+def _with_shared(planned: Iterable[PlannedRelease], shared: Mapping[str, Any]) -> tuple[PlannedRelease, ...]:
+    terms = {purpose: SharedNoise.read(facts) for purpose, facts in shared.items()}
+    return tuple(replace(p, shared=terms.get(p.purpose)) for p in planned)
 
 
 # ---- admission -------------------------------------------------------------------------------------------------------

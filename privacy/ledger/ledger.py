@@ -58,7 +58,10 @@ _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A collection's budget; epsilon and delta are None while none is set; used: the share of the filter's bound."""
+    """A collection's budget; epsilon and delta are None while none is set; used: the share of the filter's bound.
+
+    spent_alone: by RDP, if the masks over noise that was shared out failed; else spent_rdp.
+    """
 
     collection: str
     unit: str
@@ -67,6 +70,7 @@ class Status:
     spent_rdp: float
     spent_prv: float | None
     used: float | None
+    spent_alone: float
 
 
 class Ledger:
@@ -414,6 +418,7 @@ class Ledger:
         """
         with self._current() as account:
             spent, budget = [*account.history(collection), *asked], account.budget(collection)
+            alone = [*account.alone(collection), *asked]
             unit = account.unit(collection)
         delta = budget.delta if budget else 1e-5
         return Status(
@@ -424,6 +429,7 @@ class Ledger:
             epsilon_rdp(spent, delta),
             epsilon_prv(spent, delta) if prv else None,
             budget.used(spent) if budget else None,
+            epsilon_rdp(alone, delta),
         )
 
     def statement(self) -> tuple[ChainHead, bytes, int]:

@@ -115,7 +115,8 @@ class RunLedger:
             collection, task = self._versions[split].collection, self._task(round, train, split)
             cap, bounds = self._caps.get(collection), self._bounds.get(split, ())
             self._ledger.require_room(collection, task, [r.mechanism for r in planned], cap, bounds)
-            wanted.append((collection, task, [PlannedRelease(r.purpose, r.mechanism) for r in planned], cap, bounds))
+            entered = [PlannedRelease(r.purpose, r.mechanism, r.shared) for r in planned]
+            wanted.append((collection, task, entered, cap, bounds))
         made: list[str] = []
         try:
             for asked in wanted:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from fl_core.converter import Option
+from fl_core.converter import Option, Value, stated
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions, RunManifest
@@ -38,6 +39,12 @@ def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None
         return kind, None
     terms = kind.config.of(privacy.options)
     return (PlainProfile, None) if terms.epsilon == math.inf else (kind, terms)
+
+
+def stated_options(name: str, options: Mapping[str, Value]) -> dict[str, Value]:
+    """Leave out options at their default that a profile gained later; of one that is not known all stay."""
+    kind = PROFILES.get(name)
+    return dict(options) if kind is None or kind.config is None else stated(kind.config, options)
 
 
 def profile_of(run: RunSetup) -> PrivacyProfile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from fl_core.aggregation.fixed_point import FixedPoint
@@ -24,6 +24,7 @@ from privacy.accounting import ranges
 from privacy.accounting.accountant import Bound, Filter, Mechanism, epsilon_rdp, replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
+from privacy.accounting.shared_noise import SharedFigures
 from privacy.accounting.uncertainty import NO_NOISE, EvaluationNoise, RunNoise
 from privacy.mechanisms.silo.config import SiloDpConfig
 from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from privacy.policy_terms import Floors
 
 Config = RecordDpConfig | SiloDpConfig
+PLACEMENTS = {
+    "local": "at the hospital, before anything leaves",
+    "central": "at the coordinator, who is trusted",
+    "distributed": "shared out: each hospital adds a part under masks, enough in sums alone",
+}
+"""Where noise is added, for reports."""
 Epsilon = Callable[[list[Mechanism], float], float]
 """Epsilon of a history at a delta."""
 
@@ -45,7 +52,8 @@ class Projection:
 
     used: share of the budget, by the ledger's filter   epsilon_tight: by the tighter accountant, for information
     epsilon_record, epsilon_test: of one training or test record (0 where test records are public)   epsilon_most: with
-    the reserve used up as well, the costliest round repeated.
+    the reserve used up as well, the costliest round repeated   epsilon_all_honest, epsilon_alone: where noise is shared
+    out, with all hospitals there and honest, and where masks fail; else epsilon.
     """
 
     name: str
@@ -60,6 +68,8 @@ class Projection:
     epsilon_test: float
     used: float
     epsilon_most: float
+    epsilon_all_honest: float
+    epsilon_alone: float
 
 
 class MadeUpStep(NamedTuple):
@@ -158,9 +168,18 @@ class PrivacyProfile(ABC):
     def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Return the most that the run may be charged, by collection; policy: the most that one run may spend."""
 
+    def shared_figures(self, index: int) -> SharedFigures | None:
+        """Say what shared noise comes to for a member; None where noise is not shared out."""
+        return None
+
     def noise(self) -> RunNoise:
         """Say what of the run is noisy: nothing without privacy."""
         return NO_NOISE
+
+    @property
+    def clipped(self) -> Mapping[str, float | None]:
+        """Name the parts of which a guard bounds each number, with the bound, noise included; None where it moves."""
+        return {}
 
     def aggregator(self, chosen: Options) -> Options:
         """Return what of an aggregator the profile leaves; raises ConfigError (E-CFG-08) where that is nothing."""
@@ -175,6 +194,12 @@ class PrivacyProfile(ABC):
             return PlainLocalData(RoundData(examples, examples, one_step(train, number), context, device))
 
         return MadeUpStep(train.micro_batch or train.batch_size, eval_batch(schema.shape), opened)
+
+    def require_submission(self, submits: bool) -> None:  # noqa: B027
+        """Raise RefusedError (E-POLICY-05) where others count on noise that a hospital would leave out.
+
+        submits: whether sums over its classes may leave.
+        """
 
     def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:  # noqa: B027
         """Raise RefusedError (E-POLICY-05) on a part that a hospital's policy does not allow; see `Floors`."""
@@ -205,6 +230,8 @@ class PrivateProfile(PrivacyProfile):
             epsilon_test=epsilon_rdp(test, terms.delta),
             used=Filter.of(terms.epsilon, terms.delta).used(charged),
             epsilon_most=epsilon_rdp([*charged, *again * terms.reserve_rounds], terms.delta),
+            epsilon_all_honest=epsilon_rdp(mechanisms(releases, self.promised, of_all), terms.delta),
+            epsilon_alone=epsilon_rdp(mechanisms(releases, self.promised, alone), terms.delta),
         )
 
     def _noise(
@@ -223,7 +250,9 @@ class PrivateProfile(PrivacyProfile):
         terms, histories = self.terms, [mechanisms(log, self.promised) for log in logs]
         spent = [epsilon_rdp(h, terms.delta) for h in histories]
         twice, more = replace_one(max(spent), terms.delta)
-        return facts | {
+        return {
+            **facts,
+            **self._shared(logs),
             "profile": self.run.manifest.privacy.name,
             "private": terms.rng == "secure",
             "rng": terms.rng,
@@ -235,6 +264,43 @@ class PrivateProfile(PrivacyProfile):
             "epsilon_by_silo": dict(zip([m.name for m in self.run.manifest.members], spent, strict=True)),
         }
 
+    def _shared(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
+        """Report what noise that is shared out comes to if others are more honest, or less; nothing where it is not."""
+        if not (found := [figures for log in logs if (figures := self._figures(log))]):
+            return {}
+        return {
+            "epsilon_all_honest": max(f.all_honest for f in found),
+            "epsilon_masks_broken": max(f.alone for f in found),
+            "noise_shared": asdict(found[0].terms) | {"noise_alone": min(f.noise_alone for f in found)},
+        }
 
-def mechanisms(releases: Iterable[Release], collection: str) -> list[Mechanism]:
-    return [r.mechanism for r in releases if r.collection == collection]
+    def _figures(self, releases: Iterable[Release]) -> SharedFigures | None:
+        made = list(releases)
+        shared = [r for r in made if r.shared is not None and r.collection == self.promised]
+        if not shared or shared[0].shared is None:
+            return None
+        promised, honest, own = (
+            epsilon_rdp(mechanisms(made, self.promised, seen), self.terms.delta) for seen in (charged, of_all, alone)
+        )
+        return SharedFigures(shared[0].shared, promised, honest, own, min(r.alone.noise for r in shared))
+
+    def shared_figures(self, index: int) -> SharedFigures | None:
+        return self._figures(self.releases(index))
+
+
+def charged(release: Release) -> Mechanism:
+    return release.mechanism
+
+
+def of_all(release: Release) -> Mechanism:
+    return release.of_all
+
+
+def alone(release: Release) -> Mechanism:
+    return release.alone
+
+
+def mechanisms(
+    releases: Iterable[Release], collection: str, seen: Callable[[Release], Mechanism] = charged
+) -> list[Mechanism]:
+    return [seen(r) for r in releases if r.collection == collection]

@@ -22,11 +22,13 @@ class Withheld:
         min_count: least examples of a class whose prototype leaves
         min_examples: least examples of a class that is part of exact sums of products (BatchSums): a sum over one
             example is that example. Fewer are left out of all that is summed, as if the hospital had none
+        noise_leaves: rows of hidden classes keep their noise, which the other silos count on
     """
 
     hidden: frozenset[int] = frozenset()
     min_count: float = 0.0
     min_examples: int = 0
+    noise_leaves: bool = False
 
 
 NOTHING_WITHHELD = Withheld()
@@ -38,7 +40,7 @@ class PrototypeFilter(LocalDataWrapper):
     def __init__(self, data: LocalData, withheld: Withheld) -> None:
         super().__init__(data)
         self._hidden, self._least = sorted(withheld.hidden), withheld.min_count
-        self._least_exact = withheld.min_examples
+        self._least_exact, self._noise_leaves = withheld.min_examples, withheld.noise_leaves
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Sum a query; hidden classes are rows of zeros with weight 0, as if they had no example."""
@@ -58,7 +60,7 @@ class PrototypeFilter(LocalDataWrapper):
         }
 
     def _moments(self, query: MomentSums) -> Tensors:
-        """Ask with vectors of zeros for hidden classes, which add nothing, and leave their rows of noise here."""
+        """Ask with vectors of zeros for hidden classes, which add nothing, and keep rows of noise alone here."""
         shown = torch.ones(query.n_classes, dtype=torch.float64)
         shown[self._hidden] = 0.0
         if self._least_exact:  # a run without privacy that asks as private ones do
@@ -69,7 +71,7 @@ class PrototypeFilter(LocalDataWrapper):
             return torch.where(shown.to(y.device)[y].unsqueeze(1) > 0, found, torch.zeros_like(found))
 
         found = super().sum(replace(query, vectors=vectors))
-        return {**found, "b": found["b"] * shown.unsqueeze(1)}
+        return found if self._noise_leaves else {**found, "b": found["b"] * shown.unsqueeze(1)}
 
     def _without_left_out(self, query: BatchSums) -> BatchSums:
         """Return the query over the examples of the classes that may be summed; examples it does not read count not."""

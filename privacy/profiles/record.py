@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fl_core.aggregation.options import NormClipped, Options
+from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.aggregation.update_check import NoisyRows
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training import optimizers
+from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.values import RoundContext
@@ -30,10 +31,12 @@ from privacy.accounting.release_plan import (
     ReleasePlan,
     SamplingSchedule,
 )
+from privacy.accounting.shared_noise import SharedNoise
 from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.mechanisms.record.class_sums import ROWS
-from privacy.profiles.base import MadeUpStep, PrivateProfile, Projection, mechanisms, one_step
+from privacy.mechanisms.record.moments import MOST_SENSITIVE, ReleaseGrid
+from privacy.profiles.base import PLACEMENTS, MadeUpStep, PrivateProfile, Projection, mechanisms, one_step
 from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
@@ -54,8 +57,9 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
             "E-PRIV-17",
             f"expected a declared size of {member.name} in a private run, found none: silo serve --nominal-size N",
         )
+    terms = RecordDpConfig.of(manifest.privacy.options)
     return ReleasePlan.of(
-        RecordDpConfig.of(manifest.privacy.options),
+        terms,
         manifest.train,
         manifest.rounds,
         member.units,
@@ -63,6 +67,7 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
         run.new_model(),
         run.schema,
         manifest.personal,
+        SharedNoise.of(manifest) if terms.distributed else None,
     )
 
 
@@ -87,6 +92,27 @@ class RecordProfile(PrivateProfile):
                 f"found {differ[1]}: leave it out",
             )
         capabilities.check_supported(self.run.method, {Capability.DIFFERENTIAL_PRIVACY})
+        if self.terms.distributed:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Raise as `check` unless every silo adds its noise to every number, and nobody computes with it before."""
+        SharedNoise.of(self.run.manifest)
+        if self.terms.min_count or not all(m.prototypes for m in self.run.manifest.members):
+            found = "privacy.min_count" if self.terms.min_count else "prototype_share"
+            raise ConfigError(
+                "E-PRIV-16",
+                "expected sums with noise of every hospital in every row for privacy.placement=distributed, found "
+                f"{found}, which leaves some out: leave it out, or set privacy.placement=local",
+            )
+        for k in range(len(self.run.manifest.members)):
+            plan = self.plan(k)
+            self._sum_grid.room(MOST_SENSITIVE * plan.moments.alone.noise)
+
+    @property
+    def _sum_grid(self) -> ReleaseGrid:
+        manifest = self.run.manifest
+        return ReleaseGrid.of(manifest.grid, set(manifest.layout) - METRIC_PARTS - set(self.run.guard_parts))
 
     def plan(self, index: int) -> ReleasePlan:
         if index not in self._plans:
@@ -94,11 +120,22 @@ class RecordProfile(PrivateProfile):
         return self._plans[index]
 
     def aggregator(self, chosen: Options) -> Options:
-        """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long."""
+        """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long.
+
+        Where noise is shared out only add: whatever is made of one update, or said of its length, has too little noise.
+        """
+        if self.terms.distributed and isinstance(chosen, NormClipped):
+            return Mean()
         return replace(chosen, refuse_above=math.inf, signs=False) if isinstance(chosen, NormClipped) else chosen
 
     def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
         plan, rounds = self.plan(index), self.run.manifest.rounds
+        if plan.shared and withheld.min_count:
+            raise RefusedError(
+                "E-POLICY-05",
+                "expected a run in which this hospital's noise is its own, since its policy leaves small classes out "
+                "by noisy counts (prototypes.min_count), found privacy.placement=distributed",
+            )
         if withheld.min_count > plan.terms.min_count:
             plan = replace(plan, terms=replace(plan.terms, min_count=withheld.min_count))
 
@@ -109,9 +146,10 @@ class RecordProfile(PrivateProfile):
             training, has_public = context.round < rounds, data.public is not None and len(data.public) > 0
             planned = plan.releases(context.round, training, context.prototypes, first, has_public)
             log.reserve(context.round, training, planned)
-            return DpSgdLocalData(data, plan, ReleaseAllowance(planned), self._source(context), log)
+            on = self._sum_grid if plan.shared else None
+            return DpSgdLocalData(data, plan, ReleaseAllowance(planned), self._source(context), log, on)
 
-        return with_prototype_filter(open_private, Withheld(withheld.hidden))
+        return with_prototype_filter(open_private, Withheld(withheld.hidden, noise_leaves=plan.shared is not None))
 
     def _source(self, context: RoundContext) -> NoiseSource:
         if self.terms.rng == "secure":
@@ -142,7 +180,7 @@ class RecordProfile(PrivateProfile):
             unit="record, or the group that the data names",
             adjacency="add or remove one unit",
             accountant="RDP; PRV for information",
-            noise="at the hospital, before anything leaves",
+            noise=PLACEMENTS[self.terms.placement],
             epsilon_test_data=max(epsilon_rdp(mechanisms(log, TEST), self.terms.delta) for log in logs),
             note=CLASSES_SHOW,
         )
@@ -188,5 +226,16 @@ class RecordProfile(PrivateProfile):
 
         return MadeUpStep(max(plan.rows, 2 * plan.terms.microbatch if plan.coupled else 0), ROWS, opened)
 
+    def require_submission(self, submits: bool) -> None:
+        if self.terms.distributed and not submits:
+            raise RefusedError(
+                "E-POLICY-05",
+                "expected a run in which this hospital's noise is its own, since it submits no sums over classes and "
+                "so none of the noise that others count on, found privacy.placement=distributed",
+            )
+
     def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:
-        floors.check_plan(self.plan(index), unit, declared)
+        plan = self.plan(index)
+        floors.check_plan(plan, unit, declared)
+        if plan.shared:
+            floors.check_alone(plan.moments.alone.noise)

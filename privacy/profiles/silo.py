@@ -27,7 +27,7 @@ from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon
 from privacy.mechanisms.silo.guard import SiloDpGuard, coordinates, silo_level
-from privacy.profiles.base import Config, PrivateProfile, Projection, mechanisms
+from privacy.profiles.base import PLACEMENTS, Config, PrivateProfile, Projection, mechanisms
 from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
@@ -43,16 +43,16 @@ HOSPITAL_HIDDEN = (
 
 
 def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
-    terms, made = guard.terms, list[tuple[str, str, Mechanism]]()
+    terms, made = guard.terms, list[Release]()
     train = train and coordinates(guard.layout) > 0  # a method may send nothing
     if train:
-        made.append(("update", TRAIN, Mechanism(guard.noise)))
+        made.append(Release("update", TRAIN, Mechanism(guard.noise), guard.shared))
     if train and terms.adaptive:
-        made.append(("clip bit", TRAIN, terms.bit))
+        made.append(Release("clip bit", TRAIN, terms.bit, guard.shared))
     if terms.test_data == "private":
-        made.append(("evaluation", TEST, Mechanism(terms.metric_noise)))
-    whole = [Release(purpose, HOSPITAL, m) for purpose, _, m in made]
-    return whole + [Release(purpose, read, replace(m, noise=m.noise / 2)) for purpose, read, m in made]
+        made.append(Release("evaluation", TEST, Mechanism(terms.metric_noise)))
+    whole = [replace(r, collection=HOSPITAL) for r in made]
+    return whole + [replace(r, mechanism=replace(r.mechanism, noise=r.mechanism.noise / 2)) for r in made]
 
 
 class SiloProfile(PrivateProfile):
@@ -120,7 +120,7 @@ class SiloProfile(PrivateProfile):
             unit="hospital: all its records",
             adjacency="add or remove one hospital's data; its place in the roster stays",
             accountant="RDP, q = 1 per round taken part in; exact Gaussian curve for information",
-            noise="at the coordinator, who is trusted" if terms.central else "at the hospital, before anything leaves",
+            noise=PLACEMENTS[terms.placement],
             noise_multiplier=self.guard.noise,
             coordinates=coordinates(self.run.manifest.layout),
             epsilon_record=max(epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs),
@@ -145,5 +145,11 @@ class SiloProfile(PrivateProfile):
         std = terms.metric_clip * terms.metric_noise * GRID_SLACK if self.run.method.has_global_model else math.inf
         return self._noise(EvaluationNoise(std, central=terms.central))
 
+    @property
+    def clipped(self) -> Mapping[str, float | None]:
+        return self.guard.reach()
+
     def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:
         floors.check_update(self.guard.noise)
+        if self.guard.shared:
+            floors.check_alone(self.guard.shared.alone(self.guard.noise))

@@ -31,7 +31,7 @@ Slot = tuple[int, int, int]
 """(block, dealer, slot)."""
 _Answers = Mapping[int, Mapping[Slot, bytes]]
 _TRIES = 2_000
-"""Choices of t answers that are tried for one secret; all of them for up to 14 members."""
+"""Choices of t answers that are tried for one secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +189,10 @@ class SealedRound:
         return not self._sums
 
     def finish(self) -> Opened:
-        """Open the sum over the set; with a wrong answer too, while t right ones are there.
+        """Open the sum over the set; with wrong answers too, while t right ones are there.
 
+        Of up to 14 answers any number may be wrong that leaves t; of 20 three, of 50 two, of more one: 2,000 choices of
+        t answers are tried.
         Raises UnavailableError (E-RUN-45) with fewer than t answers; SecaggError (E-RUN-48) where no t answers give a
         committed seed (it blames the dealer once every choice was tried), or where the check words say that masks did
         not cancel: then the sum is thrown away.
@@ -244,7 +246,7 @@ class _Joiner:
     def join(self, slot: Slot) -> bytes:
         block, dealer, other = slot
         bound = self._envelopes[dealer].commitments[block, self._round.place(other)].tobytes()
-        found, tried, outside = b"", 0, set[frozenset[int]]()
+        found, tried, certain, outside = b"", 0, False, set[frozenset[int]]()
         for helpers in islice(self._choices(), _TRIES):
             tried += 1
             secret = join([self._answers[w][slot] for w in helpers], self._by(helpers))
@@ -254,13 +256,13 @@ class _Joiner:
             if tried == 1:
                 return found
             outside.add(off := self._off(slot, helpers))
-            if 2 * len(off) < len(self._answers) - self._round.t + 2:
+            if certain := 2 * len(off) < len(self._answers) - self._round.t + 2:
                 break
         if not outside:
             raise self._unjoined(dealer, tried)
         fewest = min(map(len, outside))
         likely = [off for off in outside if len(off) == fewest]
-        if len(likely) == 1:  # else they were made to fit each other, and nobody is named
+        if len(likely) == 1 and (certain or tried < _TRIES):  # else several were made to fit each other
             self._name(likely[0], dealer)
         return found
 

@@ -79,13 +79,15 @@ class SecaggTerms:
 
     min_contributors: k, silos that a class has at least where its rows are opened; 1 takes no census
     class_sums: "complete" opens class rows only in rounds where every member sent, "each" in every round
-    collusion: c, silos whose missing noise is covered where noise is distributed.
+    collusion: c, silos whose missing noise is covered where noise is distributed
+    min_sum: raises m to so many, in a round of fewer members to all of them.
     """
 
     ring: Literal["ring32", "ring64"] = "ring32"
     min_contributors: int = 2
     class_sums: Literal["complete", "each"] = "complete"
     collusion: int = 1
+    min_sum: int = 0
 
     def check(self, n: int) -> None:
         """Raise ConfigError (E-CFG-02) unless the terms are in range for rounds of n members."""
@@ -99,6 +101,7 @@ class SecaggTerms:
             )
         validate.between("E-CFG-02", "secagg", 1, n, min_contributors=self.min_contributors)
         validate.between("E-CFG-02", "secagg", 0, withstood(n), collusion=self.collusion)
+        validate.between("E-CFG-02", "secagg", 0, n, min_sum=self.min_sum)
 
     @property
     def dtype(self) -> str:
@@ -126,7 +129,8 @@ class SecaggRun:
             raise ConfigError("E-CFG-02", f"expected each silo once, found {list(self.members)}")
 
     def thresholds(self, n: int) -> Thresholds:
-        return thresholds(n)
+        t, m = thresholds(n)
+        return Thresholds(t, max(m, min(self.terms.min_sum, n)))
 
     def round(
         self, keys_digest: bytes, kind: str, number: int, base_digest: bytes, cohort: Sequence[int] | None = None

@@ -15,6 +15,7 @@ import typer
 
 from fl_core.errors import ConfigError, StateError
 from privacy.accounting.accountant import replace_one
+from privacy.ledger.account import PlannedRelease
 from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger
 from service_core.command_line import command
@@ -234,6 +235,12 @@ Json = Mapping[str, Any]
 DEFAULT_DELTA = 1e-5
 
 
+def _release(planned: PlannedRelease) -> dict[str, Any]:
+    m = planned.mechanism
+    shared = {"shared": planned.shared.facts(m.noise)} if planned.shared else {}
+    return {"purpose": planned.purpose, **asdict(m), **shared}
+
+
 def collection_json(ledger: Ledger, name: str) -> dict[str, Any]:
     """Collect what the ledger knows of a collection; epsilons are at the delta of its budget, 1e-5 without one."""
     status = ledger.status(name)
@@ -246,13 +253,14 @@ def collection_json(ledger: Ledger, name: str) -> dict[str, Any]:
         "delta": delta,
         "epsilon": status.spent_rdp,
         "epsilon_prv": status.spent_prv,
+        "epsilon_masks_broken": status.spent_alone,
         "epsilon_replace_one": {"epsilon": twice, "delta": more},
         "used": status.used,
         "entries": [
             {
                 "entry": entry,
                 "state": state,
-                "releases": [{"purpose": p.purpose, **asdict(p.mechanism)} for p in planned],
+                "releases": [_release(p) for p in planned],
             }
             for entry, state, planned in ledger.entries(name)
         ],

@@ -14,23 +14,72 @@ itself s on the diagonal and s / sqrt(2) beside it.
 In integers: u is bounded in float64 and its entries are truncated toward zero to whole multiples of h, so that products
 are whole multiples of h^2 and sums of them are exact; the mean of a group is truncated toward zero once more. No step
 makes any entry larger, so nothing is added to the sensitivity. What is noisy is all that depends on the data.
+
+Where silos share the noise out, only the sum over them is private, so nothing may be computed of a single release: its
+numbers are whole steps of the grid that masks are added on, and within its bounds, which the sums of the records are
+cut to before their noise; that moves no two of them farther apart.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.grid_bounds import NOISE_STDS
+from fl_core.errors import ConfigError
 from fl_core.types.values import Examples, MomentSums, Tensors
 from privacy.mechanisms.noise import grid
-from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA
+from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MIN_SIGMA
 from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.class_sums import ROWS, PrivacyUnits, filled
 
 FINEST = 2.0**-16
 """h where noise leaves room for it. An int64 holds the sum of the products of two thousand million units then."""
+COARSEST = 2.0**-8
+"""The largest h that a grid may ask for: entries of hundreds of features are about a sixteenth."""
+_EXACT = 2.0**53
+MOST_SENSITIVE = math.sqrt(2.0)
+"""How far a unit moves a release with second moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseGrid:
+    """Where the numbers of a release must lie: whole multiples of `step`, a power of two, of at most `most`."""
+
+    step: float
+    most: float
+
+    @classmethod
+    def of(cls, format: FixedPointFormat, segments: Iterable[str]) -> ReleaseGrid:
+        """Choose what lies on the grid of each of these segments; raises ConfigError as `FixedPointFormat.bound`."""
+        bounds, bits = zip(*((format.bound(s), format.frac_bits(s)) for s in segments), strict=True)
+        return cls(2.0 ** -min(bits), min(bounds))
+
+    def room(self, std: float) -> float:
+        """Return what sums may be as large as, so that they stay on the grid with their noise.
+
+        Raises ConfigError (E-PRIV-20) on a grid that is too coarse for sums of moments, or too small for the noise.
+        """
+        h = grid_of(std, self.step)
+        if h > COARSEST or std / math.sqrt(2.0) < MIN_SIGMA * h**2 or std < MIN_SIGMA * h:
+            raise ConfigError(
+                "E-PRIV-20",
+                f"expected a grid of steps of at most {COARSEST**2:g} for sums of moments, found {self.step:g}: "
+                "set secagg.ring=ring64",
+            )
+        room = min(self.most, _EXACT * h**2) - NOISE_STDS * std
+        if room <= 0:
+            raise ConfigError(
+                "E-PRIV-20",
+                f"expected a grid of numbers of at least {NOISE_STDS * std:.3g}, which noise can be, found "
+                f"{self.most:g}: set secagg.ring=ring64",
+            )
+        return room
 
 
 def moment_sums(
@@ -41,16 +90,21 @@ def moment_sums(
     noise: NoiseSource,
     few: float = 0.0,
     device: torch.device | None = None,
+    on: ReleaseGrid | None = None,
 ) -> Tensors:
     """Release a query with noise of `noise_multiplier` times its sensitivity.
 
-    few: sums of classes whose noisy count is below few + 2 std are rows of zeros. Returns what `MomentSums` says.
+    few: sums of classes whose noisy count is below few + 2 std are rows of zeros   on: where noise is shared out, the
+    grid that the sum over silos is made on. Returns what `MomentSums` says; raises as `ReleaseGrid.room`.
     Guarantees: adding or removing a unit moves (svec(A), B), before the noise, by at most `sensitivity`, whatever its
     numbers are; a record that is not finite adds nothing.
     """
     std = noise_multiplier * sensitivity(query)
-    h = grid_of(std)
+    h = grid_of(std, on.step if on else 0.0)
     a, b = exact_sums(query, examples, units, h, device)
+    if on:
+        room = on.room(std)
+        a, b = (v.clamp(-math.floor(room / step), math.floor(room / step)) for v, step in ((a, h**2), (b, h)))
     if query.second:
         a = _symmetric_noise(a, std / h**2, noise)
     b = grid.add_noise(b, h, std, noise)
@@ -61,12 +115,16 @@ def moment_sums(
 
 
 def sensitivity(query: MomentSums) -> float:
-    return math.sqrt(2.0) if query.second else 1.0
+    return MOST_SENSITIVE if query.second else 1.0
 
 
-def grid_of(std: float) -> float:
-    """Return h, a power of two, for noise of this standard deviation: std / h^2 is within what noise is drawn with."""
-    return max(FINEST, 2.0 ** -math.floor((math.log2(MAX_SIGMA) - math.log2(std)) / 2)) if std else FINEST
+def grid_of(std: float, step: float = 0.0) -> float:
+    """Return h, a power of two, for noise of this standard deviation: std / h^2 is within what noise is drawn with.
+
+    step: a power of two of which h and h^2 are whole multiples; 0 for none.
+    """
+    finest = max(FINEST, step, 2.0 ** math.ceil(math.log2(step) / 2)) if step else FINEST
+    return max(finest, 2.0 ** -math.floor((math.log2(MAX_SIGMA) - math.log2(std)) / 2)) if std else finest
 
 
 def exact_sums(

@@ -46,7 +46,7 @@ from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, filled
 from privacy.mechanisms.record.draws import DrawPath, Draws, is_stochastic
 from privacy.mechanisms.record.model_check import validate
-from privacy.mechanisms.record.moments import moment_sums
+from privacy.mechanisms.record.moments import ReleaseGrid, moment_sums
 from privacy.mechanisms.record.per_sample_gradients import (
     PADDING,
     ClippedGradientEngine,
@@ -74,7 +74,9 @@ class DpSgdLocalData:
         allowance: ReleaseAllowance,
         noise: NoiseSource,
         log: ReleaseLog | None = None,
+        sum_grid: ReleaseGrid | None = None,
     ) -> None:
+        """Open a round; sum_grid: what sums over silos are made on, where these share the noise out."""
         self._plain = PlainLocalData(replace(data, progress=None))
         self.lr, self.batch_size = self._plain.lr, self._plain.batch_size
         self._split = {Split.TRAIN: data.train, Split.TEST: data.test}
@@ -84,7 +86,7 @@ class DpSgdLocalData:
         self._device = data.device or torch.device("cpu")
         self._log = log or InMemoryReleaseLog()
         self._progress = data.progress or (lambda *_: None)
-        self._calls = 0
+        self._calls, self._sum_grid = 0, sum_grid
 
     def planned_steps(self, epochs: float | None = None) -> int:
         return self._plan.rates.steps(self._config.epochs if epochs is None else epochs)
@@ -203,10 +205,11 @@ class DpSgdLocalData:
                 query,
                 self._split[split],
                 self._units[split],
-                plan.moments.mechanism.noise,
+                plan.moments.alone.noise,
                 self._noise,
                 few=terms.min_count,
                 device=self._device,
+                on=self._sum_grid,
             )
         if not isinstance(query, ClassSums):
             raise RefusedError(

@@ -33,7 +33,8 @@ class SiloDpConfig(DpConfig):
     clip: C, bound of the joint norm of all that a silo sends in round 0; clip_decay: C_t = C * clip_decay^t, public
     clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
     `clip_rate` (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
-    placement: "local" (each silo adds noise of std z C) or "central" (the coordinator, who is trusted, adds it once)
+    placement: "local" (each silo adds noise of std z C), "central" (the coordinator, who is trusted, adds it once) or
+    "distributed" (each silo adds a part under masks; noise on evaluations stays its own)
     prototype_scale: public factor of parts with one weight per class, in units of the largest declared size, or of one
     example with uniform weights   metric_clip: examples that evaluation sums are clipped to
     allow_large: accept more coordinates than the noise leaves useful.
@@ -44,7 +45,7 @@ class SiloDpConfig(DpConfig):
     target_quantile: Annotated[Positive, bounded(below, 1)] = 0.5
     clip_rate: Positive = 0.2
     bit_noise: float = 0.0
-    placement: Annotated[str, bounded(one_of, ("local", "central"))] = "local"
+    placement: Annotated[str, bounded(one_of, ("local", "central", "distributed"))] = "local"
     prototype_scale: Positive = 1.0
     metric_clip: Positive = 100.0
     allow_large: bool = False

@@ -9,12 +9,13 @@ A weight of one number per silo is public: a_k = N_k / max_j N_j of the declared
 before the clip and is sent as it is. Weights per class are data, and part of the vector. Adding or removing all data of
 one silo (its place in the roster stays) moves the sum by at most C_t, so noise z C_t scale_s on block s makes a round
 one Gaussian release of noise z. Noise is integer, on the run's grid; what rounding can add to a norm is taken off C_t.
+Where silos share it out (`SharedNoise`), each adds its part to the update and to the clip's bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import GLOBAL_PARTS, METRICS
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, Tensors
 from privacy.accounting.dry_run import SIZE, dry_run
+from privacy.accounting.shared_noise import SharedNoise
+from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import BIT, SiloDpConfig
@@ -48,6 +52,7 @@ class SiloDpGuard(Guard):
         sized: parts whose weight is a_k; of others it is 1 or 0
         scale: public factor of parts with weights per class
         broadcast_clip: C_t as broadcast, None while the clip is fixed
+        shared: how noise is shared out, None where each silo's is enough
 
     Guarantees: the bundle keeps its layout; everything that depends on data is clipped, and noisy unless noise is
     central; evaluation passes as it is where test data is public.
@@ -62,6 +67,7 @@ class SiloDpGuard(Guard):
     scale: float
     seed: int
     broadcast_clip: float | None = None
+    shared: SharedNoise | None = None
     group: ClassVar[str] = adaptive_clipping.PART
 
     def initial_setting(self) -> Tensors:
@@ -88,18 +94,18 @@ class SiloDpGuard(Guard):
             weighed[adaptive_clipping.PART] = adaptive_clipping.below_clip(
                 self._norm({name: weighed[name] for name in update}), clip
             )
-        local = self.terms.placement == "local"
+        central = self.terms.central
         found = dict(weighed)
         for names, clip, noise in self._blocks(weighed, round):
             part_of = {name: weighed[name] for name in names}
             units = self._rounded(part_of, clip, noise)
             source = self._source(round, "silo", silo, names)
-            found |= self._noisy(units, clip, noise, source) if local else units
+            found |= units if central else self._noisy(units, clip, noise, source)
         return found
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Add central noise to the sum, which is still on the grid; with local noise nothing is left to do."""
-        if self.terms.placement == "local":
+        """Add central noise to the sum, which is still on the grid; with silos' noise nothing is left to do."""
+        if not self.terms.central:
             return total
         found = dict(total)
         for names, clip, noise in self._blocks(total, round):
@@ -114,12 +120,58 @@ class SiloDpGuard(Guard):
         blocks = first._blocks(self.layout, 0)
         return {name: clip * self._scale(name) for names, clip, _ in blocks for name in names}
 
+    def require_room(self) -> None:
+        """Raise ConfigError (E-PRIV-20) unless shared noise fits the grid in round 0; each later round is checked anew.
+
+        A number that was cut to the grid's bound after its noise would no longer be part of a sum of noises.
+        """
+        first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
+        for names, clip, noise in first._blocks(self.layout, 0):
+            for segment, scale in first._segments(names):
+                first._require_room(segment, clip * scale, clip * noise * scale)
+
+    def _segments(self, names: list[str]) -> Iterator[tuple[str, float]]:
+        for name in names:
+            yield name, self._scale(name)
+            if self.layout[name].weight_shape:
+                yield f"{name}.weight", self._scale(name)
+
+    def _require_room(self, segment: str, bound: float, sigma: float) -> None:
+        steps = sigma * 2.0 ** (self.grid.frac_bits(segment) - self._fine(segment, sigma))
+        most = bound + NOISE_STDS * sigma
+        if most > self.grid.bound(segment) * (1 + 1e-9):  # both were computed in floats
+            raise ConfigError(
+                "E-PRIV-20",
+                f"expected a grid of at least {most:.4g} for {segment!r}, which it can be with noise, "
+                f"found {self.grid.bound(segment):.4g}: set secagg.ring=ring64 or a smaller privacy.clip",
+            )
+        if steps < MIN_SIGMA:
+            raise ConfigError(
+                "E-PRIV-20",
+                f"expected a hospital's part of the noise on {segment!r} of at least {MIN_SIGMA:g} steps of the grid, "
+                f"found {steps:.3g}: set secagg.ring=ring64 or a larger privacy.clip",
+            )
+
+    def reach(self) -> Mapping[str, float | None]:
+        """Return the most that a number of each clipped part is, with 13.5 std of noise; None where the clip adapts."""
+        first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
+        found: dict[str, float | None] = {}
+        for names, clip, noise in first._blocks(self.layout, 0):
+            moves = self.terms.adaptive and not {METRICS, adaptive_clipping.PART} & {*names}
+            for name in names:
+                found[name] = None if moves else clip * self._scale(name) * (1 + NOISE_STDS * noise)
+        return found
+
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
-        """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation."""
+        """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation.
+
+        noise: that of one silo, or at the coordinator the central one.
+        """
+        own = self.shared.alone if self.shared else float
         update = [name for name in sorted(parts) if name not in (*GLOBAL_PARTS, adaptive_clipping.PART)]
-        blocks = [(update, self.clip_at(round), self.noise)] if update else []
+        blocks = [(update, self.clip_at(round), own(self.noise))] if update else []
         if adaptive_clipping.PART in parts:
-            blocks.append(([adaptive_clipping.PART], BIT, self.terms.bit.noise))
+            blocks.append(([adaptive_clipping.PART], BIT, own(self.terms.bit.noise)))
         if METRICS in parts and self.terms.test_data == "private":
             blocks.append(([METRICS], self.terms.metric_clip, self.terms.metric_noise))
         return blocks
@@ -178,6 +230,8 @@ class SiloDpGuard(Guard):
     def _noisy(self, parts: Bundle, clip: float, noise: float, source: NoiseSource, silos: int = 1) -> Bundle:
         def noisy(segment: str, value: Tensor, sigma: float) -> Tensor:
             left_out, bits = self._fine(segment, sigma), self.grid.frac_bits(segment)
+            if self.shared:
+                self._require_room(segment, sigma / noise, sigma)
             drawn = source.discrete_gaussian(tuple(value.shape), sigma * 2.0 ** (bits - left_out)) << left_out
             limit = silos * math.floor(self.grid.bound(segment) * 2.0**bits)
             return (value + drawn).clamp_(-limit, limit)
@@ -210,8 +264,8 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
     """Plan the guard of a run: noise from the member that takes part most often, weights from declared sizes.
 
     Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-16 on what silo-level privacy does
-    not   cover: too many coordinates, personal models, weights that follow from data, central noise on single silos'
-    parts, exact sums over examples.
+    not   cover: too many coordinates, personal models, weights that follow from data, noise that is not at the silo on
+    single silos' parts, exact sums over examples; E-PRIV-16, E-CFG-02 as `SharedNoise.of`, E-PRIV-20 as `require_room`.
     """
     manifest, method = run.manifest, run.method
     terms = SiloDpConfig.of(manifest.privacy.options)
@@ -240,7 +294,7 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
             "E-PRIV-16",
             f"method {method.name} sends nothing whose norm a clip could follow: set privacy.clipping=fixed",
         )
-    if manifest.personal or (method.unsummed_parts and terms.placement == "central"):
+    if manifest.personal or (method.unsummed_parts and terms.placement != "local"):
         remedy = "personal=false" if manifest.personal else "privacy.placement=local"
         raise ConfigError("E-PRIV-16", f"silo-level privacy covers sums over silos alone: set {remedy}")
     weights = dry_run(method, run.new_model(), run.schema, manifest.train, lambda _: 1, probe=False).weights
@@ -251,7 +305,7 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
         )
     most = 1 if uniform else max(m.units for m in manifest.members)
     trained = max(map(len, run.training_rounds))
-    return SiloDpGuard(
+    guard = SiloDpGuard(
         terms,
         manifest.grid,
         manifest.layout,
@@ -260,4 +314,8 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
         frozenset(name for name, w in weights.items() if w == SIZE),
         most * terms.prototype_scale,
         manifest.seed,
+        shared=SharedNoise.of(manifest) if terms.distributed else None,
     )
+    if guard.shared:
+        guard.require_room()
+    return guard

@@ -177,12 +177,68 @@ def test_ring32_wraps_around() -> None:
 def test_grids_without_room_or_without_a_bound_are_refused() -> None:
     for grid, segment in (
         (FixedPointFormat("ring32", 10, {"p": 1.0}), "q"),
-        (FixedPointFormat("ring32", 1000, {"p": 1e9}), "p"),
+        (FixedPointFormat("ring32", 2**16, {"p": 1.0}), "p"),  # 15 bits
     ):
         with pytest.raises(ConfigError) as caught:
             grid.encode(segment, torch.zeros(1))
         assert caught.value.code == "E-CFG-08"
     assert FixedPointFormat().bound("anything") == RING64_BOUND
+
+
+@given(st.floats(-2e8, 2e8), st.sampled_from([2e8, 1e3, 0.7]))
+def test_a_number_comes_back_within_half_a_unit_also_of_units_larger_than_one(value: float, bound: float) -> None:
+    """T-33: 50 silos and a bound of 2e8 leave -3 bits on ring32."""
+    grid = FixedPointFormat("ring32", 50, {"p": bound})
+    f = math.floor(math.log2((2**31 - 1) / (50 * Fraction(bound))))
+    assert grid.frac_bits("p") == f
+    inside = max(-bound, min(bound, value))
+    units_, _ = grid.encode("p", torch.tensor([inside], dtype=torch.float64))
+    assert abs(Fraction(float(grid.decode("p", units_))) - Fraction(inside)) <= Fraction(2) ** -(f + 1)
+    assert f == {2e8: -3, 1e3: 15, 0.7: 25}[bound]
+
+
+@pytest.mark.parametrize("bound", [2e8, 4.0])
+def test_silos_at_the_bound_do_not_wrap_and_one_unit_more_does(bound: float) -> None:
+    """T-33, in words of 32 bits as they are added under masks."""
+    grid = FixedPointFormat("ring32", 6, {"p": bound})
+    unit = 2.0 ** -grid.frac_bits("p")
+    most = torch.tensor([bound], dtype=torch.float64)
+    words = grid.encode("p", most)[0].int()
+    total = sum((words for _ in range(6)), torch.zeros(1, dtype=torch.int32))
+    assert float(grid.decode("p", total.long())) == pytest.approx(6 * bound, rel=1e-6)
+    room = (2**31 - 1) // 6 + 1  # the first number of units of which six do not fit
+    wrapped = sum((torch.tensor([room]).int() for _ in range(6)), torch.zeros(1, dtype=torch.int32))
+    assert float(grid.decode("p", wrapped.long())) < 0 < room * unit
+    assert room > int(words)
+
+
+def test_statistics_of_batch_norm_have_a_segment_of_their_own_where_they_have_a_bound() -> None:
+    """T-33: weights to 2^-25, variances up to 4,096, in one part."""
+    keys = ("norm.weight", "norm.running_mean", "norm.running_var")
+    sent = {
+        "p": Part({key: torch.tensor([v]) for key, v in zip(keys, (0.001, 3.0, 4000.0), strict=True)}, torch.ones(()))
+    }
+    bounds = {"p": 4.0, "p.weight": 1.0}
+    own = FixedPoint(FixedPointFormat("ring32", 6, {**bounds, "p.buffers": 4096.0}))
+    back = own.incoming(own.outgoing(sent, 0, 0), 1, 0)["p"].total
+    assert own.clipped == 0
+    assert [own.grid.segment("p", key) for key in (*keys, None)] == ["p", "p.buffers", "p.buffers", "p.weight"]
+    assert float(back["norm.running_var"]) == 4000
+    assert abs(float(back["norm.weight"]) - float(torch.tensor(0.001))) <= 2.0 ** -(own.grid.frac_bits("p") + 1)
+    shared = FixedPoint(FixedPointFormat("ring32", 6, bounds))
+    assert shared.grid.segment("p", keys[2]) == "p"
+    assert float(shared.incoming(shared.outgoing(sent, 0, 0), 1, 0)["p"].total[keys[2]]) == pytest.approx(4.0)
+    assert shared.clipped == 1
+    assert FixedPointFormat().segment("p", keys[2]) == "p"  # a plain run's bits stay what they were
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
+def test_a_grid_of_impossible_bounds_or_for_fewer_silos_is_refused(bound: float) -> None:
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*grid\.bounds\.p"):
+        FixedPointFormat("ring32", 3, {"p": bound}).check(3)
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*a grid for 4 silos"):
+        FixedPointFormat("ring32", 3, {"p": 1.0}).check(4)
+    FixedPointFormat("ring32", 3, {"p": 1.0}).check(3)
 
 
 def test_empty_tensors_and_no_silo_at_all() -> None:

@@ -1,0 +1,185 @@
+"""Bounded updates where nobody sees a single one: each silo holds itself to the norms of earlier rounds.
+
+Beside its update each silo sends, for each block of it, a histogram of 128 bins with a single 1: where the norm of its
+mean values lies, before any cut. The sum shows the norms of the round without names, each to within 19 %:
+
+    bin = floor(4 log2 norm) + 64, within 0 to 127          upper edge of a bin = 2^((bin - 63) / 4)
+
+M_t is the upper edge of the lower median's bin. What `NormClipped` decides of M_0 and later medians, each silo decides
+about itself: it cuts its update to clip_at R_t, and sends none above refuse_above R_t. Before the first sum nothing but
+the grid bounds an update. That stops accidents and no liar: a silo that lies is bounded by nothing but the ring. Proofs
+of a range, as ACORN's (Bell et al., USENIX Security 2023) and PINE's (Rothblum et al., 2023), are not in this version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat
+from fl_core.aggregation.options import NormClipped
+from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN, NormHistory
+from fl_core.aggregation.update_check import norms
+from fl_core.errors import ProtocolError, RefusedError
+from fl_core.training.evaluation import METRIC_PARTS
+from fl_core.types.interfaces import Guard
+from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, Tensors
+
+NORMS = "norms"
+"""The part of the histograms, and the group of the server's state that has the medians."""
+BINS = 128
+_ZERO_BIN = 64
+_FIRST, _LARGEST = "first", "largest"
+_ROUNDING = 1e-5
+"""Of float32, in which medians travel and updates are made."""
+Blocks = Mapping[str, tuple[tuple[str, str], ...]]
+"""Block -> (part, tensor) of what it is made of."""
+
+
+def blocks_of(layout: Layout, rules: Mapping[str, PartRule]) -> Blocks:
+    """Name the blocks of an update as `Measured.norms` has them; without levels, which are no differences."""
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for part, spec in sorted(layout.items()):
+        rule = rules.get(part, PartRule())
+        if spec.weight_shape or rule.level or part in METRIC_PARTS or part == NORMS:
+            continue
+        for key in sorted(spec.shapes):
+            if key not in (rule.counts, rule.steps):
+                block = f"{part}.buffers" if key.endswith(BUFFERS) else part
+                found[block] = (*found.get(block, ()), (part, key))
+    return found
+
+
+def norms_layout(blocks: Iterable[str]) -> Layout:
+    return {NORMS: PartSpec(dict.fromkeys(sorted(blocks), (BINS,)), ())}
+
+
+def bin_of(norm: float) -> int:
+    return min(max(math.floor(4 * math.log2(norm)) + _ZERO_BIN, 0), BINS - 1) if norm > 0 else 0
+
+
+def upper_edge(bin: int) -> float:
+    """Return the largest norm of a bin; 0 of the first, whose norms say nothing."""
+    return 2.0 ** ((bin + 1 - _ZERO_BIN) / 4) if bin else 0.0
+
+
+@dataclass(frozen=True)
+class NormGuard(Guard):
+    """Cuts a silo's own update, or sends none, by the medians that were broadcast.
+
+    numbers: how many each block has   history: of the round, empty in the first
+
+    Guarantees: what leaves of a silo's norms is in the sum of histograms alone; a refusal names no number of them.
+    """
+
+    options: NormClipped
+    blocks: Blocks
+    numbers: Mapping[str, int]
+    grid: FixedPointFormat
+    history: NormHistory = field(default_factory=NormHistory)
+    group: ClassVar[str] = NORMS
+
+    def initial_setting(self) -> Tensors:
+        return {name: torch.zeros(len(self.blocks)) for name in (_FIRST, _LARGEST)}
+
+    def with_setting(self, setting: Tensors | None) -> NormGuard:
+        """Take the medians of earlier rounds; raises ProtocolError (E-WIRE-06) on what are none."""
+        found = {} if setting is None else dict(setting)
+        if set(found) != {_FIRST, _LARGEST} or not all(_are_norms(v, len(self.blocks)) for v in found.values()):
+            raise ProtocolError(
+                "E-WIRE-06", f"expected the median norms of {len(self.blocks)} blocks beside the model, found others"
+            )
+        return replace(self, history=NormHistory(*(self._known(found[name]) for name in (_FIRST, _LARGEST))))
+
+    def _known(self, values: Tensor) -> dict[str, float]:
+        return {block: v for block, v in zip(self.blocks, values.tolist(), strict=True) if v > 0}
+
+    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
+        """Add the histograms, and cut what is too long.
+
+        Raises RefusedError (E-RUN-44) above refuse_above medians. A norm that is not finite is somebody else's to see.
+        """
+        if not any(part in bundle for keys in self.blocks.values() for part, _ in keys):
+            return bundle
+        found, histograms = {name: dict(part.total) for name, part in bundle.items()}, dict[str, Tensor]()
+        for block, keys in self.blocks.items():
+            norm = self._norm(bundle, block)
+            histograms[block] = torch.zeros(BINS)
+            if norm is None or not math.isfinite(norm):
+                continue
+            histograms[block][bin_of(norm)] = 1.0
+            known = self.history.reference(block, self.options.ceiling)
+            if known is None or norm <= self.options.clip_at * known:
+                continue
+            if norm > self.options.refuse_above * known:
+                raise RefusedError(
+                    "E-RUN-44",
+                    f"this hospital's update is more than {self.options.refuse_above:g} times as long as is usual in "
+                    "the run: it stays here; look for another scale of the images, or training that diverged",
+                )
+            for part, key in keys:
+                found[part][key] = bundle[part].total[key].double() * (self.options.clip_at * known / norm)
+        cut = {name: Part(total, bundle[name].weight) for name, total in found.items()}
+        return {**cut, NORMS: Part(histograms, torch.tensor(1.0))}
+
+    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
+        """Hold a sum against what silos may send; raises RefusedError (E-RUN-48), which names nobody."""
+        if NORMS not in total:
+            return total
+        if any(bool((v < 0).any()) or float(v.sum()) > cohort for v in total[NORMS].total.values()):
+            raise _impossible("counts of norms that no silos have")
+        for block in self.blocks:
+            norm, known = self._norm(total, block), self.history.reference(block, self.options.ceiling)
+            if norm is not None and known is not None:
+                most = self.options.clip_at * known * (1 + _ROUNDING) + self._rounding(total, block, cohort)
+                if norm > most:
+                    raise _impossible(f"a mean of {block!r} that is longer than any update may be")
+        return total
+
+    def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
+        """Take in the round's medians, of blocks with at least three norms, and none of 0."""
+        medians = {block: _lower_median(answered.total[block]) for block in self.blocks}
+        after = self.with_setting(setting).history.after(medians)
+        return {
+            name: torch.tensor([known.get(block, 0.0) for block in self.blocks])
+            for name, known in ((_FIRST, after.first), (_LARGEST, after.largest))
+        }
+
+    def _norm(self, bundle: Bundle, block: str) -> float | None:
+        """Return the norm of a block's mean values; None of weight 0."""
+        part = self.blocks[block][0][0]
+        weight = float(bundle[part].weight)
+        if not weight > 0:
+            return None
+        return norms(part, {key: bundle[part].total[key] for _, key in self.blocks[block]})[block] / weight
+
+    def _rounding(self, total: Bundle, block: str, silos: int) -> float:
+        """Bound what rounding on the grid adds to the norm of a mean."""
+        part, key = self.blocks[block][0]
+        step = silos * 2.0 ** -(self.grid.frac_bits(self.grid.segment(part, key)) + 1)
+        return math.sqrt(self.numbers[block]) * step / float(total[part].weight)
+
+
+def _are_norms(values: Tensor, number: int) -> bool:
+    return values.shape == (number,) and bool(torch.isfinite(values).all()) and bool((values >= 0).all())
+
+
+def _lower_median(histogram: Tensor) -> float:
+    counts = histogram.round().long().cumsum(0)
+    n = int(counts[-1])
+    if n < MIN_UPDATES_FOR_MEDIAN:
+        return 0.0
+    return upper_edge(int((counts <= (n - 1) // 2).sum()))
+
+
+def _impossible(found: str) -> RefusedError:
+    return RefusedError(
+        "E-RUN-48",
+        f"expected a sum of updates that each hospital bounded, found {found}: nothing is merged, and who is to blame "
+        "cannot be told",
+    )

@@ -1,0 +1,107 @@
+"""Noise that the silos of a masked sum share out: each adds a part, and only the sum is ever seen.
+
+Every sum that is opened has at least m updates, which honest silos hold the coordinator to. Of these at most c belong
+to silos that tell the coordinator their noise, or add none. So with a discrete Gaussian of standard deviation
+
+    sigma_s = z D / sqrt(m - c)        D: the sensitivity
+
+of each silo, what hides one of them is at least a sum of m - c, which is as private as the Gaussian of standard
+deviation z D but for `discrete_gaussian.sum_gap` (Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian
+Mechanism for Federated Learning with Secure Aggregation", ICML 2021). That is what is charged. Two
+other figures are stated beside it: with all n silos there and honest, and with a silo's own noise alone, which is all
+that is left where masks fail or all others collude.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from fl_core.errors import ConfigError
+from privacy.secagg.terms import withstood
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fl_core.rounds.manifest import RunManifest
+
+
+@dataclass(frozen=True, slots=True)
+class SharedNoise:
+    """How many silos a round has (n), a sum has at least (m), and may collude (c)."""
+
+    silos: int
+    smallest_sum: int
+    colluding: int
+
+    @classmethod
+    def of(cls, manifest: RunManifest) -> SharedNoise:
+        """Read it off a run whose rounds are masked.
+
+        Raises ConfigError: E-PRIV-16 on a run without masks, E-CFG-02 where nobody or too many would collude.
+        """
+        n = manifest.cohort or len(manifest.members)
+        if manifest.secagg is None:
+            raise ConfigError(
+                "E-PRIV-16",
+                "expected masks over noise that is shared out (privacy.placement=distributed), found none, so that the "
+                "coordinator would see each hospital's small part: set secagg=auto, with three hospitals or more, or "
+                "privacy.placement=local",
+            )
+        c, most = manifest.secagg.collusion, withstood(n)
+        if not 1 <= c <= most:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected secagg.collusion from 1 to {most} where noise is shared out among {n} hospitals, found {c}: "
+                "change it, or set privacy.placement=local",
+            )
+        return cls(n, manifest.secagg.smallest_sum(n), c)
+
+    @property
+    def share(self) -> float:
+        """Return a silo's own standard deviation in units of the promised one."""
+        return 1 / math.sqrt(self.smallest_sum - self.colluding)
+
+    def of_all(self, noise: float) -> float:
+        """Return what noise z becomes where all n are in the sum and honest."""
+        return noise * self.share * math.sqrt(self.silos)
+
+    def alone(self, noise: float) -> float:
+        """Return what of noise z is a silo's own: the standard deviation of its noise over the sensitivity."""
+        return noise * self.share
+
+    @classmethod
+    def read(cls, facts: Mapping[str, object]) -> SharedNoise:
+        """Read what `facts` wrote; raises KeyError, TypeError or ValueError on anything else."""
+        n, m, c = (int(str(facts[name])) for name in ("silos", "smallest_sum", "colluding"))
+        if not 0 < c < m <= n:
+            raise ValueError(f"expected 0 < c < m <= n, found c = {c}, m = {m}, n = {n}")
+        return cls(n, m, c)
+
+    def facts(self, noise: float) -> Mapping[str, float]:
+        """Write it down beside a release of noise z."""
+        return asdict(self) | {"noise_alone": self.alone(noise), "noise_of_all": self.of_all(noise)}
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFigures:
+    """What shared noise comes to for one silo of a run: epsilons of all its releases, of whom a run promises it to.
+
+    promised: while at most c collude   all_honest: all are there and honest   alone: masks fail, or all others collude
+    noise_alone: the least of its own noise over the sensitivity.
+    """
+
+    terms: SharedNoise
+    promised: float
+    all_honest: float
+    alone: float
+    noise_alone: float
+
+    def __str__(self) -> str:
+        n, c = self.terms.silos, self.terms.colluding
+        return (
+            f"shared out under masks among {n} hospitals: epsilon {self.promised:.2f} while at most {c} of the others "
+            f"{'colludes' if c == 1 else 'collude'} with the coordinator, {self.all_honest:.2f} with all of them there "
+            f"and honest, {self.alone:.2f} if the masks fail"
+        )
