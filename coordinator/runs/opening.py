@@ -301,6 +301,7 @@ class SealedMembers:
         """Ask until the masks are off; raises as `RoundOpening.unmask`."""
         names = [self.round.run.members[u] for u in self.round.cohort]
         self._began = self.of.clock()
+        self.of.dispatcher.changes.notify()
         self.of.dispatcher.ask_members(self, names)
         self._wait(self._is_confirmed)
         with self._changed:
