@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from cryptography.exceptions import UnsupportedAlgorithm
 from google.protobuf.message import DecodeError
 
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
@@ -262,7 +263,7 @@ class SecaggMember:
             if not certificates.issued_by(signer, certificates.load_certificate(authority, "the pinned authority")):
                 return False
             return certificates.verify(certificates.public_key(signer), Seal.CONTEXT, message, signature)
-        except (FederationError, ValueError):
+        except (FederationError, ValueError, UnsupportedAlgorithm):
             return False
 
 
