@@ -727,7 +727,9 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         until(lambda: "approval" in hospital.events())
         (asked,) = hospital.service.store.approvals.all()
         assert "under masks" in asked.about
-        rows = {c.what: (c.asked, c.policy) for c in Question.of(asked, PolicyAndLedger.of(home)).comparisons}
+        question = Question.of(asked, PolicyAndLedger.of(home))
+        assert question.leaves.words()[0] == "all of it under masks: only sums over several hospitals are read"
+        rows = {c.what: (c.asked, c.policy) for c in question.comparisons}
         told, allowed = rows["Secure aggregation"]
         assert told.endswith(
             "only sums over at least 3 hospitals are read; 0 of 2 other members confirmed by this hospital"
