@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from cryptography.exceptions import UnsupportedAlgorithm
 from google.protobuf.message import DecodeError
 
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
@@ -287,7 +288,7 @@ class SecaggMember:
             if not certificates.issued_by(signer, certificates.load_certificate(authority, "the pinned authority")):
                 return False
             return certificates.verify(certificates.public_key(signer), Seal.CONTEXT, message, signature)
-        except (FederationError, ValueError):
+        except (FederationError, ValueError, UnsupportedAlgorithm):
             return False
 
 

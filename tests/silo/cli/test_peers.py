@@ -6,8 +6,13 @@ import json
 
 import pytest
 
+from service_core.pki import certificates
 from service_core.pki.identity import colons, identity_of
+from service_core.pki.roster import renewal_link
 from silo.cli.service import run
+from silo.identity.identity import SiloIdentity
+from silo.storage.home import Home
+from silo.training.policy_in_force import accepts_new_peers
 from tests.support.pki import authority, certified, join, member, roster, today
 
 
@@ -45,3 +50,54 @@ def test_another_key_name_or_half_a_fingerprint_is_refused_with_what_was_found(h
     assert capsys.readouterr().err.startswith("E-ID-16: expected")
     assert run(["peers", "show", "--home", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held"] == {"north": held}
+
+
+def test_what_was_confirmed_goes_on_with_a_renewed_key_and_never_with_another_one(tmp_path):
+    ca = authority(tmp_path / "ca", today())
+    key_pem = certificates.new_key()
+    first = ca.sign_silo(certificates.make_request(key_pem), "north")
+    silo = join(ca, tmp_path / "silo", "me", (member(ca, first),))
+    assert silo.pins().confirmed() == set()
+    silo.pins().accept("north", identity_of(first).fingerprint)
+    assert silo.pins().confirmed() == {"north"}
+    own, renewed, other = (
+        member(ca, silo.current_credentials().cert_pem),
+        certified(ca, "north"),
+        certified(ca, "north"),
+    )
+    new = certificates.public_key(certificates.load_certificate(renewed, ""))
+    message = certificates.renewal_message(identity_of(first).identity, new)
+    proof = certificates.sign(certificates.load_key(key_pem, ""), certificates.RENEWAL, message)
+    link = renewal_link(certificates.load_certificate(first, ""), proof)
+    assert silo.update_roster(roster(ca, [own, member(ca, renewed, (link,))], 2)).rekeyed == ("north",)
+    assert silo.pins().confirmed() == {"north"}
+    assert silo.update_roster(roster(ca, [own], 3)).removed == ("north",)
+    assert silo.pins().confirmed() == set()
+    assert "north" in silo.update_roster(roster(ca, [own, member(ca, other)], 4)).held
+    assert silo.pins().confirmed() == set()
+    silo.update_roster(roster(ca, [own, member(ca, renewed, (link,))], 5))
+    assert silo.pins().confirmed() == {"north"}
+
+
+def test_a_list_of_pins_from_before_opens_and_names_nobody_as_confirmed(home):
+    folder, key = home
+    file = folder / "identity/roster.json"
+    raw = json.loads(file.read_text())
+    raw.pop("by_hand")
+    file.write_text(json.dumps(raw))
+    pins = SiloIdentity(folder).pins()
+    assert pins.confirmed() == set()
+    pins.accept("north", key)
+    assert pins.confirmed() == {"north"}
+
+
+def test_where_additions_wait_for_consent_a_new_member_is_held_back(tmp_path):
+    ca = authority(tmp_path / "ca", today())
+    silo = join(ca, tmp_path / "silo", "me")
+    own, new = member(ca, silo.current_credentials().cert_pem), certified(ca, "north")
+    home = Home(tmp_path / "silo")
+    for policy, accepts in (("", True), ("[peers]\naccept = 'by hand'\n", False), ("[peers", False)):
+        home.policy.write_text(policy)
+        assert accepts_new_peers(home) is accepts
+    assert "north" in silo.update_roster(roster(ca, [own, member(ca, new)], 2), accepts_new_peers(home)).held
+    assert set(silo.peers()) == {"me"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import threading
 import time
@@ -10,8 +11,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from google.protobuf.message import DecodeError
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.errors import ProtocolError
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions, Secagg, make_members
 from fl_core.types.enums import TaskKind
@@ -338,6 +341,39 @@ def test_an_opening_without_a_confirmed_set_is_refused(waiting):
     until(lambda: len(refusals(hospital)) > seen)
     found = refusals(hospital)[-1]
     assert (found.code, found.seal_hash) == ("E-RUN-50", state.hash)
+
+
+def test_whatever_bytes_a_seal_or_an_opening_has_the_hospital_answers_or_refuses_and_goes_on(hospital):
+    """Bytes are changed at random; nothing but the true set is ever signed or opened."""
+    hospital.exchange()
+    state, _ = sealed(hospital, hospital.train())
+    drawn = random.Random(3)
+    hospital.send_seal(state.seal)
+    true = hospital.confirmed()
+    for u, colleague in hospital.colleagues.items():
+        state.confirm(u, colleague.confirm(hospital.run, state.seal))
+    state.confirm(OWN, confirmation_of(true))
+    said: list[pb.SiloMessage] = []
+    member = replace(hospital.service._secagg, send=said.append)
+    seal, opening = seal_message(state.seal), open_message(state.opening(OWN))
+    for kind, message, answer in ((pb.SecaggSeal, seal, member.seal), (pb.SecaggOpen, opening, member.open)):
+        raw = message.SerializeToString()
+        for _ in range(300):
+            changed = bytearray(raw)
+            for _ in range(drawn.choice((1, 1, 2, 20))):
+                changed[drawn.randrange(len(changed))] = drawn.randrange(256)
+            with suppress(DecodeError):
+                found = kind.FromString(bytes(changed))
+                before = len(said)
+                with suppress(ProtocolError):  # it names no task
+                    answer(found)
+                    assert len(said) == before + 1
+    confirmed = {m.secagg_confirm.SerializeToString() for m in said if m.WhichOneof("body") == "secagg_confirm"}
+    assert confirmed <= {true.SerializeToString()}
+    shares = {m.secagg_shares.SerializeToString() for m in said if m.WhichOneof("body") == "secagg_shares"}
+    hospital.control.last.send(secagg_open=opening)
+    assert shares <= {hospital.shares().SerializeToString()}
+    assert sum(m.WhichOneof("body") == "secagg_refusal" for m in said) > 100
 
 
 @pytest.mark.fault(
@@ -691,7 +727,9 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         until(lambda: "approval" in hospital.events())
         (asked,) = hospital.service.store.approvals.all()
         assert "under masks" in asked.about
-        rows = {c.what: (c.asked, c.policy) for c in Question.of(asked, PolicyAndLedger.of(home)).comparisons}
+        question = Question.of(asked, PolicyAndLedger.of(home))
+        assert question.leaves.words()[0] == "all of it under masks: only sums over several hospitals are read"
+        rows = {c.what: (c.asked, c.policy) for c in question.comparisons}
         told, allowed = rows["Secure aggregation"]
         assert told.endswith(
             "only sums over at least 3 hospitals are read; 0 of 2 other members confirmed by this hospital"
