@@ -12,11 +12,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_core.aggregation.flat_blocks import CHECK_WORDS as CHECK_WORDS
 from fl_core.errors import FederationError, ProtocolError
 from privacy.secagg.shamir import SHARE
 from privacy.secagg.terms import BLOCKS, SECRET, Round, SecaggError, frame
 
+CHECK_WORDS = 4
+"""Words of value 1 before each block (`fl_core.aggregation.flat_blocks`): their sums are the number of uploads, or masks
+did not cancel."""
 _TAG = 16
 Words = NDArray[np.unsignedinteger]
 Bytes = NDArray[np.uint8]
