@@ -43,6 +43,7 @@ from privacy.policy_terms import Floors
 from privacy.profiles.prototype_filter import Withheld
 from privacy.release_log import InMemoryReleaseLog
 from privacy.secagg.terms import SecaggError, SecaggRun, SecaggTerms
+from silo.cli.ledger import collection_json
 from silo.reports.run_request import RunRequest
 from silo.training.run_request import request_of
 from tests.privacy.mechanisms.record.test_moments import WIDTH, query
@@ -546,6 +547,9 @@ def test_the_ledger_charges_the_promise_and_keeps_what_it_rests_on(tmp_path: Pat
     assert status.spent_rdp == pytest.approx(epsilon_rdp([Mechanism(z, 1.0, 2)], 1e-5))
     assert status.spent_alone == pytest.approx(epsilon_rdp([Mechanism(z), Mechanism(z / math.sqrt(3))], 1e-5))
     assert again.verify() > 0
+    shown = collection_json(again, COLLECTION)
+    assert shown["epsilon_masks_broken"] == status.spent_alone > shown["epsilon"]
+    assert [("shared" in r) for e in shown["entries"] for r in e["releases"]] == [True, False]
     details = [json.loads(d) for _, _, state, d, _ in ledger.events() if state == "INTENT"]
     (kept,) = [d["shared"] for d in details if "shared" in d]
     assert kept == {
