@@ -17,10 +17,11 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Layout, PartSpec
 from privacy import profiles
 from privacy.profiles.base import PrivacyProfile
+from privacy.secagg.messages import package_length
+from privacy.secagg.terms import BLOCKS, SECRET
 
 MASKS = "masks"
 """The part of a masked update that is no block."""
-SEED_BYTES, SHARE_BYTES, TAG_BYTES = 32, 33, 16
 
 
 class CompiledRun(RunSetup):
@@ -73,9 +74,9 @@ class CompiledRun(RunSetup):
         if not self.masked:
             return round_layout(self.method, self.manifest.layout, kind)
         shapes = {
-            "salt": (SEED_BYTES,),
-            "commitments": (2, cohort, SEED_BYTES),
-            "packages": (cohort, 2 * SHARE_BYTES * cohort + TAG_BYTES),
+            "salt": (SECRET,),
+            "commitments": (len(BLOCKS), cohort, SECRET),
+            "packages": (cohort, package_length(cohort)),
         }
         return {**self.flat_layouts[kind].blocks, MASKS: PartSpec(shapes, ())}
 

@@ -2,8 +2,8 @@
 
 A file that cannot be read, that others can change, or that has an unknown key, allows nothing. No message carries one;
 only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold, as with an empty
-one: any method of any lead, with or without privacy; private runs of at most epsilon 8 at delta 1e-5, with secret local
-noise and noisy evaluations; of other evaluations correct answers alone.
+one: any method of any lead, with or without privacy, with or without secure aggregation; private runs of at most
+epsilon 8 at delta 1e-5, with secret local noise and noisy evaluations; of other evaluations correct answers alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
 from privacy.accounting.accountant import Filter
-from privacy.policy_terms import SHARE_OF_UNITS, Budget, Evaluation, Floors, PolicyFile, Prototypes, Runs
+from privacy.policy_terms import (
+    SHARE_OF_UNITS,
+    Budget,
+    Evaluation,
+    Floors,
+    Peers,
+    PolicyFile,
+    Prototypes,
+    Runs,
+    SecureAggregation,
+)
 
 if TYPE_CHECKING:
     from fl_core.rounds.manifest import RunManifest
@@ -48,6 +58,8 @@ class Policy:
     budgets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     digest: str = ""
     evaluation: Evaluation = field(default_factory=Evaluation)
+    secagg: SecureAggregation = field(default_factory=SecureAggregation)
+    peers: Peers = field(default_factory=Peers)
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
@@ -75,7 +87,8 @@ class Policy:
         found = structure(PolicyFile, tomllib.loads(raw.decode()), "")
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
         digest = hashlib.sha256(raw).hexdigest()
-        return cls(found.runs, found.privacy, found.prototypes, budgets, digest, found.evaluation)
+        sections = found.runs, found.privacy, found.prototypes
+        return cls(*sections, budgets, digest, found.evaluation, found.secagg, found.peers)
 
     def caps(self) -> dict[str, Filter]:
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
@@ -94,15 +107,19 @@ class Policy:
     # ---- what it says about a run -------------------------------------------------------------------------------
 
     def check_request(self, manifest: RunManifest) -> None:
-        """Raise RefusedError (E-POLICY-02, E-POLICY-03) on a method or a lead that it does not allow."""
+        """Raise RefusedError on a run that it does not allow whatever it computes.
+
+        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for.
+        """
         runs = self.runs
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
         if runs.leads and manifest.lead not in runs.leads:
             raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
+        self.secagg.check(manifest)
 
     def check(self, run: CompiledRun) -> None:
-        """Raise RefusedError (E-POLICY-02 to -06, -09) on a run that it does not allow; no data is near."""
+        """Raise RefusedError (E-POLICY-02 to -06, -09, -17) on a run that it does not allow; no data is near."""
         manifest, terms, runs, floors = run.manifest, run.profile.terms, self.runs, self.privacy
         self.check_request(manifest)
         if runs.hide_size and (terms is None or terms.weights != "uniform"):

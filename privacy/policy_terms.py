@@ -15,12 +15,17 @@ from fl_core.validate import Count, NonNegative, Positive, at_most, between, bou
 from privacy.accounting.record_config import COUPLED, Delta, DpConfig, RecordDpConfig, Rng
 
 if TYPE_CHECKING:
+    from fl_core.rounds.manifest import RunManifest
     from privacy.accounting.release_plan import ReleasePlan
 
 PRIVATE_PROFILES = ("dp_record", "dp_silo_small")
 """Of `profiles.PROFILES` those that promise something; named here, since a policy is read without torch."""
 AUTOMATIC, BY_HAND = "automatic", "by hand"
 ACCURACY, NOTHING = "accuracy", "nothing"
+COMPLETE, EACH = "complete", "each"
+"""As `fl_core.rounds.manifest.CLASS_SUMS`."""
+MOST_MEMBERS = 255
+"""Of a run whose updates are masked."""
 SHARE_OF_UNITS = 0.1
 """delta is the chance of a breach of everything: it must stay below this share of one unit in all."""
 
@@ -159,6 +164,68 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class SecureAggregation:
+    """[secagg] require: no run whose updates leave without masks, and nothing told that was counted here.
+
+    min_sum: least hospitals in a sum that this hospital helps to open (0: what the protocol asks, two thirds and three)
+    min_contributors: least k of a run: hospitals that rows of a class are sums over
+    class_sums: "complete" accepts only runs that open sums per class where every hospital sent, "each" also others
+    confirmed_peers: least other members of a run whose fingerprint was confirmed here (`silo peers accept`)
+    collusion: least c of a run: hospitals whose missing noise is covered where it is shared out.
+    """
+
+    require: bool = False
+    min_sum: Annotated[int, bounded(between, 0, MOST_MEMBERS)] = 0
+    min_contributors: Annotated[int, bounded(between, 1, MOST_MEMBERS)] = 1
+    class_sums: Annotated[str, bounded(one_of, (COMPLETE, EACH))] = EACH
+    confirmed_peers: Annotated[int, bounded(between, 0, MOST_MEMBERS)] = 0
+    collusion: Annotated[int, bounded(between, 0, MOST_MEMBERS)] = 0
+
+    def __post_init__(self) -> None:
+        validate.declared("E-POLICY-01", "secagg", self)
+
+    def check(self, manifest: RunManifest) -> None:
+        """Raise RefusedError (E-POLICY-17) on a run that is allowed to see more than this."""
+        terms, cohort = manifest.secagg, manifest.cohort or len(manifest.members)
+        if terms is None:
+            if self.require:
+                raise _open_run("updates under masks (secagg=auto)", "a run without secure aggregation")
+            return
+        if cohort < self.min_sum:
+            raise _open_run(f"sums of at least {self.min_sum} hospitals", f"rounds of {cohort}")
+        if terms.min_contributors < self.min_contributors:
+            wanted = f"secagg.min_contributors of at least {self.min_contributors}"
+            raise _open_run(wanted, str(terms.min_contributors))
+        if self.class_sums == COMPLETE and terms.class_sums != COMPLETE:
+            raise _open_run("secagg.class_sums=complete", terms.class_sums)
+        if terms.collusion < self.collusion:
+            raise _open_run(f"secagg.collusion of at least {self.collusion}", str(terms.collusion))
+
+    def check_peers(self, confirmed: int, others: int) -> None:
+        """Raise RefusedError (E-POLICY-17) where too few of a run's other members were confirmed by fingerprint."""
+        if confirmed < self.confirmed_peers:
+            raise _open_run(
+                f"at least {self.confirmed_peers} other members whose fingerprint was confirmed here",
+                f"{confirmed} of {others}: ask them for `silo fingerprint` by telephone, then silo peers accept NAME "
+                "FINGERPRINT",
+            )
+
+
+def _open_run(expected: str, found: str) -> RefusedError:
+    return RefusedError("E-POLICY-17", f"[secagg]: expected {expected}, found {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """[peers] accept: "automatic", or "by hand": a new member of the roster counts only once it was consented to."""
+
+    accept: Annotated[str, bounded(one_of, (AUTOMATIC, BY_HAND))] = AUTOMATIC
+
+    def __post_init__(self) -> None:
+        validate.declared("E-POLICY-01", "peers", self)
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """[budget.COLLECTION] the most that all runs together may spend of a collection."""
 
@@ -174,4 +241,6 @@ class PolicyFile:
     privacy: Floors = field(default_factory=Floors)
     prototypes: Prototypes = field(default_factory=Prototypes)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    secagg: SecureAggregation = field(default_factory=SecureAggregation)
+    peers: Peers = field(default_factory=Peers)
     budget: Mapping[str, Budget] = field(default_factory=dict)

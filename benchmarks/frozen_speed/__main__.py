@@ -78,11 +78,11 @@ def kept(run: RunSetup, examples: Examples, cache: FeatureCache, split: str) -> 
     """Make the features of a hospital's examples on the disk, and read them from there."""
 
     def blocks() -> Iterator[Block]:
-        for batch in run.features(examples, CPU):
-            yield Block(batch.positions.tolist(), batch.rows.numpy())
+        for batch in run.features(examples, CPU, train=split == "train"):
+            yield Block(batch.positions.tolist(), batch.rows.flatten(1).numpy())
 
     found = cache.get(FeatureKey("made-up", "1", "", split, ""), len(examples), blocks)
-    return with_rows(examples, torch.arange(len(examples)), torch.from_numpy(found.rows))
+    return with_rows(examples, torch.arange(len(examples)), torch.from_numpy(found.rows).unsqueeze(1))
 
 
 def measure(model: str, side: int, n: int, batch_size: int, turns: int) -> dict[str, Value]:

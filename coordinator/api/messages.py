@@ -78,7 +78,9 @@ def waiting_info(waiting: Waiting) -> pb.Waiting:
         )
         for a in waiting.awaited
     ]
-    return pb.Waiting(round=waiting.round, there=waiting.there, needed=waiting.needed, silos=silos)
+    return pb.Waiting(
+        round=waiting.round, there=waiting.there, needed=waiting.needed, silos=silos, sealed=waiting.sealed
+    )
 
 
 def arrivals(updates: Iterable[Contribution]) -> list[pb.Arrival]:

@@ -118,12 +118,13 @@ class CoordinatorServer:
             self.objects = ObjectStore(self.home / OBJECTS, sharded=True)
             self.uploads = UploadRegistry(self.home / "blobs", self.settings.quota)
             self.dispatcher = Dispatcher(self.store, self.settings.pulse_s, self.metrics.round_closed)
+            self._trail = AuditTrail.of(self.home, consortium)
+            signer, record = ServerCertificate(self.home).current, self._trail.recorder.record
             self.runs = RunScheduler(
-                self.store, self.objects, self.uploads, self.dispatcher, self.settings.parallel_runs
+                self.store, self.objects, self.uploads, self.dispatcher, signer, record, self.settings.parallel_runs
             )
             Leads(self.home, self.store).adopt()
             self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)
-            self._trail = AuditTrail.of(self.home, consortium)
             self.metrics_at = self._serve_metrics()
             port = self._loop.run(self._serve(consortium))
         except BaseException:

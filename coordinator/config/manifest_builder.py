@@ -116,7 +116,7 @@ def manifest_from(
     capabilities.check_micro_batch(built, trained.model, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
     own = derive_layout(built, *trained, spec.personal, metrics)
-    check_shared(method.name, own, spec.train)
+    check_shared(built, own, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-02",

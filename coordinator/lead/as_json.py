@@ -47,6 +47,7 @@ def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
         "round": waiting.round,
         "there": waiting.there,
         "needed": waiting.needed,
+        "sealed": waiting.sealed,
         "silos": [
             {"name": s.name, "left": s.left_s, "online": s.online, "offline": s.offline_s, "classes": list(s.classes)}
             for s in waiting.silos

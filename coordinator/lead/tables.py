@@ -53,10 +53,16 @@ def waiting_lines(info: pb.RunInfo) -> list[str]:
     lines = [f"excluded by the lead: {', '.join(info.excluded)}"] if info.excluded else []
     if info.waiting.silos:
         now = info.waiting
-        there = f"{counted(now.there, 'update')} {'is' if now.there == 1 else 'are'} there"
-        lines.append(f"round {now.round + 1}: {there}, {now.needed} close it; waits for")
+        lines.append(f"round {now.round + 1}: {there_text(now)}; waits for")
         lines += [f"  {silo.name} ({awaited(silo)})" for silo in now.silos]
     return lines
+
+
+def there_text(now: pb.Waiting) -> str:
+    """Say how many updates an open round has and needs or, where its set is fixed, answers."""
+    if now.sealed:
+        return f"its set is sealed, and {now.there} of {now.needed} answers that open it are there"
+    return f"{counted(now.there, 'update')} {'is' if now.there == 1 else 'are'} there, {now.needed} close it"
 
 
 def awaited(silo: pb.AwaitedSilo) -> str:

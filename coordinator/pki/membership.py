@@ -177,7 +177,7 @@ class Membership:
             return kept[1]
         now, silos, revoked = self.store.members.membership()
         try:
-            signed = self._authority().roster([_member(s) for s in silos], revoked, now)
+            signed = self._authority().roster([roster_member(s) for s in silos], revoked, now)
         except StateError:
             if kept is None:
                 raise
@@ -203,7 +203,7 @@ def _signed_by(held: Certificate, message: bytes, proof: bytes) -> bool:
     return certificates.verify(public, certificates.RENEWAL, message, proof)
 
 
-def _member(silo: Silo) -> Member:
+def roster_member(silo: Silo) -> Member:
     since = datetime.fromtimestamp(silo.since, UTC).isoformat(timespec="seconds")
     return Member.of(silo.certificate.pem.encode(), since, tuple(RenewalLink(*link) for link in silo.proofs))
 

@@ -10,9 +10,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, SiloTaskKey, Task
 from coordinator.storage.records import RoundRow, Run, RunState
@@ -125,6 +126,25 @@ class SiloSession:
             return self._out.popleft() if self._out and not self.over else None
 
 
+FromMember = pb.SecaggConfirm | pb.SecaggShares | pb.SecaggRefusal
+
+
+class SealedSet(Protocol):
+    """What is asked of a masked round's members once its set is fixed; called by any thread."""
+
+    def messages_for(self, silo: str) -> Sequence[pb.CoordinatorMessage]:
+        """Return what a silo is still asked for; nothing where it is no member, or has answered."""
+        ...
+
+    def receive(self, silo: str, message: FromMember) -> None:
+        """Take what a silo said; what is wrong with it is noted, and raises nothing."""
+        ...
+
+    def interrupt(self) -> None:
+        """Ask and wait no longer."""
+        ...
+
+
 class Dispatcher:
     """The sessions and open tasks of all silos. Thread-safe.
 
@@ -143,6 +163,7 @@ class Dispatcher:
         self._sessions: dict[str, SiloSession] = {}
         self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
         self._stopped: set[str] = set()
+        self._sealed: dict[str, SealedSet] = {}
         self._last_notes: dict[tuple[str, str], str] = {}
         self._software: dict[str, dict[str, str]] = {}
         self._began = time.monotonic()
@@ -181,7 +202,7 @@ class Dispatcher:
         self.changes.notify()
 
     def catch_up(self, session: SiloSession, hello: pb.Hello, last_seen: float) -> None:
-        """Send a silo what it missed: closed rounds, ended runs, open tasks."""
+        """Send a silo what it missed: closed rounds, ended runs, open tasks, and what sealed rounds ask of it."""
         for ref in hello.staged:
             if message := self._close_of(session.name, ref):
                 session.send(message)
@@ -193,6 +214,10 @@ class Dispatcher:
             for key, pending in self._pending.items():
                 if key.silo == session.name and pending.offered:
                     self._ask(pending, session)
+            asking = list(self._sealed.values())
+        for sealed in asking:
+            for message in sealed.messages_for(session.name):
+                session.send(message)
 
     def _close_of(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         row = self.store.runs.round(ref.run_id, ref.round)
@@ -262,7 +287,7 @@ class Dispatcher:
                 self._event(key, "accepted")
             if answer.code and not pending.noted:
                 pending.noted = True
-                self._event(key, "restarted", str(_stated(answer.code, answer.reason)))
+                self._event(key, "restarted", str(stated(answer.code, answer.reason)))
             return
         self._refuse(pending, answer.code, answer.reason)
 
@@ -276,12 +301,14 @@ class Dispatcher:
         if answer.ready:
             self.note_software(key.run_id, [key.silo])
             self._event(key, "ready")
+            if answer.HasField("secagg_entry"):
+                pending.entry = answer.secagg_entry
             pending.settle(answer.manifest_digest)
         else:
             self._refuse(pending, answer.code, answer.reason)
 
     def _refuse(self, pending: PendingTask, code: str, reason: str) -> None:
-        error = _stated(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
+        error = stated(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
         self._event(pending.task.key, "refused", str(error))
         pending.settle(error)
 
@@ -347,13 +374,47 @@ class Dispatcher:
         with self._lock:
             self._stopped.add(run_id)
             mine = [p for key, p in self._pending.items() if key.run_id == run_id]
+            sealed = self._sealed.get(run_id)
         for pending in mine:
             pending.settle(RunInterrupted(run_id))
+        if sealed is not None:
+            sealed.interrupt()
         self.changes.notify()
 
     def allow(self, run_id: str) -> None:
         with self._lock:
             self._stopped.discard(run_id)
+
+    # ---- sealed rounds ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def asking(self, run_id: str, sealed: SealedSet) -> Iterator[None]:
+        """Ask the members of a sealed round inside the block, each new session again.
+
+        Raises RunInterrupted when the run was interrupted.
+        """
+        with self._lock:
+            if run_id in self._stopped:
+                raise RunInterrupted(run_id)
+            self._sealed[run_id] = sealed
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sealed.pop(run_id, None)
+
+    def ask_members(self, sealed: SealedSet, names: Collection[str]) -> None:
+        """Send those that are connected what a sealed round asks of them now."""
+        for name in names:
+            for message in sealed.messages_for(name):
+                self._send(name, message)
+
+    def member_says(self, session: SiloSession, message: FromMember) -> None:
+        """Process what a silo says of a sealed set; about a round that nobody asks for any more it is ignored."""
+        with self._lock:
+            sealed = self._sealed.get(message.run_id)
+        if sealed is not None:
+            sealed.receive(session.name, message)
 
     def fail_revoked_tasks(self) -> None:
         """Settle the tasks of silos that are no longer members; called once per pulse."""
@@ -454,7 +515,7 @@ class Dispatcher:
         self.changes.notify()
 
 
-def _stated(code: str, reason: str) -> RefusedError:
+def stated(code: str, reason: str) -> RefusedError:
     """Make an error of what a silo says; a code that is none becomes E-RUN-14."""
     return RefusedError(code if _CODE.fullmatch(code) else "E-RUN-14", reason[: 2 * REASON_CHARS])
 

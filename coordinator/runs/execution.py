@@ -1,8 +1,9 @@
 """One run while it is under way: from its last closed round to its end, on the thread that calls `run`.
 
 Before round 0 every silo says whether it can do its part of all rounds; one that cannot stops the run. A private run
-waits for all of them. A run without privacy charges nothing and may go on with its quorum: it waits for those that are
-connected, at most the manifest's patience. No answer is stored: after a restart all are asked again.
+waits for all of them, and so does a masked one, for their keys, which are stored then. A run without privacy charges
+nothing and may go on with its quorum: it waits for those that are connected, at most the manifest's patience. No other
+answer is stored: after a restart all are asked again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from coordinator.runs import lineage
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, StoredObject
+from coordinator.runs.member_keys import MemberKeys, secagg_run
+from coordinator.runs.opening import Openings
 from coordinator.runs.round_closer import RoundCloser, Waiting
 from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, no_answer
 from coordinator.runs.update_checks import UpdateChecks, declared_sizes
@@ -35,14 +38,18 @@ from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state
+from service_core.audit_log.lines import Entry
+from service_core.pki.identity import identity_of
 from service_core.storage.object_store import ObjectStore
+from service_core.storage.private_files import Credentials
 
 
 @dataclass(slots=True, eq=False)
 class RunExecution:
     """The rounds of one run. `waiting` and `steered` are called by other threads than `run`.
 
-    model_lock: as in `RunScheduler`   delete_unused: called with the run's id when a broadcast is no longer needed.
+    model_lock: as in `RunScheduler`   delete_unused: called with the run's id when a broadcast is no longer needed
+    signer: the coordinator's certificate in force   record: writes a line into the audit log.
     """
 
     run_id: str
@@ -52,7 +59,10 @@ class RunExecution:
     checks: UpdateChecks
     model_lock: threading.Lock
     delete_unused: Callable[[str], None]
+    signer: Callable[[], Credentials]
+    record: Callable[[Entry], object]
     _closer: RoundCloser | None = field(init=False, default=None)
+    _openings: Openings | None = field(init=False, default=None)
 
     def run(self) -> None:
         """Return when the run has ended; raises what stopped it: RunInterrupted, or the error that its end is told by.
@@ -67,7 +77,11 @@ class RunExecution:
             compiled = CompiledRun.of(manifest)
         steering = self.store.steering.of(run.id)
         self.dispatcher.note_software(run.id, run.members)
-        if preflight_is_due(run, self.store):
+        keys = self._member_keys(run, manifest) if compiled.masked else None
+        if keys is not None:
+            if keys.object is None:
+                keys.keep(ask_preflight(run, manifest, self.dispatcher, check=keys.check))
+        elif preflight_is_due(run, self.store):
             named = 0 if compiled.private else steering.quorum or manifest.quorum
             ask_preflight(run, manifest, self.dispatcher, steering.excluded, compiled.private, named)
         if len(run.members) < MIN_UPDATES_FOR_MEDIAN and self.store.runs.round(run.id, 0) is None:
@@ -81,9 +95,14 @@ class RunExecution:
         with self._open_rounds(manifest) as closer:
             services = broadcasts, self.store, self.objects, self.dispatcher
             task = run.id, run.manifest_digest, compiled.dtypes, steering.attempt
-            ports = [GrpcPort(m.name, *task, closer, self.checks, *services) for m in manifest.members]
+            digest = "" if keys is None else keys.object or ""
+            ports = [GrpcPort(m.name, *task, closer, self.checks, *services, digest) for m in manifest.members]
             closed = [row.record.medians for row in self.store.runs.rounds(run.id)]
-            loop = compiled.round_loop(ports, parallel=len(ports), sizes=declared_sizes(self.store, run.id))
+            if keys is not None:
+                asked = keys.run, keys.vouched(), manifest.deadline_s, self.signer, self.record, closer
+                self._openings = Openings(*asked, self.store, self.objects, self.dispatcher)
+            sizes = declared_sizes(self.store, run.id)
+            loop = compiled.round_loop(ports, parallel=len(ports), sizes=sizes, openings=self._openings)
             loop = replace(loop, schedule=replace(loop.schedule, quorum=steering.quorum or loop.schedule.quorum))
             replaces = run.parent if lineage.taken_out(run) else ""
             checkpointer = RunCheckpointer(run.id, closer, loop.needed, *services, replaces=replaces)
@@ -91,6 +110,8 @@ class RunExecution:
 
     def waiting(self) -> Waiting | None:
         """Say whom the open round waits for; None where none is open."""
+        if (openings := self._openings) is not None and (sealed := openings.current) is not None:
+            return sealed.waiting()
         closer = self._closer
         return None if closer is None else closer.waiting()
 
@@ -107,7 +128,11 @@ class RunExecution:
             with closer.running():
                 yield closer
         finally:
-            self._closer = None
+            self._closer = self._openings = None
+
+    def _member_keys(self, run: Run, manifest: RunManifest) -> MemberKeys:
+        consortium = identity_of(self.signer().cert_pem).identity.consortium
+        return MemberKeys(secagg_run(run, manifest), consortium, self.store, self.objects)
 
     def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
@@ -146,9 +171,11 @@ class RunCheckpointer(Observer):
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names))
-        row = self.store.runs.round(self.run_id, context.round)
+        row, needed = self.store.runs.round(self.run_id, context.round), self.needed(len(names))
         assert row is not None
-        self.closer.opened(row, self.needed(len(names)))
+        if (sealed := self.store.secagg.updates(self.run_id, context.round, kind)) is not None:
+            row, needed = replace(row, cohort=tuple(sealed)), len(sealed)
+        self.closer.opened(row, needed)
 
     def arrived(self, name: str) -> None:
         """Count an update towards the quorum."""
@@ -204,12 +231,14 @@ def ask_preflight(
     excluded: Collection[str] = (),
     all_answer: bool = True,
     quorum: int = 0,
-) -> None:
-    """Ask the silos of a run at once, and return when all are ready.
+    check: Callable[[str, pb.SecaggEntry | None], None] | None = None,
+) -> dict[str, pb.SecaggEntry]:
+    """Ask the silos of a run at once, and return when all are ready, with the keys that came with their answers.
 
     excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
     run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task
-    quorum: that the lead named, with which the run begins although others refuse; 0: a refusal stops it.
+    quorum: that the lead named, with which the run begins although others refuse; 0: a refusal stops it
+    check: of a masked run, of a silo's keys; what it raises counts as that silo's refusal.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
     names those that did not answer and must; RunInterrupted when the run was aborted or the service stops.
@@ -232,16 +261,18 @@ def ask_preflight(
         }
         for pending in asked.values():
             dispatcher.offer(pending)
-        failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id))
+        failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id), check)
+    found = {name: pending.entry for name, pending in asked.items() if pending.entry is not None}
     if not all_answer:
         failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
     if not failures:
-        return
+        return found
     error = _combined_error(failures, len(names))
     if not 0 < quorum <= len(run.members) - len(excluded) - len(failures):
         raise error
     text = f"begun with the quorum of {quorum} that was named, although {len(failures)} refused: {error}"
     dispatcher.store.runs.event(run.id, "warning", text=text)
+    return found
 
 
 def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:
@@ -251,7 +282,11 @@ def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:
     return (found[0].activity, found[0].run_id) != (pb.AWAITING_APPROVAL, run_id)
 
 
-def _failures(asked: Mapping[str, PendingTask], awaited: Callable[[str], bool]) -> Mapping[str, FederationError]:
+def _failures(
+    asked: Mapping[str, PendingTask],
+    awaited: Callable[[str], bool],
+    check: Callable[[str, pb.SecaggEntry | None], None] | None,
+) -> Mapping[str, FederationError]:
     """Wait for the answers of all that are awaited, after the first refusal not much longer.
 
     Raises RunInterrupted when the run was.
@@ -269,6 +304,8 @@ def _failures(asked: Mapping[str, PendingTask], awaited: Callable[[str], bool]) 
             answered.add(name)
             try:
                 pending.wait()
+                if check is not None:
+                    check(name, pending.entry)
             except FederationError as error:
                 failures[name] = error
                 until = min(until, now + GRACE_S)

@@ -17,6 +17,7 @@ from coordinator.runs.tasks import SiloTaskKey, Task
 from coordinator.runs.update_checks import UpdateChecks, checked
 from coordinator.storage.store import Store
 from fl_core.aggregation.update_check import MeasuredUpdate
+from fl_core.errors import UnavailableError
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, RoundContext, State
 from protos.wire import codec
@@ -102,10 +103,12 @@ class GrpcPort:
     store: Store
     objects: ObjectStore
     dispatcher: Dispatcher
+    secagg_keys_digest: str = ""
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Ask the silo for its update and return it, to be read when it is added.
 
+        Of a round whose set is fixed the updates of the set are taken alone, and a lost one is asked for again.
         Raises FederationError when it refuses, is revoked, excluded or given up: the round goes on without it.
         Raises RunInterrupted when the run was aborted or the service stops: the round ends unclosed.
         """
@@ -121,13 +124,17 @@ class GrpcPort:
             self.attempt,
             incarnation=self.store.database.incarnation,
             included_before=self.store.runs.included_before(self.run_id, self.name, context.round),
+            secagg_keys_digest=self.secagg_keys_digest,
         )
+        sealed = self.store.secagg.updates(self.run_id, context.round, kind) if self.secagg_keys_digest else None
+        if sealed is not None and self.name not in sealed:
+            raise UnavailableError("E-RUN-13", "no update: the round's set was fixed without it")
         # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,
         # and pays for, what is here.
         with self.dispatcher.pending_task(task) as pending:
             digest = self._taken(task)
             if digest is None:
-                if self.name in self.closer.excluded:
+                if sealed is None and self.name in self.closer.excluded:
                     raise excluded_error()
                 self.dispatcher.offer(pending)
                 digest = pending.wait()

@@ -43,12 +43,16 @@ class AwaitedSilo:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An open round: updates that are there and that are needed, and who is awaited."""
+    """An open round: updates that are there and that are needed, and who is awaited.
+
+    sealed: of a masked round whose set is fixed, these are answers for the set.
+    """
 
     round: int
     there: int
     needed: int
     awaited: tuple[AwaitedSilo, ...]
+    sealed: bool = False
 
 
 @dataclass(slots=True)
@@ -119,7 +123,9 @@ class RoundCloser:
             )
 
     def record_classes(self, name: str, update: Mapping[str, Part]) -> None:
-        """Note the classes of an update that has come, and is not yet accepted."""
+        """Note the classes of an update that has come, and is not yet accepted; of one with masks there are none."""
+        if self._manifest.secagg is not None:
+            return
         if (found := classes_in(update, self._manifest)) is not None:
             with self._lock:
                 self._brought[name] = found
@@ -134,6 +140,11 @@ class RoundCloser:
         with self._lock:
             if self._round is not None:
                 self._round.refused.add(name)
+
+    def sealed(self) -> None:
+        """End with a round whose set is fixed: nobody is awaited, and nothing is decided any more."""
+        with self._lock:
+            self._round = None
 
     def closed(self) -> None:
         """End with a round; what its training showed of the classes is kept."""
@@ -157,6 +168,11 @@ class RoundCloser:
     def excluded(self) -> frozenset[str]:
         with self._lock:
             return frozenset(self._steering.excluded)
+
+    def extension(self, round: int) -> float:
+        """Return how many more seconds the lead gave a round."""
+        with self._lock:
+            return self._steering.extended_s if self._steering.extended_round == round else 0.0
 
     # ---- what is decided -------------------------------------------------------------------------------------------
 
@@ -190,8 +206,7 @@ class RoundCloser:
             settled = {*found.answered, *found.refused}
             if any(name not in settled and name not in open_silos for name in found.cohort):
                 return  # an update is being checked, or a task is about to be offered
-            now, extended = self._clock() - found.began, self._steering
-            extension = extended.extended_s if extended.extended_round == found.number else 0.0
+            now, extension = self._clock() - found.began, self.extension(found.number)
             silos = self._attendance(found)
             decision = replace(found.rule, extension=extension).decide(silos, now)
             found.decision = decision

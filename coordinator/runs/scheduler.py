@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -32,7 +32,9 @@ from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import read_state
+from service_core.audit_log.lines import Entry
 from service_core.storage.object_store import ObjectStore
+from service_core.storage.private_files import Credentials
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
@@ -40,8 +42,8 @@ _NOT_NOTED_S = 1.0
 """Before a run is tried again whose end could not be noted."""
 _LIVE = (RunState.WAITING, RunState.RUNNING)
 _HALTED = (RunState.PAUSED, RunState.FAILED)
-_FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37"})
-"""Errors that pause a run: hospitals are missing, and the lead decides."""
+_FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37", "E-RUN-45", "E-RUN-48"})
+"""Errors that pause a run: hospitals are missing or do not open a sum, and the lead decides."""
 _MAX_HOURS = 24.0 * 365
 
 
@@ -54,6 +56,7 @@ class _Active(NamedTuple):
 class RunScheduler:
     """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
 
+    signer: gives the coordinator's certificate in force   record: writes a line into the audit log.
     Guarantees: a run goes on after a restart at its last closed round; ending the process at any moment changes no
     bit of the final model.
     """
@@ -62,6 +65,8 @@ class RunScheduler:
     objects: ObjectStore
     uploads: UploadRegistry
     dispatcher: Dispatcher
+    signer: Callable[[], Credentials]
+    record: Callable[[Entry], object]
     parallel: int = PARALLEL_RUNS
     model_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
@@ -84,13 +89,15 @@ class RunScheduler:
         E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
         `Line.require_fits` and as `resolve`.
         """
-        CompiledRun.of(manifest)
+        _require_no_census(CompiledRun.of(manifest))
         enrolled = self.store.members.member_names()
         for member in manifest.members:
             if member.name not in enrolled:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
+        if manifest.secagg is not None:  # what the manifest says of a hospital is all that is known of it
+            sizes = {m.name: (float(m.units), 0.0) for m in manifest.members}
         parent = self.store.runs.get(start_from) if start_from else None
         Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
@@ -267,6 +274,8 @@ class RunScheduler:
                     self.checks,
                     self.model_lock,
                     self.schedule_cleanup,
+                    self.signer,
+                    self.record,
                 )
                 thread = threading.Thread(target=self._execute, args=(execution,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = _Active(execution, thread)
@@ -324,6 +333,16 @@ class RunScheduler:
         for silo, contribution in self.uploads.all():
             if not self.store.contributions.is_open(contribution):
                 self.uploads.discard(silo, contribution)
+
+
+def _require_no_census(run: CompiledRun) -> None:
+    """Refuse a run whose hospitals are counted for each class before round 0, which only a simulation does so far."""
+    if run.contributor_floor is not None:
+        raise ConfigError(
+            "E-CFG-08",
+            "expected secagg.min_contributors=1 for a method with rows of classes, found more: a service does not "
+            "count the hospitals of a class yet; submit with 1, or simulate",
+        )
 
 
 def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> Run:

@@ -31,7 +31,8 @@ class Task:
     """One silo's part of a round.
 
     due: time.monotonic() of the round's deadline, as the offer names it; who is given up when, `RoundCloser` decides
-    attempt: how often the run was resumed   incarnation, included_before: as in the message `Offer`.
+    attempt: how often the run was resumed
+    incarnation, included_before, secagg_keys_digest: as in the message `Offer`.
     """
 
     key: SiloTaskKey
@@ -43,6 +44,7 @@ class Task:
     attempt: int = 0
     incarnation: str = ""
     included_before: int = 0
+    secagg_keys_digest: str = ""
 
     @property
     def contribution_id(self) -> str:
@@ -63,6 +65,7 @@ class Task:
                 deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
                 incarnation=self.incarnation,
                 included_before=self.included_before,
+                secagg_keys_digest=self.secagg_keys_digest,
             )
         )
 
@@ -104,13 +107,15 @@ def no_answer() -> FederationError:
 class PendingTask:
     """A task or preflight that waits for its outcome: a delivery, an answer, an error or an interruption, once.
 
-    offered: its silo is asked for it, now and in each new session.
+    offered: its silo is asked for it, now and in each new session
+    entry: the keys that came with a preflight's answer.
     """
 
     task: Task | Preflight
     offered: bool = False
     accepted: bool = False
     noted: bool = False
+    entry: pb.SecaggEntry | None = None
     _outcome: str | FederationError | RunInterrupted | None = None
     _settled: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)

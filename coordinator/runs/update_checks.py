@@ -6,19 +6,21 @@ import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
+from fl_core.aggregation.fixed_point import check_layout
 from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
-from privacy.compiled_run import CompiledRun
+from fl_core.types.values import Layout
+from privacy.compiled_run import MASKS, CompiledRun
 from protos.wire.codec import BundleFile
 
 _REMEMBERED = 16
@@ -39,13 +41,27 @@ def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
     return bundle
 
 
+def _check_masked(update: BundleFile, layout: Layout) -> None:
+    """Raise ProtocolError (E-WIRE-06) unless an update has the shapes of its round; masks hide all else of it."""
+    check_layout(update, layout)
+    for name in layout:
+        if (name == MASKS) is not (update.dtypes(name) == {torch.uint8}):
+            raise ProtocolError("E-WIRE-06", f"part {name!r} of a masked update: found {update.dtypes(name)}")
+
+
 def declared_sizes(store: Store, run_id: str) -> dict[str, DeclaredSize]:
     """Return what silos had declared when the run was submitted; who declares nothing counts as the largest does."""
     found = store.runs.declared_sizes(run_id)
     return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in found})
 
 
-_RunChecks: TypeAlias = tuple[Mapping[TaskKind, UpdateCheck], frozenset[torch.dtype], Method]
+class _RunChecks(NamedTuple):
+    """uploads: of a masked run, the layout of what each kind of round brings; else nothing."""
+
+    by_kind: Mapping[TaskKind, UpdateCheck]
+    dtypes: frozenset[torch.dtype]
+    method: Method
+    uploads: Mapping[TaskKind, Layout]
 
 
 class UpdateChecks:
@@ -63,8 +79,11 @@ class UpdateChecks:
 
     def check(self, contribution: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless the update may be part of its round."""
-        _, dtypes, method = self._of(contribution.run_id)
+        _, dtypes, method, uploads = self._of(contribution.run_id)
         update = checked(BundleFile(file), dtypes)
+        if uploads:
+            _check_masked(update, uploads[contribution.kind])
+            return
         measured = self.of(contribution).check(update, contribution.silo)
         if contribution.kind is TaskKind.TRAIN:
             require_expected(method, update, contribution.round)
@@ -91,7 +110,10 @@ class UpdateChecks:
             run = CompiledRun.of(manifest)
             check = run.update_check(declared_sizes(self._store, run_id))
             by_kind = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}
-            made = by_kind, run.dtypes, run.method
+            members, drawn = len(manifest.members), manifest.cohort or len(manifest.members)
+            cohorts = {kind: drawn if kind is TaskKind.TRAIN else members for kind in TaskKind}
+            uploads = {k: run.uploaded(k, n) for k, n in cohorts.items()} if run.masked else {}
+            made = _RunChecks(by_kind, run.dtypes, run.method, uploads)
         with self._lock:
             while len(self._checks) >= _REMEMBERED:
                 del self._checks[next(iter(self._checks))]

@@ -182,6 +182,10 @@ class Withdrawals:
         if not lineage.adds(run):
             return "trained by gradients, or of class means alone: one hospital's part cannot be told from the rest"
         manifest = RunManifest.from_json(run.manifest)
+        if manifest.secagg is not None:
+            return (
+                "its sums were added under masks, so that nobody knows what the hospital added: train anew without it"
+            )
         if manifest.privacy.name != "none" or manifest.method.options.get("release", "exact") != "exact":
             return "its sums have noise inside, which the hospital cannot send again"
         if manifest.method.options.get("class_weights", "none") != "none":

@@ -11,7 +11,8 @@ from sqlalchemy import Connection, and_, delete, insert, select, update
 from coordinator.storage.attestations import store_attestation
 from coordinator.storage.records import Contribution, ObjectKind, RunState
 from coordinator.storage.runs import FETCHED, add_event, note_object
-from coordinator.storage.schema import contributions, objects, rounds, runs
+from coordinator.storage.schema import contributions, objects, rounds, runs, secagg_seals
+from coordinator.storage.secagg import sealed_updates
 from fl_core.errors import ProtocolError, StateError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
@@ -19,7 +20,7 @@ from service_core.storage.sqlite import Database
 
 KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
-_OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value, ObjectKind.WEIGHTS.value)
+_OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value, ObjectKind.WEIGHTS.value, ObjectKind.KEYS.value)
 _TEMPORARY = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
 
@@ -140,13 +141,15 @@ class ContributionStore:
         """Delete the records of objects that a run no longer needs, and `release` the objects that no run needs.
 
         Bundles and bases are needed until their round is closed or their run is over (a failed one may be resumed). The
-        newest two server states stay, and the newest one of a run that is over, unless another one replaced it.
+        newest two server states stay, and the newest one of a run that is over, unless another one replaced it. Keys
+        and sets of a masked run go with its end.
         """
         with self._db.write() as db:
             run = db.execute(select(runs.c.state, runs.c.state_object).where(runs.c.id == run_id)).one()
             over, kept = run.state in _OVER, KEEP_STATES
             if over:
                 kept = 0 if run.state_object is None else 1
+                db.execute(delete(secagg_seals).where(secagg_seals.c.run_id == run_id))
             same_round = and_(rounds.c.run_id == objects.c.run_id, rounds.c.round == objects.c.round)
             named = select(objects.c.digest, objects.c.kind, objects.c.round, rounds.c.is_open)
             of_run = named.outerjoin(rounds, same_round).where(objects.c.run_id == run_id)
@@ -154,6 +157,7 @@ class ContributionStore:
             states = [row for row in mine if row.kind == ObjectKind.STATE.value]
             gone = states[kept:]
             gone += [row for row in mine if row.kind in _TEMPORARY and (over or row.is_open == 0)]
+            gone += [row for row in mine if row.kind == ObjectKind.KEYS.value and over]
             for row in gone:
                 this = (objects.c.digest == row.digest, objects.c.kind == row.kind, objects.c.round == row.round)
                 db.execute(delete(objects).where(objects.c.run_id == run_id, *this))
@@ -173,7 +177,10 @@ def _change(db: Connection, contribution_id: str, **values: object) -> None:
 
 
 def _expect_open(db: Connection, c: Contribution) -> None:
-    """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base."""
+    """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base.
+
+    A sealed round takes the updates of its set alone, where one was lost.
+    """
     of_run = select(rounds, runs.c.state, runs.c.manifest_digest).join(runs)
     row = db.execute(of_run.where(rounds.c.run_id == c.run_id, rounds.c.round == c.round)).first()
     # The open round of a failed run still takes updates: they are there when the run is resumed.
@@ -186,6 +193,8 @@ def _expect_open(db: Connection, c: Contribution) -> None:
         what = "a closed one"
     elif c.silo not in row.cohort:
         what = "one that did not ask this silo"
+    elif (inside := sealed_updates(db, c.run_id, c.round, c.kind)) and inside.get(c.silo) != c.object_digest:
+        what = "one whose set is fixed, without this update"
     if row is None or what is not None:
         raise StateError(
             "E-RUN-06", f"expected an open round, found {what} ({c.run_id}, round {c.round + 1}): discard this update"

@@ -39,6 +39,7 @@ class ObjectKind(Enum):
     BUNDLE = "bundle"
     STATE = "state"
     WEIGHTS = "weights"
+    KEYS = "keys"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from sqlalchemy import ColumnElement, Connection, Integer, Row, func, insert, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, Integer, Row, delete, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import EndedEvent, EventRow, ObjectKind, RoundRow, Run, RunState
-from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs
+from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs, secagg_seals
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
 from fl_core.types.enums import TaskKind
@@ -135,7 +135,7 @@ class RunStore:
     def begin(self, run_id: str, state_object: str, size: int) -> Run:
         """Set a run to running; a new one gets this server state. Raises StateError (E-RUN-11) when it has ended."""
         with self._db.write() as db:
-            run = _live(db, run_id)
+            run = live_run(db, run_id)
             if run.state_object is None:
                 note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
                 _change_run(db, run_id, state_object=state_object)
@@ -169,7 +169,7 @@ class RunStore:
     def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str]) -> None:
         """Open a round; one that is open already stays open, with what it has received."""
         with self._db.write() as db:
-            _live(db, run_id)
+            live_run(db, run_id)
             about = {"is_open": 1, "cohort": list(cohort), "base_digest": "", "base_size": 0}
             values = {"run_id": run_id, "round": round, "kind": kind.value, "opened": self._clock(), "closed": 0.0}
             if db.execute(upsert(rounds).values(values | about).on_conflict_do_nothing()).rowcount:
@@ -224,8 +224,11 @@ class RunStore:
         """
         train, now = record.kind is TaskKind.TRAIN, self._clock()
         with self._db.write() as db:
-            run = _live(db, run_id)
+            run = live_run(db, run_id)
             _change_round(db, run_id, record.round, is_open=0, closed=now, record=record.to_dict())
+            db.execute(
+                delete(secagg_seals).where(secagg_seals.c.run_id == run_id, secagg_seals.c.round == record.round)
+            )
             if record.unbounded:
                 self._event(db, run_id, "warning", record.round, text=f"round {record.round + 1}: {NO_BOUND}")
             for name, why in record.cut.items():
@@ -363,7 +366,8 @@ def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
         )
 
 
-def _live(db: Connection, run_id: str) -> Run:
+def live_run(db: Connection, run_id: str) -> Run:
+    """Read a run inside an open transaction; raises StateError (E-RUN-11) when it has ended."""
     _expect(run := _run(db, run_id), (RunState.WAITING, RunState.RUNNING), "continued")
     return run
 

@@ -137,6 +137,15 @@ rounds = sa.Table(
     sa.Column("record", sa.JSON(none_as_null=True)),  # as `RoundRecord.to_dict`, from the round's close on
 )
 
+secagg_seals = sa.Table(  # the one set of a masked round, until its close
+    "secagg_seals",
+    metadata,
+    sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
+    sa.Column("round", sa.Integer, primary_key=True),
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("seal", sa.LargeBinary, nullable=False),  # the message, as every member gets it
+)
+
 steering = sa.Table(  # of runs that a lead has intervened in, and what their rounds have shown
     "steering",
     metadata,
@@ -252,6 +261,17 @@ def _one_record_of_a_round(db: sqlite3.Connection) -> None:
         db.execute(f"DROP TABLE {table}")
 
 
+_SEALS = """
+CREATE TABLE secagg_seals (
+    run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, kind VARCHAR NOT NULL, seal BLOB NOT NULL,
+    PRIMARY KEY (run_id, round, kind)
+)"""
+
+
+def _sets_of_masked_rounds(db: sqlite3.Connection) -> None:
+    db.execute(_SEALS)
+
+
 FIRST_VERSION = 8
 """That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = (_one_record_of_a_round,)
+MIGRATIONS: tuple[Step, ...] = (_one_record_of_a_round, _sets_of_masked_rounds)

@@ -11,6 +11,7 @@ from coordinator.storage.contributions import ContributionStore
 from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
 from coordinator.storage.schema import FIRST_VERSION, MIGRATIONS, metadata
+from coordinator.storage.secagg import SecaggStore
 from coordinator.storage.steering import SteeringStore
 from service_core.storage.object_store import count_objects
 from service_core.storage.private_files import FolderLock, own_home
@@ -49,6 +50,7 @@ class Store:
         self.contributions = ContributionStore(self.database, clock)
         self.steering = SteeringStore(self.database)
         self.attestations = AttestationStore(self.database)
+        self.secagg = SecaggStore(self.database, clock)
 
     def close(self) -> None:
         self.database.close()

@@ -20,6 +20,8 @@ from fl_core.types.values import Bundle, Layout, Part, PartSpec, RoundContext, T
 
 HOSPITALS = "hospitals"
 """The part of a census, and group and tensor of the state that have its answer."""
+CENSUS = f"{HOSPITALS}.weight"
+"""The segment of a census on the grid."""
 PROTOTYPES = "prototypes"
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from fl_core.aggregation.contributor_floor import HOSPITALS
+from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat, Ring
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, most_steps
 from fl_core.errors import ConfigError
@@ -46,7 +46,7 @@ def bounded_grid(
 
     Guarantees: ring64 is the grid of a plain run, so sums are equal to the bit. A census is counted in words of 1.
     """
-    census = {f"{HOSPITALS}.weight": 2.0 ** (_WORD[ring] - silos.bit_length())}
+    census = {CENSUS: 2.0 ** (_WORD[ring] - silos.bit_length())}
     if ring == "ring64":
         return FixedPointFormat(ring, silos, census)
     made = _Bounds(check, _size(largest.train), _size(largest.test), clipped)
@@ -81,13 +81,10 @@ class _Bounds:
 
     def _weight(self, part: str, spec: PartSpec) -> tuple[float, float]:
         """Return the most that a weight is, and that noise adds to it."""
-        rule, size = (
-            self._check.rule(part, bool(spec.weight_shape)),
-            self._test if part in GLOBAL_PARTS else self._train,
-        )
+        if part in GLOBAL_PARTS:
+            return self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
+        rule, size = self._check.rule(part, bool(spec.weight_shape)), self._train
         weight = {Weighing.ONCE: 1.0, Weighing.QUALITY: max(size, math.e), Weighing.EXAMPLES: size}[rule.weight]
-        if part == METRICS:
-            return weight, NOISE_STDS * self._check.noise.get(part, 0.0)
         rows = self._check.noisy_rows
         noisy = rows is not None and spec.weight_shape and rule.weight is not Weighing.ONCE
         return weight, NOISE_STDS * rows.count if rows is not None and noisy else 0.0

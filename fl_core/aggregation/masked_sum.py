@@ -38,18 +38,22 @@ class Opening(Protocol):
 class MaskedSum(RoundSum):
     """The sum over a set of members, with masks or, in a simulation, without.
 
-    Sums per class are opened where `each`, or where every member of the cohort sent: else they are zeros of weight 0.
+    Sums per class are opened where `each`, or where every member of the run sent: else they are zeros of weight 0.
 
     Guarantees: what no set of honest members sums up to is not merged; single updates are checked at their silos, and
     nobody is named.
     """
 
     def __init__(
-        self, layout: FlatLayout, check: UpdateCheck, cohort: Collection[str], opening: Opening | None, each: bool
+        self, layout: FlatLayout, check: UpdateCheck, everybody: Collection[str], opening: Opening | None, each: bool
     ) -> None:
-        """Prepare a round. check: of the sum, in clear; `sizes` by member   opening: None in a simulation."""
+        """Prepare a round.
+
+        check: of the sum, in clear; `sizes` by member   everybody: the members of the run   opening: None in a
+        simulation.
+        """
         super().__init__(Aggregator({}, layout.grid), check)
-        self._layout, self._cohort, self._opening, self._each = layout, cohort, opening, each
+        self._layout, self._everybody, self._opening, self._each = layout, set(everybody), opening, each
         self._words = {block: torch.zeros(layout.words(block), dtype=layout.dtype) for block in BLOCKS}
         self._added: list[str] = []
         self._total: Bundle = {}
@@ -76,7 +80,7 @@ class MaskedSum(RoundSum):
         Raises FederationError as `Opening.unmask`, RefusedError (E-RUN-48) where the sum holds what no set of honest
         members sums up to.
         """
-        open_classes = self._each or set(self._added) == set(self._cohort)
+        open_classes = self._each or set(self._added) == self._everybody
         blocks = [block for block in BLOCKS if block != CLASSES or open_classes]
         if self._opening is not None:
             self._opening.unmask(self._words, self._added, blocks)

@@ -138,7 +138,7 @@ class RoundLoop:
         names = [port.name for port in self.ports]
         observer.opened(context, kind, names)
         check = self.check.of(round_layout(self.method, self.check.layout, kind))
-        sums = self._round_sum(check, NO_HISTORY, {}, context, kind, names)
+        sums = self._round_sum(check, NO_HISTORY, {}, context, kind)
         included, missing, _ = self._collect_updates({}, context, kind, ids, sums, observer)
         if len(included) < len(ids):
             raise UnavailableError(
@@ -171,7 +171,7 @@ class RoundLoop:
         model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
-        sums = self._round_sum(check, history, msg, context, kind, names)
+        sums = self._round_sum(check, history, msg, context, kind)
         included, missing, added = self._collect_updates(msg, context, kind, ids, sums, observer)
         self._require_enough(included, missing, len(ids), t)
         decided = sums.finish()
@@ -226,11 +226,12 @@ class RoundLoop:
         msg: State,
         context: RoundContext,
         kind: TaskKind,
-        names: Sequence[str],
     ) -> RoundSum:
         if (masked := self.masked) is not None:
             opening = masked.openings(context, kind) if masked.openings else None
-            return MaskedSum(masked.layouts[kind], check, names, opening, masked.each)
+            # A drawn cohort is not everybody: its class sums would tell of who was not drawn.
+            everybody = [port.name for port in self.ports]
+            return MaskedSum(masked.layouts[kind], check, everybody, opening, masked.each)
         sums, aggregator = Aggregator(check.layout, check.grid, self.method.unsummed_parts), self.aggregator
         if isinstance(aggregator, Mean):
             return RoundSum(sums, check)

@@ -138,10 +138,14 @@ class RunSetup:
         """Whether examples are features, made by the body that the run begins with."""
         return self.manifest.train.freeze == FEATURES
 
-    def features(self, examples: Examples, device: torch.device) -> Iterator[FeatureBatch]:
-        """Make what a run with a frozen body is trained on; raises as `frozen_features.feature_batches`."""
+    def features(self, examples: Examples, device: torch.device, train: bool) -> Iterator[FeatureBatch]:
+        """Make what a run with a frozen body is trained or tested on; raises as `frozen_features.feature_batches`."""
         self._require_weights()
-        return feature_batches(self.network.body, examples, device)
+        return feature_batches(self.network.body, examples, device, self.views(train))
+
+    def views(self, train: bool) -> int:
+        """Return how many views of an example are kept: of those that are trained on, as the schedule says."""
+        return self.manifest.train.views if train else 1
 
     def classifier(self, server: State) -> nn.Module:
         """Make the global model of a server state, for examples as they are; raises as `Method.global_model`."""
@@ -175,7 +179,12 @@ class RunSetup:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid."""
+        """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid.
+
+        Under masks: words of the ring, and bytes beside them.
+        """
+        if self.masked:
+            return frozenset({torch.int32 if self.manifest.grid.ring == "ring32" else torch.int64, torch.uint8})
         plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
         return plain | {torch.int32, torch.int64} if self.guards.silo else plain
 

@@ -153,15 +153,18 @@ def with_features(
     """
     if not run.frozen:
         return list(shares)
-    made: dict[int, Examples] = {}
+    made: dict[tuple[int, int], Examples] = {}
 
-    def of(examples: Examples) -> Examples:
-        if id(examples) not in made:
-            made[id(examples)] = in_memory(examples, run.features(examples, device or torch.device("cpu")))
-        return made[id(examples)]
+    def of(examples: Examples, train: bool = False) -> Examples:
+        key = id(examples), run.views(train)
+        if key not in made:
+            made[key] = in_memory(examples, run.features(examples, device or torch.device("cpu"), train))
+        return made[key]
 
     with thread_count(run.manifest.threads or threads):
-        return [SiloShare(of(s.train), of(s.test), None if s.public is None else of(s.public)) for s in shares]
+        return [
+            SiloShare(of(s.train, train=True), of(s.test), None if s.public is None else of(s.public)) for s in shares
+        ]
 
 
 def local_ports(

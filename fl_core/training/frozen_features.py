@@ -4,10 +4,15 @@ With `train.freeze=features` the body is the same function everywhere: in eval m
 start or seed, on batches of one public shape that are filled with zeros. So an example has the same d0 numbers whoever
 shares its batch, at whichever hospital it lies. What stands behind the body (the projection, which `model.adapter`
 puts there, and the head) is the model of the run: methods, privacy, layouts and traffic know nothing else.
+
+With `train.views` there are as many for each of a few fixed views of an example, which are drawn from its content: the
+same image has the same views at any hospital and in any run. All of them are one record; a step draws one of them.
+Sums and evaluations read the example as it is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,11 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fl_core import rng
 from fl_core.datasets.examples import TensorExamples
 from fl_core.errors import ConfigError, DataError
 from fl_core.models.split_model import SplitModel, behind_body, body_rows
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import eval_batch
+from fl_core.types.interfaces import Method
 from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.values import Examples, Layout
 
@@ -53,28 +60,62 @@ def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner:
     return Trained(model, replace(schema, shape=tuple(blank.shape[1:]), columns=(), window=None))
 
 
-def check_shared(method: str, layout: Layout, train: TrainConfig) -> None:
-    """Raise ConfigError (E-CFG-08) where what a method shares is the frozen body alone."""
+def check_shared(method: Method, layout: Layout, train: TrainConfig) -> None:
+    """Raise ConfigError (E-CFG-08) where a method shares the frozen body alone, or takes no step that draws views."""
+    if train.views > 1 and method.exact:
+        raise ConfigError(
+            "E-CFG-08",
+            f"method {method.name}: expected train.views=1, since it sums over records as they are and takes no steps, "
+            f"found {train.views}: leave train.views and train.augment out",
+        )
     own = [spec for name, spec in layout.items() if name not in METRIC_PARTS]
     if train.freeze == FEATURES and own and not any(spec.shapes for spec in own):
         raise ConfigError(
             "E-CFG-08",
-            f"method {method}: expected something that is trained and shared, found that it shares the body alone, "
-            "which train.freeze=features leaves as it is: set model.adapter=linear, whose layer is shared",
+            f"method {method.name}: expected something that is trained and shared, found that it shares the body "
+            "alone, which train.freeze=features leaves as it is: set model.adapter=linear, whose layer is shared",
         )
 
 
 class FeatureBatch(NamedTuple):
-    """Positions of examples (b,) that were read, and their features (b, d0) on the CPU; done: of all, read or not."""
+    """Positions of examples (b,) that were read, and the features of their views (b, V, d0) on the CPU.
+
+    done: examples so far, read or not.
+    """
 
     positions: Tensor
     rows: Tensor
     done: int
 
 
-def feature_batches(body: nn.Module, examples: Examples, device: torch.device) -> Iterator[FeatureBatch]:
+class Views(Examples):
+    """Examples of which each has a few fixed views, rows (n, V, *shape): the first is the example as it is.
+
+    A generator draws one view of each in the place of augmenting it.
+    """
+
+    def __init__(self, rows: Tensor, labels: Tensor, groups: tuple[str, ...] | None = None) -> None:
+        self.labels, self.groups, self._rows = labels.long(), groups, rows
+
+    def stored(self, index: Tensor) -> Tensor:
+        return self._rows[index]
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
+        if augment is None:
+            return x[:, 0]
+        view = torch.randint(0, x.shape[1], (len(x),), generator=augment)
+        return x[torch.arange(len(x), device=x.device), view.to(x.device)]
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return self.prepared(self.stored(index), augment).float(), self.labels[index]
+
+
+def feature_batches(
+    body: nn.Module, examples: Examples, device: torch.device, views: int = 1
+) -> Iterator[FeatureBatch]:
     """Pass all examples through a frozen body once, in order, a batch at a time; the body is moved to the device.
 
+    views: V, of each example   Guarantees: views follow from the content of their example alone.
     An example that cannot be read (E-DATA-04), or whose features are not finite, is named in the log and left out: a
     rule that looks at no other example. Raises DataError (E-DATA-04) once more than one in a hundred cannot be read.
     Features that are not finite never raise: a body that is made for it would ask of records what no ledger counts.
@@ -85,9 +126,12 @@ def feature_batches(body: nn.Module, examples: Examples, device: torch.device) -
     for first in range(0, max(1, n), size):
         index = torch.arange(first, min(first + size, n))
         kept, x = _read(examples, index)
-        x = torch.cat((x, x.new_zeros(size - len(x), *x.shape[1:])))
-        rows = body_rows(body, x.to(device))[: len(kept)].float().cpu()
-        finite = torch.isfinite(rows).all(1)
+        made = list[Tensor]()
+        for view in _views(examples, kept, x, views):
+            whole = torch.cat((view, view.new_zeros(size - len(view), *view.shape[1:])))
+            made.append(body_rows(body, whole.to(device))[: len(kept)].float().cpu())
+        rows = torch.stack(made, 1)
+        finite = torch.isfinite(rows).flatten(1).all(1)
         for i in kept[~finite].tolist():
             log.warning("%s is left out: its features are not finite numbers", _name(examples, i))
         lost += len(index) - len(kept)
@@ -107,9 +151,24 @@ def in_memory(examples: Examples, batches: Iterable[FeatureBatch]) -> Examples:
 
 
 def with_rows(examples: Examples, positions: Tensor, rows: Tensor) -> Examples:
-    """Return the examples at `positions` (m,) with features (m, d0) in place of what they were made of."""
+    """Return the examples at `positions` (m,) with features (m, V, d0) in place of what they were made of."""
     groups = None if examples.groups is None else tuple(examples.groups[i] for i in positions.tolist())
-    return TensorExamples(rows, examples.labels[positions], groups)
+    if rows.shape[1] > 1:
+        return Views(rows, examples.labels[positions], groups)
+    return TensorExamples(rows.squeeze(1), examples.labels[positions], groups)
+
+
+def _views(examples: Examples, index: Tensor, x: Tensor, number: int) -> Iterator[Tensor]:
+    """Read views (b, *shape) of the examples at `index` (b,), which are x, one after the other; x is the first."""
+    yield x
+    if number == 1 or not len(index):
+        yield from [x] * (number - 1)
+        return
+    contents = [hashlib.sha256(one.contiguous().numpy().tobytes()).hexdigest() for one in x]
+    for v in range(1, number):
+        drawn = [rng.stream(0, "view", content, v) for content in contents]
+        ones = zip(torch.split(index, 1), drawn, strict=True)
+        yield torch.cat([examples.batch(one, generator)[0] for one, generator in ones])
 
 
 def _read(examples: Examples, index: Tensor) -> tuple[Tensor, Tensor]:

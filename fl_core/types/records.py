@@ -13,7 +13,7 @@ from fl_core.types.columns import Column
 from fl_core.types.enums import TaskKind
 from fl_core.validate import HalfOpenUnit, Positive, at_most, between, bounded, one_of
 
-MAX_STEPS, MAX_STRENGTH = 2**31 - 1, 1e12
+MAX_STEPS, MAX_STRENGTH, MAX_VIEWS = 2**31 - 1, 1e12, 64
 FEATURES = "features"
 Strength = Annotated[float, bounded(between, 0, MAX_STRENGTH)]
 
@@ -46,7 +46,8 @@ class TrainConfig:
     micro_batch: examples of a step whose loss is computed at once (0: all of them); gradients of the parts add up to
     the step's, so less memory is taken and results change within float noise alone. Not with batch norm or a loss that
     mixes examples. freeze: "features" leaves the model's body as the run begins with it: examples are its output, made
-    of each once, and what stands behind it is the model that is trained and sent (`training/frozen_features.py`).
+    of each once, and what stands behind it is the model that is trained and sent (`training/frozen_features.py`);
+    views: of each image, itself among them, of which a step draws one.
     """
 
     lr: Annotated[Positive, bounded(at_most, MAX_STRENGTH)] = 0.01
@@ -67,6 +68,7 @@ class TrainConfig:
     augment_on_device: bool = False
     micro_batch: Annotated[int, bounded(between, 0, MAX_STEPS)] = 0
     freeze: Annotated[str, bounded(one_of, ("none", FEATURES))] = "none"
+    views: Annotated[int, bounded(between, 1, MAX_VIEWS)] = 1
 
     def check(self) -> None:
         """Raise ConfigError (E-CFG-02) on what no schedule can be, whoever made it."""
@@ -75,11 +77,19 @@ class TrainConfig:
             raise ConfigError("E-CFG-02", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
         if self.augment_on_device and not self.augment:
             raise ConfigError("E-CFG-02", "train.augment_on_device needs train.augment=true: set it, or leave both out")
-        if self.augment and self.freeze == FEATURES:
+        frozen = self.freeze == FEATURES
+        if frozen and self.augment != (self.views > 1):
             raise ConfigError(
                 "E-CFG-02",
-                "expected train.augment=false with train.freeze=features, which makes features of images once, as they "
-                "are: leave one out",
+                f"expected train.augment=true and train.views=2 to {MAX_VIEWS} together with train.freeze=features, "
+                f"which makes features of each image once, found train.augment={self.augment} and "
+                f"train.views={self.views}: set both, or leave both out",
+            )
+        if self.views > 1 and not frozen:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected train.views=1 where the whole model is trained, found {self.views}: train.augment=true "
+                "draws a new view in each step, or set train.freeze=features",
             )
 
     def facts(self) -> dict[str, object]:
@@ -91,7 +101,14 @@ class TrainConfig:
         return raw
 
 
-_LATER = {"cudnn_benchmark": False, "compile": False, "augment_on_device": False, "micro_batch": 0, "freeze": "none"}
+_LATER: Mapping[str, object] = {
+    "cudnn_benchmark": False,
+    "compile": False,
+    "augment_on_device": False,
+    "micro_batch": 0,
+    "freeze": "none",
+    "views": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)

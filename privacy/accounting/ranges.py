@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
+from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.errors import RefusedError
 from fl_core.methods import method_class
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.records import TrainConfig
+from fl_core.types.records import MAX_VIEWS, TrainConfig
 from privacy.accounting.record_config import DpConfig
 
 
@@ -83,6 +84,7 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
     (Range(1e-4, 1e4, True), ("train.clip_norm",)),
     (Range(1, 10**5), ("train.epochs", "rounds")),
     (Range(1, 10**8, True), ("train.max_steps", "train.micro_batch")),
+    (Range(1, MAX_VIEWS), ("train.views",)),
     (_STEPS, ("epochs x units / train.batch_size",)),
     (Range(1, 10**4, True), ("cohort", "quorum", "image_size")),
     (Range(1, 10**4), ("silos", "grid.n_max")),
@@ -138,7 +140,8 @@ def _numbers(manifest: RunManifest, terms: DpConfig) -> Iterator[_Number]:
         "patience_s": manifest.patience_s,
     }
     yield from ((name, value, name) for name, value in single.items())
-    yield from ((f"grid.bounds.{k}", v, "grid.bounds") for k, v in manifest.grid.bounds.items())
+    bounds = {k: v for k, v in manifest.grid.bounds.items() if k != CENSUS}  # words of 0 and 1, without noise
+    yield from ((f"grid.bounds.{k}", v, "grid.bounds") for k, v in bounds.items())
     yield from ((f"units of {m.name}", m.units, "units") for m in manifest.members)
     yield from _of_config("train", manifest.train)
     yield from _of_method(manifest)

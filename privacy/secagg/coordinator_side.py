@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from typing import Self
 
 import numpy as np
 
@@ -30,7 +31,7 @@ Slot = tuple[int, int, int]
 """(block, dealer, slot)."""
 _Answers = Mapping[int, Mapping[Slot, bytes]]
 _TRIES = 2_000
-"""Choices of t answers that are tried for one secret; all of them for up to 14 members."""
+"""Choices of t answers that are tried for one secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,17 @@ class UploadSum:
         self._lengths = model, classes
         self._sums: list[Words] = [np.zeros(k + CHECK_WORDS, round.run.terms.dtype) for k in self._lengths]
         self.envelopes: dict[int, _Envelope] = {}
+
+    @classmethod
+    def of(cls, round: Round, sums: Sequence[Words], kept: Mapping[int, tuple[bytes, Bytes, Bytes, Bytes]]) -> Self:
+        """Take blocks that were summed elsewhere, check words first; masks are taken off them in place.
+
+        kept: of each member whose upload is in the sums its digest, salt, commitments and packages.
+        """
+        found = cls(round, *(len(words) - CHECK_WORDS for words in sums))
+        found._sums = list(sums)
+        found.envelopes = {member: _Envelope(*parts) for member, parts in kept.items()}
+        return found
 
     def add(self, member: int, object_digest: bytes, upload: Upload) -> None:
         """Add an upload.
@@ -171,9 +183,16 @@ class SealedRound:
     def unanswered(self) -> tuple[int, ...]:
         return tuple(u for u in self.round.cohort if u not in self._answers)
 
-    def finish(self) -> Opened:
-        """Open the sum over the set; with a wrong answer too, while t right ones are there.
+    @property
+    def taken(self) -> bool:
+        """Whether masks were taken off, well or not: further answers change nothing."""
+        return not self._sums
 
+    def finish(self) -> Opened:
+        """Open the sum over the set; with wrong answers too, while t right ones are there.
+
+        Of up to 14 answers any number may be wrong that leaves t; of 20 three, of 50 two, of more one: 2,000 choices of
+        t answers are tried.
         Raises UnavailableError (E-RUN-45) with fewer than t answers; SecaggError (E-RUN-48) where no t answers give a
         committed seed (it blames the dealer once every choice was tried), or where the check words say that masks did
         not cancel: then the sum is thrown away.
@@ -227,7 +246,7 @@ class _Joiner:
     def join(self, slot: Slot) -> bytes:
         block, dealer, other = slot
         bound = self._envelopes[dealer].commitments[block, self._round.place(other)].tobytes()
-        found, tried, outside = b"", 0, set[frozenset[int]]()
+        found, tried, certain, outside = b"", 0, False, set[frozenset[int]]()
         for helpers in islice(self._choices(), _TRIES):
             tried += 1
             secret = join([self._answers[w][slot] for w in helpers], self._by(helpers))
@@ -237,13 +256,13 @@ class _Joiner:
             if tried == 1:
                 return found
             outside.add(off := self._off(slot, helpers))
-            if 2 * len(off) < len(self._answers) - self._round.t + 2:
+            if certain := 2 * len(off) < len(self._answers) - self._round.t + 2:
                 break
         if not outside:
             raise self._unjoined(dealer, tried)
         fewest = min(map(len, outside))
         likely = [off for off in outside if len(off) == fewest]
-        if len(likely) == 1:  # else they were made to fit each other, and nobody is named
+        if len(likely) == 1 and (certain or tried < _TRIES):  # else several were made to fit each other
             self._name(likely[0], dealer)
         return found
 

@@ -61,21 +61,27 @@ def mask(
     E-RUN-50 where its set is confirmed, its keys are gone, or it was offered with another base.
     Guarantees: a task that has an upload is never masked again.
     """
-    if row is not None:
-        _check_row(row, round)
-        if row.object_digest:
-            raise SecaggError(
-                "E-RUN-49",
-                f"expected the masked update of {round.kind} in round {round.number} as it was written, found it "
-                "damaged or asked for anew: a second one would show a difference of two; this hospital sits it out",
-            )
-        if row.seal_hash:
-            raise SecaggError("E-RUN-50", f"round {round.number} is sealed: an update comes too late")
+    require_unmasked(row, round)
     for block in (model, classes):
         if (block.dtype.str, block.flags.c_contiguous) != (round.run.terms.dtype, True):
             raise ValueError(f"expected contiguous words {round.run.terms.dtype}, found {block.dtype.str}")
         block[:CHECK_WORDS] = 1
     return masked(keys.of(round), round, (model, classes), random)
+
+
+def require_unmasked(row: RoundRow | None, round: Round) -> None:
+    """Raise SecaggError as `mask`, before there is a vector: E-RUN-49; E-RUN-50 for another base or a sealed task."""
+    if row is None:
+        return
+    _check_row(row, round)
+    if row.object_digest:
+        raise SecaggError(
+            "E-RUN-49",
+            f"expected the masked update of {round.kind} in round {round.number} as it was written, found it "
+            "damaged or asked for anew: a second one would show a difference of two; this hospital sits it out",
+        )
+    if row.seal_hash:
+        raise SecaggError("E-RUN-50", f"round {round.number} is sealed: an update comes too late")
 
 
 def uploaded(round: Round, object_digest: bytes) -> RoundRow:

@@ -10,12 +10,17 @@ MANIFEST_BYTES = 16 << 20
 _BYTES_PER_NUMBER = 8
 _HEADER_BYTES = 1 << 20
 _HEADER_PER_TENSOR = 512
+_SHARES, _TAG_BYTES, _SEEDS, _SALT_BYTES = 66, 16, 64, 32
+"""Bytes of two shares and of a package's tag, of two commitments, and of the salt: see privacy/secagg/messages.py."""
 
 
 def max_object_bytes(manifest: RunManifest) -> int:
     """Bound the bytes of an update or a broadcast of this run: 8 per number of its layout, and room for the header.
 
-    A method broadcasts what its updates have the layout of, and less.
+    A method broadcasts what its updates have the layout of, and less; a masked update has packages and commitments too.
     """
     shapes = [s for spec in manifest.layout.values() for s in (*spec.shapes.values(), spec.weight_shape)]
-    return _BYTES_PER_NUMBER * sum(math.prod(s) for s in shapes) + _HEADER_PER_TENSOR * len(shapes) + _HEADER_BYTES
+    n = 0 if manifest.secagg is None else len(manifest.members)
+    masks = n * (_SHARES * n + _TAG_BYTES) + _SEEDS * n + _SALT_BYTES if n else 0
+    numbers = _BYTES_PER_NUMBER * sum(math.prod(s) for s in shapes)
+    return masks + numbers + _HEADER_PER_TENSOR * len(shapes) + _HEADER_BYTES

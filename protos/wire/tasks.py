@@ -13,6 +13,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 TO_WIRE = {TaskKind.TRAIN: pb.TRAIN, TaskKind.EVALUATE: pb.EVALUATE, TaskKind.CENSUS: pb.CENSUS}
 FROM_WIRE = {number: kind for kind, number in TO_WIRE.items()}
+_AboutTask = pb.Offer | pb.RoundClosed | pb.RoundRef | pb.Receipt | pb.SecaggSeal | pb.SecaggOpen
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -24,7 +25,7 @@ class TaskKey(NamedTuple):
     kind: TaskKind
 
     @classmethod
-    def of(cls, message: pb.Offer | pb.RoundClosed | pb.RoundRef | pb.Receipt) -> TaskKey:
+    def of(cls, message: _AboutTask) -> TaskKey:
         """Read a message's run, round and kind; raises ProtocolError (E-WIRE-06) when they are none."""
         if message.kind not in FROM_WIRE or not _RUN.fullmatch(message.run_id):
             raise ProtocolError(

@@ -47,6 +47,7 @@ class HomeLayout:
         referenced: returns the digests that a copy of the database needs
         place: the path of an object in its folder
         copy_log: copies what grows while it is copied, from the home to the backup; it is left out above
+        strip: takes out of a copy of the database what no backup may hold
     """
 
     side: str
@@ -57,6 +58,7 @@ class HomeLayout:
     referenced: Callable[[Path], Collection[str]]
     place: Callable[[str], str]
     copy_log: Callable[[Path, Path], None]
+    strip: Callable[[Path], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ def _name_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -
             generation = generation_of(db)
         if generation is not None:
             GenerationFile(copy).replace(generation)
+        layout.strip(copy)
         needed = set(layout.referenced(copy))
         try:
             for digest in needed:

@@ -128,19 +128,31 @@ class Database:
                 self._file.advance(now)
         self.shorten_log()
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, whole: bool = False) -> None:
         """Bring what the log holds into the file itself, as far as no reader is in the way; waits for nobody.
 
+        whole: and empty the log, so that it holds nothing any more of what was overwritten in the file.
         A disk that takes nothing is no error here: the log keeps what was committed, and the next write says so.
         """
+        how = "TRUNCATE" if whole else "PASSIVE"
         try:
             with self._write_lock, self._storage_errors(), self._engine.connect() as db:
                 now = Generation(*db.exec_driver_sql(READ).one())
-                busy, logged, moved = db.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
+                db.exec_driver_sql("PRAGMA busy_timeout = 0")
+                try:
+                    busy, logged, moved = db.exec_driver_sql(f"PRAGMA wal_checkpoint({how})").one()
+                finally:
+                    db.exec_driver_sql(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000:.0f}")
                 if not busy and logged == moved:
                     self._file.advance(now, checkpointed=True)
         except UnavailableError as error:
             log.warning("the log of %s stays as it is: %s", self.path.name, error)
+
+    def compact(self) -> None:
+        """Write the file anew without what was deleted. Raises as `write`."""
+        with self._write_lock, self._storage_errors(), self._engine.connect() as db:
+            db.exec_driver_sql("VACUUM")
+        self.checkpoint(whole=True)
 
     def shorten_log(self) -> None:
         """Bring the log into the file where it has grown long. SQLite is not left to do that: nobody would note it."""

@@ -110,13 +110,16 @@ peers = typer.Typer(
 @peers.command("show")
 @command
 def show_peers(home: SiloHome) -> Reply:
-    """Show every member of the roster, its key's fingerprint, and whether this hospital accepts it."""
+    """Show every member of the roster, its key's fingerprint, and whether this hospital accepts and confirmed it."""
     pins = SiloIdentity(home.path).pins()
+    confirmed = pins.confirmed()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
     held = {name: member.fingerprint for name, member in sorted(pins.held().items())}
-    rows = [(name, "accepted", colons(key)) for name, key in accepted.items()]
+    how = {name: "confirmed by hand" if name in confirmed else "accepted" for name in accepted}
+    rows = [(name, how[name], colons(key)) for name, key in accepted.items()]
     rows += [(name, "held back", colons(key)) for name, key in held.items()]
-    return Reply({"accepted": accepted, "held": held}, [Rows("Members of the roster", ("silo", "", "key"), rows)])
+    value = {"accepted": accepted, "held": held, "confirmed": sorted(confirmed)}
+    return Reply(value, [Rows("Members of the roster", ("silo", "", "key"), rows)])
 
 
 @peers.command()
@@ -128,9 +131,10 @@ def accept(
     ],
     home: SiloHome,
 ) -> Reply:
-    """Consent to a key that is held back: a new member's, or another one of a member that could not prove the change.
+    """Confirm a member's key by its fingerprint, and consent to it where it is held back.
 
-    The consent holds for this key alone. A running `silo serve` follows it at once.
+    Held back are a new member's where the policy says so, and another one of a member that could not prove the change.
+    It holds for this key and those that it is renewed into. A running `silo serve` follows it at once.
     """
     digest = fingerprint.replace(":", "").strip().lower()
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):

@@ -41,7 +41,15 @@ def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
         referenced=_referenced,
         place=str,
         copy_log=copy_log,
+        strip=_strip,
     )
+
+
+def _strip(database: Path) -> None:
+    """Take the keys of masked runs out of a copy: with them, what was closed since could be opened once more."""
+    with open_store(database) as store:
+        store.secagg.forget()
+        store.database.compact()
 
 
 def _referenced(database: Path) -> set[str]:
@@ -61,7 +69,7 @@ def backup(
     """Copy the whole home as it is at one moment, also while the service runs and in the middle of a round.
 
     The copy holds the hospital's key and certificate, its policy, its states and unsent updates, and its ledger where
-    that lies in the home. Records are never in it.
+    that lies in the home. Records are never in it, nor keys of runs whose updates are masked.
     """
     if home.database.exists() or SiloIdentity(home.path).folder.exists():
         # One that is behind is not worth a copy; a hospital that has joined and never served has keys, and no database.
@@ -91,7 +99,8 @@ def restore(
 
     A ledger that lies elsewhere is not touched. One that comes from the backup is held against what the coordinator
     remembers before anything is trained. With --accept-loss, updates and states that the database does not know are
-    deleted at the next start; the ledger is not touched.
+    deleted at the next start; the ledger is not touched. Either way the hospital is absent for the rest of runs whose
+    updates are masked: which sums it helped to open since is not known.
     """
     if (source is None) is not accept_loss:
         raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
@@ -100,6 +109,8 @@ def restore(
         contents = backups.restore(source, home.path, _layout(home, ledger_key=True))
         facts |= {"at": contents.at, "log_restored": mark_restored(home.path, contents.at)}
     with home.make().locked(), open_store(home.database, accept_loss) as store:
+        facts["masked_runs"] = sorted(store.secagg.runs())
+        store.secagg.forget()
         facts["runs"] = len(store.history())
     shown = [("home", str(home.path)), ("runs", str(facts["runs"])), ("next", "silo serve --data REF")]
     if source is not None:

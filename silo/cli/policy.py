@@ -25,7 +25,7 @@ def show_policy(home: SiloHome) -> Reply:
     policy = in_force(home)
     facts = [("file", str(home.policy) if policy.digest else f"{home.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
-    for section in ("runs", "privacy", "prototypes", "evaluation"):
+    for section in ("runs", "privacy", "prototypes", "evaluation", "secagg", "peers"):
         facts += [
             (f"{section}.{key}", _text(value, _EMPTY.get(f"{section}.{key}", "none")))
             for key, value in asdict(getattr(policy, section)).items()

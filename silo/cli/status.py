@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from service_core import clinical_report
 from service_core.command_line import command
-from service_core.console import Facts, Reply, Rows, local_time
+from service_core.console import Facts, Reply, Rows, counted, local_time
 from service_core.pki.identity import PeerCertificate, colons
 from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
@@ -27,11 +28,28 @@ def status(home: SiloHome) -> Reply:
     identity = SiloIdentity(home.path)
     own, addresses = identity.load(), [str(address) for address in home.addresses()]
     with open_store(home.database) as store:
-        about = own, addresses, identity.renewal_due(), store
+        about = own, addresses, identity.renewal_due(), Peers.of(identity, store), store
         return Reply(status_json(*about), list(_shown(*about)))
 
 
-def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> Json:
+class Peers(NamedTuple):
+    """Other members, and whose key a person of this hospital confirmed. runs: others of each masked run, by its id."""
+
+    others: frozenset[str]
+    confirmed: frozenset[str]
+    runs: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def of(cls, identity: SiloIdentity, store: Store) -> Peers:
+        pins, own = identity.pins(), {identity.load().identity.name}
+        runs = {run_id: frozenset(run.members) - own for run_id, run in store.secagg.runs().items()}
+        return cls(frozenset(pins.members()) - own, pins.confirmed() - own, runs)
+
+    def sentence(self, others: frozenset[str]) -> str:
+        return f"{len(others & self.confirmed)} of {counted(len(others), 'other member')} confirmed by this hospital"
+
+
+def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: Peers, store: Store) -> Json:
     contact, left = store.contact(), leaving(store)
     return {
         "silo": own.identity.name,
@@ -42,6 +60,7 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store
         "renewal_due": due,
         "coordinator": list(addresses),
         "session": contact and asdict(contact),
+        "peers": {"others": sorted(peers.others), "confirmed": sorted(peers.confirmed)},
         "left": {
             "verdict": left.verdict,
             "updates": left.updates,
@@ -59,12 +78,13 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, store
             }
             for e in store.outbox()
         ],
-        "runs": [_run_json(run) for run in store.history()],
+        "runs": [_run_json(run, peers) for run in store.history()],
         "receipts": len(store.receipts()),
     }
 
 
-def _run_json(run: RunRecord) -> Json:
+def _run_json(run: RunRecord, peers: Peers) -> Json:
+    others = peers.runs.get(run.run_id)
     return {
         "run": run.run_id,
         "name": run.name,
@@ -72,6 +92,7 @@ def _run_json(run: RunRecord) -> Json:
         "reason": run.reason,
         "state_round": run.state_round,
         "privacy": run.privacy,
+        "masked": None if others is None else {"others": sorted(others), "confirmed": sorted(others & peers.confirmed)},
         "evaluations": [task_json(task) for task in run.tasks if task.evaluation is not None],
     }
 
@@ -87,7 +108,9 @@ def task_json(task: TaskRecord) -> Json:
     }
 
 
-def _shown(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Store) -> Iterator[Facts | Rows]:
+def _shown(
+    own: PeerCertificate, addresses: Sequence[str], due: bool, peers: Peers, store: Store
+) -> Iterator[Facts | Rows]:
     contact, left = store.contact(), leaving(store)
     session = "never"
     if contact is not None:
@@ -100,6 +123,7 @@ def _shown(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Sto
             ("certificate", f"until {own.not_after:%Y-%m-%d %H:%M} UTC" + (", renewal is due" if due else "")),
             ("coordinator", ", ".join(addresses)),
             ("session", session),
+            ("peers", peers.sentence(peers.others)),
             ("receipts", str(len(store.receipts()))),
             ("left", f"{left.verdict}: {left.updates} updates, {left.bytes} bytes"),
             *([("privacy", said)] if (said := left.unprotected.sentence()) else []),
@@ -113,6 +137,8 @@ def _shown(own: PeerCertificate, addresses: Sequence[str], due: bool, store: Sto
         yield Rows("Outbox", ("task", "bytes", "state"), entries)
     for run in store.history():
         title = f"{run.name or '?'} ({run.run_id}): {_fate(run)}" + (f", {run.privacy}" if run.privacy else "")
+        if (others := peers.runs.get(run.run_id)) is not None:
+            title += f"; {peers.sentence(others)}"
         yield evaluations(title, run.tasks)
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:

@@ -40,6 +40,10 @@ class Handler(Protocol):
 
     def run_ended(self, ended: pb.RunEnded) -> None: ...
 
+    def secagg_seal(self, seal: pb.SecaggSeal) -> None: ...
+
+    def secagg_open(self, opening: pb.SecaggOpen) -> None: ...
+
     def pulse(self) -> pb.Pulse: ...
 
 
@@ -164,6 +168,10 @@ class Session:
                     self._handler.round_closed(message.round_closed)
                 case "run_ended":
                     self._handler.run_ended(message.run_ended)
+                case "secagg_seal":
+                    self._handler.secagg_seal(message.secagg_seal)
+                case "secagg_open":
+                    self._handler.secagg_open(message.secagg_open)
                 case "refusal":
                     self.error = _refusal(message.refusal)
                 case _:

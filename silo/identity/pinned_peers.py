@@ -11,7 +11,7 @@ import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fl_core.errors import ConfigError, RefusedError, StateError
@@ -35,7 +35,8 @@ class RosterChange:
 class PinnedPeers:
     """The pinned roster in one file: the signed document, and name -> fingerprint, accepted and former.
 
-    Former pins stay, so that a removed name cannot come back with another key.
+    Former pins stay, so that a removed name cannot come back with another key. by_hand: those of the accepted that a
+    person here compared with what the other hospital read out; a renewal that is proved keeps that.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class PinnedPeers:
     signed: SignedRoster | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)
+    by_hand: Mapping[str, str] = field(default_factory=dict)
 
     def first(self, signed: SignedRoster) -> PinnedPeers:
         """Pin everybody in the roster that came with the first certificate; raises RefusedError (E-ID-14)."""
@@ -90,17 +92,17 @@ class PinnedPeers:
 
     def _pin(self, signed: SignedRoster, pins: Mapping[str, str]) -> None:
         former = {n: f for n, f in {**self.former, **self.pins}.items() if n not in pins}
-        PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins, former).save()
+        # What was confirmed goes on with a key that follows from it; a member that comes back was confirmed before.
+        by_hand = {n: pins.get(n, f) if self.pins.get(n) == f else f for n, f in self.by_hand.items()}
+        replace(self, signed=signed, pins=pins, former=former, by_hand=by_hand).save()
 
     def held(self) -> dict[str, Member]:
         """Give the members of the pinned roster whose present key this silo does not accept."""
         known = self.load()
-        roster = known._roster()
-        members = () if roster is None else roster.members
-        return {m.name: m for m in members if known.pins.get(m.name) != m.fingerprint}
+        return {name: m for name, m in known.members().items() if known.pins.get(name) != m.fingerprint}
 
     def accept(self, name: str, fingerprint: str) -> None:
-        """Consent to the key of one member that is held back; fingerprint: hex, as the other hospital read it out.
+        """Consent to the key of one member; fingerprint: hex, as the other hospital read it out.
 
         Raises ConfigError (E-ID-16) when the roster has no member of that name with that key: nothing changes then.
         """
@@ -115,7 +117,18 @@ class PinnedPeers:
                     f"expected a member {name} with the key {colons(fingerprint)} in the roster, found {there}; "
                     "ask that hospital for its `silo fingerprint` by another way than this software",
                 )
-            known._pin(known.signed, {**known.pins, name: fingerprint})
+            marked = replace(known, by_hand={**known.by_hand, name: fingerprint})
+            marked._pin(known.signed, {**known.pins, name: fingerprint})
+
+    def confirmed(self) -> frozenset[str]:
+        """Name the members whose key a person of this hospital confirmed by its fingerprint (`accept`)."""
+        known = self.load()
+        return frozenset(name for name in known.accepted() if known.by_hand.get(name) == known.pins[name])
+
+    def members(self) -> dict[str, Member]:
+        """Give the members of the pinned roster, whether their present key is accepted or not."""
+        roster = self.load()._roster()
+        return {} if roster is None else {member.name: member for member in roster.members}
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -127,9 +140,8 @@ class PinnedPeers:
 
     def accepted(self) -> dict[str, bytes]:
         known = self.load()
-        roster = known._roster()
-        members = () if roster is None else roster.members
-        return {m.name: m.certificate.encode() for m in members if known.pins.get(m.name) == m.fingerprint}
+        accepted = {name: m for name, m in known.members().items() if known.pins.get(name) == m.fingerprint}
+        return {name: member.certificate.encode() for name, member in accepted.items()}
 
     def load(self) -> PinnedPeers:
         """Read the file, empty where there is none; raises StateError (E-STATE-43) when it is damaged."""
@@ -138,16 +150,16 @@ class PinnedPeers:
         try:
             raw = json.loads(self.path.read_text())
             signed = SignedRoster(base64.b64decode(raw["document"]), base64.b64decode(raw["signature"]))
-            pins, former = (
-                {str(name): str(fingerprint) for name, fingerprint in raw[which].items()}
-                for which in ("pins", "former")
+            pins, former, by_hand = (
+                {str(name): str(fingerprint) for name, fingerprint in kept.items()}
+                for kept in (raw["pins"], raw["former"], raw.get("by_hand", {}))
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise StateError(
                 "E-STATE-43",
                 f"expected the pinned roster in {self.path}, found a damaged file; restore it from a backup",
             ) from None
-        return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins, former)
+        return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins, former, by_hand)
 
     def save(self) -> None:
         if self.signed is None:
@@ -157,6 +169,7 @@ class PinnedPeers:
             "signature": base64.b64encode(self.signed.signature).decode(),
             "pins": dict(self.pins),
             "former": dict(self.former),
+            "by_hand": dict(self.by_hand),
         }
         private_files.write_public(self.path, json.dumps(raw, indent=1).encode())
 

@@ -37,13 +37,18 @@ _BYTES_PER_NUMBER, _BYTES_PER_TENSOR, _FRAME_BYTES = 4, 512, 4096
 
 @dataclass(frozen=True, slots=True)
 class UpdateContents:
-    """What an update of a run may hold, by its manifest: numbers of each part, and tensors in all."""
+    """What an update of a run may hold, by its manifest: numbers of each part, and tensors in all.
+
+    masked: bytes of a number under a mask, and of what opens sums of them beside; None where updates leave in clear.
+    """
 
     parts: Mapping[str, int]
     tensors: int
+    masked: tuple[int, int] | None = None
 
     def to_json(self) -> str:
-        return json.dumps({"parts": dict(self.parts), "tensors": self.tensors}, sort_keys=True)
+        masked = {} if self.masked is None else {"masked": self.masked}
+        return json.dumps({"parts": dict(self.parts), "tensors": self.tensors, **masked}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> UpdateContents | None:
@@ -51,7 +56,9 @@ class UpdateContents:
         if not text:
             return None
         raw = json.loads(text)
-        return cls({str(k): int(v) for k, v in raw["parts"].items()}, int(raw["tensors"]))
+        word, beside = raw.get("masked") or (0, 0)
+        masked = (int(word), int(beside)) if word else None
+        return cls({str(k): int(v) for k, v in raw["parts"].items()}, int(raw["tensors"]), masked)
 
     @property
     def numbers(self) -> int:
@@ -59,7 +66,8 @@ class UpdateContents:
 
     @property
     def most_bytes(self) -> int:
-        return _BYTES_PER_NUMBER * self.numbers + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
+        word, beside = self.masked or (_BYTES_PER_NUMBER, 0)
+        return word * self.numbers + beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
 
     def words(self) -> list[str]:
         return [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fl_core.errors import ConfigError, FederationError, RefusedError
+from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import UpdateContents
 from silo.reports.run_request import Comparison, RunRequest
 from silo.reports.spending import Preview, preview
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAndLedger:
-    """What a request is held against: policy and ledger, or why they cannot be read; the data's fingerprint."""
+    """What a request is held against: policy and ledger, or why they cannot be read; the data's fingerprint.
+
+    confirmed: members whose key this hospital confirmed.
+    """
 
     policy: Policy | None
     policy_error: str
     ledger: Ledger | None
     ledger_error: str
     fingerprint: str = ""
+    confirmed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None) -> PolicyAndLedger:
@@ -49,7 +54,9 @@ class PolicyAndLedger:
                 ledger.collections()
         except FederationError as error:
             ledger, ledger_error = None, str(error)
-        return cls(policy, policy_error, ledger, ledger_error, fingerprint)
+        identity = SiloIdentity(home.path)
+        confirmed = identity.pins().confirmed() if identity.joined else frozenset[str]()
+        return cls(policy, policy_error, ledger, ledger_error, fingerprint, confirmed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class Question:
         request = _request(approval)
         comparisons: tuple[Comparison, ...] = ()
         if request is not None and known.policy is not None:
-            comparisons = tuple(request.compare(known.policy))
+            comparisons = tuple(request.compare(known.policy, known.confirmed))
         previews, spends = _spends(request, known)
         shown = [
             approval.run_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from privacy.accounting.accountant import Mechanism
 from privacy.accounting.shared_noise import SharedFigures
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
+from service_core.console import counted
 from silo.reports.leaving import UpdateContents
 
 
@@ -35,6 +36,8 @@ class RunRequest:
         prototypes: the run takes them from this hospital
         extensions: code that is not of this software
         charges: (noise, rate, steps) of all rounds, by split, at most; None where this hospital is no member
+        masked, sums_of, others: of a run whose updates are masked: as `UpdateContents.masked`, hospitals in the
+            smallest sum, the other members
         shared: what noise that hospitals share out comes to; None where all of it is the hospital's own
     """
 
@@ -57,6 +60,9 @@ class RunRequest:
     parts: Mapping[str, int] = field(default_factory=dict)
     tensors: int = 0
     charges: Mapping[str, tuple[tuple[float, float, int], ...]] | None = None
+    masked: tuple[int, ...] = ()
+    sums_of: int = 0
+    others: tuple[str, ...] = ()
     shared: SharedFigures | None = None
 
     def to_json(self) -> str:
@@ -81,13 +87,16 @@ class RunRequest:
 
     @property
     def leaves(self) -> UpdateContents:
-        return UpdateContents(self.parts, self.tensors)
+        return UpdateContents(self.parts, self.tensors, (self.masked[0], self.masked[1]) if self.masked else None)
 
     def mechanisms(self) -> dict[str, list[Mechanism]]:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}
 
-    def compare(self, policy: Policy) -> list[Comparison]:
-        """Set what is asked for beside the policy. Whether it is allowed, the service decides: `Policy.check`."""
+    def compare(self, policy: Policy, confirmed: Collection[str] = ()) -> list[Comparison]:
+        """Set what is asked for beside the policy. Whether it is allowed, the service decides: `Policy.check`.
+
+        confirmed: members whose key this hospital confirmed by its fingerprint.
+        """
         floors, runs = policy.privacy, policy.runs
         most = f"epsilon {floors.epsilon:g} at delta {floors.delta:g}"
         start = f", going on from {self.start}" if self.start else ""
@@ -97,6 +106,8 @@ class RunRequest:
             Comparison("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
             Comparison("Length", f"{self.rounds} rounds with {self.hospitals} hospitals, {self.model}{start}", "–"),
         ]
+        if self.sums_of or policy.secagg.require:
+            rows.append(self._sums(policy, confirmed))
         if self.extensions:
             allowed = ", ".join(runs.extensions) or "none"
             rows.append(Comparison("Code of others", "; ".join(self.extensions), allowed))
@@ -125,6 +136,18 @@ class RunRequest:
             of_its_own = f"of this hospital's own from {least:g} on, found {self.shared.noise_alone:.3g}"
             rows.append(Comparison("Noise on updates", str(self.shared), of_its_own if least < math.inf else "its own"))
         return [*rows, self._prototypes(policy)]
+
+    def _sums(self, policy: Policy, confirmed: Collection[str]) -> Comparison:
+        """Say who reads single updates, and whose keys that rests on."""
+        floors, asked = policy.secagg, "none: the coordinator reads every update"
+        if self.sums_of:
+            there = len({*self.others} & {*confirmed})
+            asked = f"updates under masks, only sums over at least {self.sums_of} hospitals are read; {there} of "
+            asked += f"{counted(len(self.others), 'other member')} confirmed by this hospital"
+        allowed = ["only with it" if floors.require else "also without it"]
+        allowed += [f"sums over at least {floors.min_sum}"] if floors.min_sum else []
+        allowed += [f"at least {floors.confirmed_peers} confirmed"] if floors.confirmed_peers else []
+        return Comparison("Secure aggregation", asked, ", ".join(allowed))
 
     def _results(self, policy: Policy) -> Comparison:
         """Say what an exact evaluation sends of the results on this hospital's test images."""

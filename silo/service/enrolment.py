@@ -27,6 +27,7 @@ from silo.events import EmitEvent, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.identity.pinned_peers import PinnedPeers
 from silo.storage.home import Home
+from silo.training.policy_in_force import accepts_new_peers
 
 CALL_TIMEOUT_S = 60.0
 
@@ -141,7 +142,7 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     renewed = identity.joined
     peer = identity.install(answer.certificate_pem, answer.ca_pem, answer.roster)
     if renewed:
-        identity.update_roster(answer.roster)
+        identity.update_roster(answer.roster, accepts_new_peers(home))
     home.write_addresses(answer.addresses)
     return peer
 
@@ -176,6 +177,7 @@ class MembershipMaintainer:
     emit: EmitEvent
     on_renewal: Callable[[], None]
     clock: Clock = utc_now
+    accepts_new: Callable[[], bool] = lambda: True
     _last_error: str = field(default="")
 
     def renew_if_due(self) -> bool:
@@ -209,7 +211,7 @@ class MembershipMaintainer:
         """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14) on a false one."""
         if not raw:
             return
-        change = self.identity.update_roster(SignedRoster.unpack(raw))
+        change = self.identity.update_roster(SignedRoster.unpack(raw), self.accepts_new())
         for verb, names in (("joined", change.added), ("left", change.removed), ("has a new key", change.rekeyed)):
             for name in names:
                 self.emit(

@@ -42,6 +42,7 @@ from silo.events import EmitEvent, Event, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.metrics import SiloMetrics
 from silo.service.enrolment import MembershipMaintainer, pinned_version
+from silo.service.secagg import SecaggMember, SessionHandler
 from silo.service.task_queue import TaskQueue
 from silo.service.task_runner import ResponseTiming, TaskRunner
 from silo.storage.feature_cache import DEFAULT_GIB, FeatureCache
@@ -50,6 +51,7 @@ from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation
 from silo.training.hospital_controls import HospitalControls
+from silo.training.policy_in_force import accepts_new_peers
 from silo.training.trainer import DataSource, RunRound, Trainer
 
 if TYPE_CHECKING:  # a web server is loaded where metrics are asked for
@@ -160,10 +162,18 @@ class Service:
             session_opened,
             pulse_floor=self._timing.pulse_floor,
         )
-        self._membership = MembershipMaintainer(self._identity, connections, emit, self._client.renewed)
+        self._membership = MembershipMaintainer(
+            self._identity,
+            connections,
+            emit,
+            self._client.renewed,
+            accepts_new=lambda: accepts_new_peers(settings.home),
+        )
         objects = ObjectStore(private_folder(settings.home.objects))
         self._queue = TaskQueue(self.store, self._client.send, emit, clock)
         self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
+        min_sum = lambda: self._controls.policy().secagg.min_sum  # noqa: E731 - as the policy is when a set comes
+        self._secagg = SecaggMember(self.store, self._identity, min_sum, self._client.send, emit)
         timed = self.metrics.timing(run_round)
         features = FeatureCache(settings.home.features, int(settings.feature_cache_gib * 2**30))
         features.forget(but=str(source.reference))
@@ -174,6 +184,7 @@ class Service:
             self._transfer(connections, objects),
             trainer,
             self._controls,
+            self._secagg,
             self._receipt_verifier,
             emit,
             self._client.recycle,
@@ -204,10 +215,11 @@ class Service:
         self._emit(
             event(
                 "privacy",
-                "privacy: each run's manifest decides, within this hospital's policy (silo policy show): under the "
-                "profile 'none' updates leave as exact float32 numbers, without noise and without mask, readable by "
-                "the coordinator; under 'dp_record' and 'dp_silo_small' with noise, charged to the ledger (silo ledger "
-                "show)",
+                "privacy: each run's manifest decides, within this hospital's policy (silo policy show): in a run with "
+                "secure aggregation updates leave under masks, and the coordinator reads sums of at least three "
+                "hospitals alone; in any other run it reads each update, under the profile 'none' as exact float32 "
+                "numbers without noise. Under 'dp_record' and 'dp_silo_small' noise is added, charged to the ledger "
+                "(silo ledger show)",
                 facts={"profiles": ", ".join(PROFILES), "policy": self._controls.policy_digest()},
             )
         )
@@ -215,7 +227,7 @@ class Service:
             self._emit(event("cache", self._cache))
         bodies: dict[str, Callable[[], None]] = {
             "worker": lambda: self._worker.run(self._leaving),
-            "client": lambda: self._client.run(self._queue, self._stop),
+            "client": lambda: self._client.run(SessionHandler(self._queue, self._secagg), self._stop),
             "membership": self._maintain_membership,
         }
         self._threads = [
@@ -320,11 +332,17 @@ class Service:
         )
 
     def _declared_data(self) -> pb.DataOffer:
-        """Say what is public by declaration: where the policy hides the size, one that was counted is not."""
+        """Say what is public by declaration: no size that was counted where the policy hides it or requires masks.
+
+        Where it requires masks, neither which classes there are examples of: each is a count of its own.
+        """
         offer = pb.DataOffer()
         offer.CopyFrom(self._data_offer)
-        if not self._size_declared and self._controls.hides_size():
+        told = self._controls.tells_data()
+        if not self._size_declared and (self._controls.hides_size() or not told):
             offer.nominal_size = offer.train_examples = offer.test_examples = 0.0
+        if not told:
+            offer.ClearField("holds")
         return offer
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
@@ -338,7 +356,9 @@ class Service:
 
 # ---- the audit log ---------------------------------------------------------------------------------------------------
 
-_ASKED = frozenset({"training", "refused", "ready", "approval", "closed", "ended", "stopped", "roster", "held"})
+_ASKED = frozenset(
+    {"training", "refused", "ready", "approval", "closed", "ended", "stopped", "roster", "held", "sealed", "opened"}
+)
 """Events that the coordinator's word led to; all others are the silo's own."""
 _UNRECORDED = frozenset({"serving", "privacy", "metrics"})
 """What is said at each start."""

@@ -47,9 +47,11 @@ class PreflightTask:
         """Take a question; raises ProtocolError (E-WIRE-06) when it names no run."""
         return cls(TaskKey.of(pb.RoundRef(run_id=request.run_id, kind=pb.TRAIN)), request)
 
-    def answer(self, code: str = "", reason: str = "") -> pb.SiloMessage:
+    def answer(self, code: str = "", reason: str = "", entry: pb.SecaggEntry | None = None) -> pb.SiloMessage:
         run_id, digest = self.request.run_id, self.request.manifest_digest
-        answer = pb.PreflightAnswer(run_id=run_id, manifest_digest=digest, ready=not code, code=code, reason=reason)
+        answer = pb.PreflightAnswer(
+            run_id=run_id, manifest_digest=digest, ready=not code, code=code, reason=reason, secagg_entry=entry
+        )
         return pb.SiloMessage(preflight=answer)
 
 
@@ -277,8 +279,9 @@ class TaskQueue:
             )
         )
 
-    def ready(self, preflight_task: PreflightTask) -> None:
-        self._send(preflight_task.answer())
+    def ready(self, preflight_task: PreflightTask, entry: pb.SecaggEntry | None = None) -> None:
+        """Say that the whole run can be done here. entry: this silo's keys of a masked run."""
+        self._send(preflight_task.answer(entry=entry))
 
     def refuse(self, task: Task | PreflightTask, error: FederationError) -> None:
         """Tell the hospital why, in full, and then the coordinator what it may know; what was fetched is not kept."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
+from silo.service.secagg import MAX_KEYS_BYTES, SecaggMember, TaskMasks
 from silo.service.task_queue import PreflightTask, Task, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
@@ -126,6 +127,7 @@ class TaskRunner:
     transfer: Transfer
     trainer: Trainer
     controls: HospitalControls
+    secagg: SecaggMember
     receipt_verifier: Callable[[], ReceiptVerifier]
     emit: EmitEvent
     recycle: Callable[[], None]
@@ -178,7 +180,7 @@ class TaskRunner:
         leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
-        self.queue.ready(preflight_task)
+        self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _past_kill(self, task: Task) -> RefusedError | None:
@@ -241,17 +243,27 @@ class TaskRunner:
             return True
         what = "is damaged" if entry.staged else "is no longer here"
         signed = ", although it signed for it before" if entry.receipt is not None else ""
-        text = f"{task.key}: the update {what}, and the coordinator has no receipt for it{signed}: it is made again"
+        then = (
+            "this hospital sits the round out"
+            if self.outbox.store.secagg.state(task.key.run_id)
+            else "it is made again"
+        )
+        text = f"{task.key}: the update {what}, and the coordinator has no receipt for it{signed}: {then}"
         self.emit(event("damaged" if entry.staged else "repeated", text, task.key))
         return False
 
     def _train(self, task: Task) -> PendingEntry:
-        """Train, and write the result; of a private run all of it is on the disk before anything leaves."""
+        """Train, and write the result; of a private or masked run all is on the disk before anything leaves.
+
+        Guarantees: a task of a masked run is masked once; where that one update is not here any more, or another model
+        is offered for its round, it is refused (E-RUN-49, E-RUN-50) before any record is read.
+        """
         offer, key = task.offer, task.key
         killed = self._past_kill(task)
         self.queue.set_activity(task, pb.FETCHING)
         prepared = self._prepare(task)
         name, private = prepared.run.manifest.name, prepared.run.private
+        masks = self._masks(task, prepared) if prepared.run.masked else None
         self.queue.accept(task)
         if killed is not None:
             self.queue.tell(task, killed)
@@ -274,6 +286,8 @@ class TaskRunner:
             self.timing.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
             raise
         task.stop.raise_if_cancelled()
+        if masks is not None:
+            result = replace(result, bundle=masks.cover(result.bundle))
         attestation = self.controls.attestation()
 
         def on_entered(entry: OutboxEntry) -> None:
@@ -283,10 +297,17 @@ class TaskRunner:
         pending = self.outbox.begin(
             key, offer.manifest_digest, offer.base_digest, result, attestation, offer.incarnation, on_entered
         )
-        if prepared.ledger is not None:
+        if prepared.ledger is not None or masks is not None:
             pending.finish()
+        if prepared.ledger is not None:
             prepared.ledger.commit(pending.entry.object_digest)
         return pending
+
+    def _masks(self, task: Task, prepared: PreparedRun) -> TaskMasks:
+        def fetch(digest: str) -> Path:
+            return self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING), MAX_KEYS_BYTES)
+
+        return self.secagg.begin(task.key, task.offer, prepared.run, fetch)
 
     def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
         train = key.kind is TaskKind.TRAIN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, MetaData, String, Table
 
 from service_core.storage.generation import incarnation_table
@@ -116,7 +118,49 @@ contact = Table(  # the last session with the coordinator: one row
     Column("why", String, nullable=False, default=""),
 )
 
+secagg_runs = Table(  # this silo's secrets of runs whose updates are masked; a run stays here when its keys are gone
+    "secagg_runs",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("state", String, nullable=False),  # keyed, ready or gone
+    Column("terms", String, nullable=False),  # what the manifest says of it, as JSON
+    Column("entry", LargeBinary, nullable=False, default=b""),  # public keys, signed, as they were sent
+    Column("agree", LargeBinary),  # until everybody's keys are here
+    Column("sign", LargeBinary),
+    Column("keys_object", String, nullable=False, default=""),  # everybody's keys
+    Column("keys_digest", LargeBinary),
+    Column("place", Integer),  # of this silo among the members
+    Column("peers", LargeBinary),  # public keys that confirm, one behind the other
+    Column("chains", LargeBinary),  # with every member, one behind the other
+    Column("position", Integer, nullable=False, default=0),  # of the chains: what lies before it is closed
+)
+
+secagg_rounds = Table(  # of open rounds: the one update that was masked, and the one set that was confirmed
+    "secagg_rounds",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("base_digest", LargeBinary, nullable=False),
+    Column("object_digest", LargeBinary, nullable=False, default=b""),
+    Column("seal_hash", LargeBinary, nullable=False, default=b""),
+    Column("inside", String, nullable=False, default="[]"),  # members of that set, as JSON
+)
+
+
+def _tables_of_masked_runs(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE secagg_runs (run_id VARCHAR NOT NULL, state VARCHAR NOT NULL, terms VARCHAR NOT NULL, "
+        "entry BLOB NOT NULL, agree BLOB, sign BLOB, keys_object VARCHAR NOT NULL, keys_digest BLOB, place INTEGER, "
+        "peers BLOB, chains BLOB, position INTEGER NOT NULL, PRIMARY KEY (run_id))"
+    )
+    db.execute(
+        "CREATE TABLE secagg_rounds (run_id VARCHAR NOT NULL, kind VARCHAR NOT NULL, round INTEGER NOT NULL, "
+        "base_digest BLOB NOT NULL, object_digest BLOB NOT NULL, seal_hash BLOB NOT NULL, inside VARCHAR NOT NULL, "
+        "PRIMARY KEY (run_id, kind, round))"
+    )
+
 
 FIRST_VERSION = 7
 """That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = ()
+MIGRATIONS: tuple[Step, ...] = (_tables_of_masked_runs,)

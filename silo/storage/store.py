@@ -35,6 +35,7 @@ from privacy.accounting.uncertainty import EvaluationNoise
 from protos.wire.tasks import TaskKey
 from service_core.storage.object_store import count_objects
 from service_core.storage.sqlite import Database
+from silo.storage import secagg_keys
 from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.schema import (
@@ -45,11 +46,14 @@ from silo.storage.schema import (
     metadata,
     run_data,
     runs,
+    secagg_rounds,
+    secagg_runs,
     states,
     tasks,
     trainings,
     unprotected,
 )
+from silo.storage.secagg_keys import SecaggStore
 from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate, ledger_position
 
 ASKED = "asked"
@@ -122,6 +126,7 @@ class Store:
             accept_loss=accept_loss,
         )
         self.approvals = Approvals(self.database, clock)
+        self.secagg = SecaggStore(self.database)
         self._clock = clock
 
     def close_database(self) -> None:
@@ -182,7 +187,7 @@ class Store:
     def end_run(self, run_id: str, state: str, reason: str) -> bool:
         """Note a run's end, and return whether the run is known here.
 
-        An aborted or failed run takes its open tasks with it, unincluded.
+        An aborted or failed run takes its open tasks with it, unincluded. Guarantees: no key of a masked run stays.
         """
         with self.database.write() as db:
             now = self._clock()
@@ -194,11 +199,15 @@ class Store:
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
             db.execute(forget_undecided(run_id))
+            masked = secagg_keys.end_run(db, run_id)
+        if masked:
+            self.database.checkpoint(whole=True)
         return known
 
     # ---- tasks -------------------------------------------------------------------------------------------------
 
     def stage(self, entry: OutboxEntry, evaluation: Evaluation) -> None:
+        """Enter a finished update; of a masked run raises as `secagg_keys.enter_update`, and nothing is entered."""
         values = {
             "manifest_digest": entry.manifest_digest,
             "base_digest": entry.base_digest,
@@ -215,6 +224,7 @@ class Store:
             "refused": None,
         }
         with self.database.write() as db:
+            secagg_keys.enter_update(db, entry)
             _put(db, tasks, _primary(entry.key), values, where=tasks.c.closed.is_(None))
 
     def note_unprotected(self, key: TaskKey, object_digest: str, fingerprint: str, splits: Iterable[str]) -> None:
@@ -282,9 +292,10 @@ class Store:
         refused is not the one that was included, and one that is not in the outbox is none: neither commits a state.
         Guarantees: a close seen twice changes nothing; a state never replaces that of a later round, unless a
         coordinator that was restored since closes the earlier one. The newest `KEPT_STATES` stay. Of a run that is not
-        known nothing is written.
+        known nothing is written. No key of a closed round of a masked run stays.
         """
         with self.database.write() as db:
+            masked = secagg_keys.leave_round(db, key)
             row = _task(db, key)
             if row is not None and row.closed is not None:
                 return False
@@ -299,7 +310,7 @@ class Store:
             if row is not None and row.state_digest is not None and _commits(row, included):
                 db.execute(upsert(runs).values(run_id=key.run_id, started=now).on_conflict_do_nothing())
                 _commit_state(db, key, row.state_digest, row.coordinator)
-        self.database.checkpoint()
+        self.database.checkpoint(whole=masked)
         return True
 
     def entry(self, key: TaskKey) -> OutboxEntry | None:
@@ -322,10 +333,12 @@ class Store:
 
         The update that was made is in the outbox no more, unless `deliver` brings a receipt for it.
         What was committed since stays, so that the coordinator may be restored once more from something newer.
+        A round of a masked run stays closed: its keys are gone.
         """
         with self.database.write() as db:
             row = _task(db, key)
-            if row is None or row.closed is None or row.coordinator == coordinator:
+            again = row is not None and row.closed is not None and row.coordinator != coordinator
+            if not again or secagg_keys.is_masked(db, key.run_id):
                 return False
             fresh = {"closed": None, "included": None, "staged": None, "refused": None, "coordinator": coordinator}
             _put(db, tasks, _primary(key), fresh)
@@ -421,7 +434,7 @@ def _drop_lapsed(db: Connection, but: str) -> int:
     trained = select(tasks.c.run_id).where(tasks.c.contribution_id != "")
     untrained = select(runs.c.run_id).where(runs.c.run_id.not_in(trained), runs.c.run_id != but)
     lapsed = list(db.scalars(untrained.order_by(_PLACE.desc()).offset(MAX_UNTRAINED - 1)))
-    for table in (runs, run_data, bases, tasks, states) if lapsed else ():
+    for table in (runs, run_data, bases, tasks, states, secagg_runs, secagg_rounds) if lapsed else ():
         db.execute(delete(table).where(table.c.run_id.in_(lapsed)))
     return len(lapsed)
 

@@ -82,6 +82,13 @@ class HospitalControls:
         except RefusedError:
             return True
 
+    def tells_data(self) -> bool:
+        """Tell whether what was counted here, and the classes, may be declared; not where masks are required."""
+        try:
+            return not self.policy().secagg.require
+        except RefusedError:
+            return False
+
     def attestation(self) -> Attestation:
         if not self.home.ledger.exists():
             return Attestation(self.policy_digest())
@@ -151,6 +158,10 @@ class HospitalControls:
         try:
             policy = self.policy()
             policy.check_request(manifest)
+            if manifest.secagg is not None and policy.secagg.confirmed_peers:
+                identity = SiloIdentity(self.home.path)
+                others = {member.name for member in manifest.members} - {identity.load().identity.name}
+                policy.secagg.check_peers(len(others & identity.pins().confirmed()), len(others))
             registry.require_named(manifest.method.name, manifest.model.name, manifest.extensions)
             for extension in manifest.extensions:
                 loading.load_allowed(extension, policy.runs.extensions)
@@ -254,6 +265,7 @@ def describe_request(run: CompiledRun) -> str:
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
     lead += f", going on from {manifest.start}" if manifest.start else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
+    lead += ", under masks" if manifest.secagg is not None else ""
     if profile.terms is None:
         return f"{what}{lead}, without differential privacy"
     return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"

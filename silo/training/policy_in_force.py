@@ -8,6 +8,7 @@ import shlex
 
 from fl_core.errors import RefusedError, StateError
 from privacy.policy import Policy, open_file
+from privacy.policy_terms import BY_HAND
 from service_core.storage import private_files
 from silo.storage.home import Home
 
@@ -29,6 +30,14 @@ def in_force(home: Home) -> Policy:
             f"defaults are meant from now on, say so with an empty one: touch {shlex.quote(str(home.policy))}",
         )
     return policy
+
+
+def accepts_new_peers(home: Home) -> bool:
+    """Tell whether new members count without the hospital's consent; a policy that cannot be read asks for it."""
+    try:
+        return in_force(home).peers.accept != BY_HAND
+    except RefusedError:
+        return False
 
 
 def digest_of(home: Home) -> str:

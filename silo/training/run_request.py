@@ -8,22 +8,36 @@ from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
 from privacy.compiled_run import CompiledRun
+from privacy.secagg.messages import package_length
+from privacy.secagg.terms import SECRET
 from silo.reports.leaving import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest
 from silo.reports.spending import charges_of
 
 
 def leaves_of(manifest: RunManifest) -> UpdateContents:
-    """Count the numbers of an update, by part: its sums and their weights."""
+    """Count the numbers of an update, by part: its sums and their weights; under masks each is a word of the ring."""
     parts = {
         name: sum(math.prod(shape) for shape in spec.shapes.values()) + math.prod(spec.weight_shape)
         for name, spec in manifest.layout.items()
     }
-    return UpdateContents(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()))
+    masked = None
+    if manifest.secagg is not None:
+        n = manifest.cohort or len(manifest.members)
+        masked = 4 if manifest.grid.ring == "ring32" else 8, SECRET + n * (2 * SECRET + package_length(n))
+    return UpdateContents(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()), masked)
 
 
 def privacy_of(run: CompiledRun) -> str:
-    """Say what a run promises about privacy, and what of it does not hold."""
+    """Say what a run promises about privacy, and what of it does not hold; of masks, whose sums alone are read."""
+    said = _noise_of(run)
+    if (terms := run.manifest.secagg) is None:
+        return said
+    least = terms.smallest_sum(run.manifest.cohort or len(run.manifest.members))
+    return f"{said}{'; ' if ': ' in said else ': '}updates leave under masks, only sums over at least {least} are read"
+
+
+def _noise_of(run: CompiledRun) -> str:
     profile, terms = run.profile, run.profile.terms
     if terms is None:
         return NO_PRIVACY
@@ -69,5 +83,10 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         parts=leaves.parts,
         tensors=leaves.tensors,
         charges=charges,
+        masked=leaves.masked or (),
+        sums_of=0
+        if manifest.secagg is None
+        else manifest.secagg.smallest_sum(manifest.cohort or len(manifest.members)),
+        others=() if manifest.secagg is None else tuple(m.name for m in manifest.members if m.name != silo),
         shared=shared,
     )

@@ -334,7 +334,8 @@ class Trainer:
         if manifest.start is not None and manifest.start.weights is not None:
             run = run.with_weights(fetch_weights(manifest.start.weights))
         if run.frozen:
-            width, declared = run.schema.shape[0], sum(self._data.examples) or self._data.nominal_size
+            width, (train, test) = run.schema.shape[0], self._data.examples
+            declared = run.views(True) * train + test or run.views(True) * self._data.nominal_size
             self._features.require_room(declared, width)
         runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
         runtime.model.to(self.device)
@@ -414,17 +415,18 @@ class Trainer:
             if not prepared.run.frozen:
                 found.append(examples)
                 continue
-            make = partial(self._blocks, prepared.run, examples, progress)
+            make = partial(self._blocks, prepared.run, split, examples, progress)
             kept = self._features.get(self._feature_key(prepared, split), len(examples), make)
             there = torch.ones(len(examples), dtype=torch.bool)
             there[list(kept.left_out)] = False
-            found.append(with_rows(examples, torch.nonzero(there).flatten(), torch.from_numpy(kept.rows)))
+            rows = torch.from_numpy(kept.rows).reshape(len(kept.rows), prepared.run.views(split is Split.TRAIN), -1)
+            found.append(with_rows(examples, torch.nonzero(there).flatten(), rows))
         return found
 
-    def _blocks(self, run: CompiledRun, examples: Examples, progress: Progress) -> Iterator[Block]:
-        for batch in run.features(examples, self.device):
+    def _blocks(self, run: CompiledRun, split: Split, examples: Examples, progress: Progress) -> Iterator[Block]:
+        for batch in run.features(examples, self.device, split is Split.TRAIN):
             progress(batch.done, len(examples))
-            yield Block(batch.positions.tolist(), batch.rows.numpy())
+            yield Block(batch.positions.tolist(), batch.rows.flatten(1).numpy())
 
     def _feature_key(self, prepared: PreparedRun, split: Split) -> FeatureKey:
         manifest = prepared.run.manifest
@@ -438,6 +440,8 @@ class Trainer:
             "device": self.device.type,
             "software": [version(), torch.__version__],
         }
+        if (views := prepared.run.views(split is Split.TRAIN)) > 1:
+            maker["views"] = views
         request = DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window)
         return FeatureKey(
             origin=str(self._data.reference),
@@ -502,9 +506,10 @@ class Trainer:
 
 
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
-    """Name the splits of whose records a bundle tells more than the run's noise bounds."""
-    measured = METRIC_PARTS & set(bundle) - prepared.runtime.withholds
-    held = ({TRAIN} if kind is TaskKind.TRAIN or PERSONAL in bundle else set()) | ({TEST} if measured else set())
+    """Name the splits of whose records a bundle, or the sum under masks that it is in, tells more than noise bounds."""
+    parts = set(prepared.run.flat_layouts[kind].layout) if prepared.run.masked else set(bundle)
+    measured = METRIC_PARTS & parts - prepared.runtime.withholds
+    held = ({TRAIN} if kind is TaskKind.TRAIN or PERSONAL in parts else set()) | ({TEST} if measured else set())
     return tuple(sorted(held - prepared.run.profile.protected))
 
 

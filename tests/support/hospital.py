@@ -313,7 +313,7 @@ class ScriptedSilo:
         fed = RoundContext(
             len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, offer.cohort
         )
-        turn = fed.for_silo(me, manifest.seed, manifest.members[me].prototypes)
+        turn = fed.for_silo(me, manifest.seed, manifest.members[me].prototypes, manifest.masked_units(me))
         data = PlainLocalData(RoundData(self.share.train, self.share.test, manifest.train, turn))
         with _ONE_MODEL_AT_A_TIME:
             outcome = run_silo_round(

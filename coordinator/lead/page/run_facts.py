@@ -100,7 +100,7 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
         return after, f"{info.reason or 'No reason was given.'} {reached}"
     if away(info):
-        closes = f"{info.waiting.there} updates are there, {info.waiting.needed} close it."
+        closes = _sentence(tables.there_text(info.waiting))
         return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
     if info.state == "running":
         return f"{info.closed} of {info.rounds} rounds are done", reached
@@ -203,7 +203,7 @@ def open_round(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Eve
     waiting = info.waiting
     passed = _bounded(now - waiting.opened_unix) if waiting.opened_unix else 0.0
     bars = list(_bars(info, members, events, max(passed, 1.0)))
-    rule = f"{waiting.there} updates are there, {waiting.needed} close it"
+    rule = tables.there_text(waiting)
     shown = tuple(bars[:MAX_BARS])
     return OpenRound(waiting.round + 1, waiting.opened_unix, rule, shown, len(bars) - len(shown))
 

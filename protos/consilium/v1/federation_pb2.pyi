@@ -1866,11 +1866,14 @@ class Waiting(_message.Message):
     SILOS_FIELD_NUMBER: _builtins.int
     OPENED_UNIX_FIELD_NUMBER: _builtins.int
     ARRIVALS_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     there: _builtins.int
     needed: _builtins.int
     opened_unix: _builtins.float
     """in answers to Runs and Show, as is the next"""
+    sealed: _builtins.bool
+    """The set of a masked round is fixed: `there` of the `needed` hospitals have confirmed it or, once they have, answered."""
     @_builtins.property
     def silos(self) -> _containers.RepeatedCompositeFieldContainer[Global___AwaitedSilo]: ...
     @_builtins.property
@@ -1884,10 +1887,11 @@ class Waiting(_message.Message):
         silos: _abc.Iterable[Global___AwaitedSilo] | None = ...,
         opened_unix: _builtins.float = ...,
         arrivals: _abc.Iterable[Global___Arrival] | None = ...,
+        sealed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "needed", b"needed", "opened_unix", b"opened_unix", "round", b"round", "silos", b"silos", "there", b"there"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "needed", b"needed", "opened_unix", b"opened_unix", "round", b"round", "sealed", b"sealed", "silos", b"silos", "there", b"there"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

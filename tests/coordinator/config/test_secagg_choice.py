@@ -62,6 +62,8 @@ def test_a_private_run_lets_classes_of_one_hospital_count() -> None:
     assert [m.units for m in private.members] == [290] * 4
     infinite = made("secagg=on", "privacy=dp_record", "privacy.epsilon=inf", "rounds=2", sizes=[290.0] * 4)
     assert infinite.secagg == Secagg(min_contributors=2)
+    wide = made("secagg=on", "privacy=dp_record", "method=analytic", sizes=[290.0] * 4)
+    assert (wide.grid.ring, wide.secagg) == ("ring64", Secagg(min_contributors=1))
 
 
 def test_auto_is_on_from_three_hospitals_and_off_below() -> None:

@@ -125,8 +125,16 @@ def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on
         "round": 6,
         "there": 5,
         "needed": 4,
+        "sealed": False,
         "silos": [{"name": "south", "left": 725.0, "online": False, "offline": 2400.0, "classes": ["keratosis"]}],
     }
+    sealed = pb.RunInfo()
+    sealed.CopyFrom(WAITING)
+    sealed.waiting.sealed, sealed.waiting.there = True, 2
+    assert tables.waiting_lines(sealed) == [
+        "round 7: its set is sealed, and 2 of 4 answers that open it are there; waits for",
+        f"  {line}",
+    ]
     out = io.StringIO()
     with Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
         watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))

@@ -82,6 +82,7 @@ def test_each_segment_has_the_bound_of_its_row() -> None:
 def test_six_silos_have_26_bits_of_a_difference_twenty_24_and_fifty_23() -> None:
     """The specification's example: a bound of 4."""
     once = replace(CHECK, rules={**RULES, "delta": PartRule(Weighing.ONCE)})
+    assert bounded_grid("ring32", 6, once, LARGEST, {}).bounds["clinical.weight"] == 50  # counts, whatever weighs
     assert [bounded_grid("ring32", n, once, LARGEST, {}).frac_bits("delta") for n in (6, 20, 50)] == [26, 24, 23]
 
 

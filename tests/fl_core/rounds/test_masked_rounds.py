@@ -19,6 +19,7 @@ from fl_core.simulation.in_process import InProcessSilo, local_ports
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part, RoundContext, State, Tensors
+from privacy.secagg import messages
 from tests.support.federations import METHOD_OPTIONS, Failing, go, manifest, same, shares
 
 ANY = Secagg(1)
@@ -51,6 +52,10 @@ def test_blocks_have_one_length_and_read_back_as_what_was_laid_out() -> None:
     for block in BLOCKS:
         assert again[block].total[WORDS][CHECK_WORDS:].tolist() == flat[block][CHECK_WORDS:].tolist()
         assert again[block].total[WORDS][:CHECK_WORDS].tolist() == [1] * CHECK_WORDS
+
+
+def test_both_sides_of_the_protocol_put_as_many_check_words_before_a_block() -> None:
+    assert messages.CHECK_WORDS == CHECK_WORDS
 
 
 def test_what_tells_of_single_classes_lies_in_its_own_block() -> None:

@@ -15,6 +15,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.simulation.ray import Cluster, import_ray, simulate_ray
 from fl_core.types.records import TrainConfig
+from tests.fl_core.aggregation.test_grid_bounds import masked32
 from tests.support.federations import METHOD_OPTIONS, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
@@ -56,6 +57,15 @@ def test_actors_give_the_bits_of_one_process(cluster: Cluster, method: str) -> N
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
     assert here.records == there.records
+
+
+@needs_ray
+def test_masked_rounds_give_the_bits_of_one_process(cluster: Cluster) -> None:
+    run = masked32(manifest("fednh", train=TRAIN, rounds=2))
+    expected = simulate(RunSetup.of(run), shares(), RoundHistory())
+    found = simulate_ray(RunSetup.of(run), shares(), RoundHistory(), cluster)
+    assert set(found) == set(expected) >= {"norms"}
+    assert all(same(found[group], expected[group]) for group in expected)
 
 
 @needs_ray

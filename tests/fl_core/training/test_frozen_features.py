@@ -17,6 +17,7 @@ from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulate import runner
 from fl_core.datasets import TensorExamples
+from fl_core.datasets.augmentation import DIGITS
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods import METHODS
@@ -26,13 +27,14 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate, with_features
 from fl_core.training import frozen_features
-from fl_core.training.frozen_features import feature_batches, in_memory, trained_part
+from fl_core.training.frozen_features import Views, feature_batches, in_memory, trained_part
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import Examples, RoundContext
+from fl_core.types.values import Examples, RoundContext, State
 from privacy.accounting.release_plan import ReleaseAllowance
 from privacy.compiled_run import CompiledRun
+from privacy.mechanisms.record.class_sums import PrivacyUnits
 from privacy.mechanisms.record.private_data import DpSgdLocalData
 from privacy.profiles.record import release_plan
 from tests.support import some
@@ -257,17 +259,109 @@ def test_private_steps_see_the_head_alone_and_clip_exact_norms_of_each_record() 
     assert torch.allclose(found, expected, atol=2e-5)
 
 
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+
+def seen(n: int = 12, copies: int = 1) -> TensorExamples:
+    """Return images that are moved when they are augmented, each of them so many times."""
+    x = torch.rand(n, 1, 8, 8, generator=torch.Generator().manual_seed(3)).repeat(copies, 1, 1, 1)
+    return TensorExamples(x, torch.arange(n).repeat(copies), how=DIGITS)
+
+
+def views_of(examples: Examples, number: int = 4) -> Views:
+    made = in_memory(examples, feature_batches(small("digits_cnn").body, examples, CPU, number))
+    assert isinstance(made, Views)
+    return made
+
+
+def test_views_follow_from_the_content_of_a_record_alone() -> None:
+    whole, order = seen(), torch.randperm(12, generator=torch.Generator().manual_seed(2))
+    found = views_of(whole).stored(torch.arange(12))
+    for index in (order, torch.tensor([7]), torch.arange(3, 9)):
+        part = TensorExamples(whole.x[index], index, how=DIGITS)
+        assert torch.equal(views_of(part).stored(torch.arange(len(index))), found[index])
+    twice = views_of(seen(copies=2)).stored(torch.arange(24))
+    assert torch.equal(twice[:12], twice[12:])
+
+
+def test_the_first_view_is_the_record_as_it_is_and_all_views_differ() -> None:
+    plain, views = features_of_all(small("digits_cnn").body, seen(), CPU), views_of(seen())
+    assert torch.equal(views.batch(torch.arange(12))[0], plain.batch(torch.arange(12))[0])
+    for row in views.stored(torch.arange(12)):
+        assert len({v.numpy().tobytes() for v in row}) == 4
+
+
+def test_a_step_draws_each_view_equally_often_from_its_stream() -> None:
+    views, all_ = views_of(seen(1)), torch.zeros(4000, dtype=torch.long)
+    x, _ = views.batch(all_, torch.Generator().manual_seed(0))
+    again, _ = views.batch(all_, torch.Generator().manual_seed(0))
+    assert torch.equal(x, again)
+    counts = torch.tensor([int((x == v).all(1).sum()) for v in views.stored(torch.tensor([0]))[0]])
+    assert int(counts.sum()) == 4000
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 16.3  # chi-square of 3 degrees: one in a thousand is above
+
+
+def test_views_are_one_record_and_one_unit_of_privacy() -> None:
+    views = views_of(seen(copies=1))
+    assert len(views) == 12
+    assert len(PrivacyUnits.of(views)) == 12
+    patients = Views(views.stored(torch.arange(12)), views.labels, tuple("aabbccddeeff"))
+    assert len(PrivacyUnits.of(patients)) == 6
+
+
+def test_a_record_of_many_views_moves_a_private_step_by_its_one_clipped_gradient() -> None:
+    clip, n = 0.3, 12
+    train = TrainConfig(
+        lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=n, epochs=1, freeze="features", augment=True, views=4
+    )
+    made = frozen(train=train, rounds=1)
+    members = tuple(replace(m, units=n) for m in made.members)
+    terms = {"epsilon": 8.0, "clip": clip, "rng": "test"}
+    run = CompiledRun.of(replace(made, members=members, privacy=NamedOptions("dp_record", terms)))
+    plan, context, steps = release_plan(run, 0), RoundContext(3, 4, 1).for_silo(0, 0), list[Tensor]()
+
+    class All(NoNoise):
+        def uniform_of(self, units, *about):  # type: ignore[no-untyped-def]
+            return torch.zeros(len(units)).double()
+
+    for left_out in (None, *range(n)):
+        index = torch.tensor([i for i in range(n) if i != left_out])
+        views = views_of(TensorExamples(seen(n).x[index], index % 4, how=DIGITS))
+        model, allowance = run.new_model(), ReleaseAllowance(plan.releases(0, True))
+        data = DpSgdLocalData(RoundData(views, views, plan.rates.train, context), plan, allowance, All(1, "x"))
+        before = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+        assert data.sgd(model, ce) == 1
+        steps.append(before - torch.cat([p.detach().flatten() for p in model.parameters()]).double())
+    moved = [float((steps[0] - step).norm()) * plan.batch for step in steps[1:]]
+    assert max(moved) <= clip * (1 + 1e-3)
+    assert min(moved) >= clip * 0.9
+
+
+def test_views_change_what_is_learnt_and_not_what_is_measured_first() -> None:
+    train = replace(FROZEN, augment=True, views=4)
+    ends, first = list[State](), list[float]()
+    for made in (frozen(), frozen(train=train)):
+        run, history = RunSetup.of(made), RoundHistory()
+        ends.append(simulate(run, with_features(run, shares()), history))
+        first.append(history.accuracies[0])
+    assert first[0] == first[1]
+    assert not same(ends[0]["w"], ends[1]["w"])
+
+
 # ---- what does not go ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train.augment=true"], "train.augment=false"),
+        (["train.augment=true"], "train.views=2 to 64"),
+        (["train.views=4"], "train.augment=true"),
+        (["train.views=65", "train.augment=true"], "64"),
+        (["train.views=4", "train.augment=true", "train.freeze=none"], "train.freeze=features"),
+        (["train.views=4", "train.augment=true", "method=analytic"], "analytic: expected train.views=1"),
         (["train.freeze=body"], "features"),
         (["model.adapter=big"], "linear"),
         (["model.adapter=linear", "model.projection=[8]"], "leave one out"),
-        (["train.views=4"], "views"),
     ],
 )
 def test_what_does_not_go_with_frozen_features_is_refused_with_the_remedy(words: list[str], says: str) -> None:

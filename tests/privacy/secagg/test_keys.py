@@ -68,6 +68,16 @@ def test_t49_a_signature_made_for_another_purpose_is_none(hospitals) -> None:
     assert not pinned_signature(entry, entry.message(run), "demo", pins, {})
 
 
+def test_t50_a_certificate_of_the_pinned_key_under_another_name_does_not_count(ca, hospitals) -> None:
+    run, pins = make_run(3), pins_of(hospitals)
+    entry = signed_entry(run, hospitals["silo1"], "silo1")
+    request = certificates.make_request(hospitals["silo1"].current_credentials().key_pem)
+    other = entry._replace(certificate_pem=ca.sign_silo(request, "silo9"))
+    assert pinned_signature(entry, entry.message(run), "demo", pins, {})
+    assert not pinned_signature(other, other.message(run), "demo", pins, {})
+    assert not pinned_signature(entry, entry.message(run), "another", pins, {})
+
+
 def test_t49_a_doubled_a_left_out_and_a_moved_entry_are_refused() -> None:
     run = make_run(4)
     own = [OwnKeys.new() for _ in run.members]

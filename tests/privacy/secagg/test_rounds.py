@@ -398,6 +398,13 @@ def test_t52_a_set_of_m_minus_one_an_index_twice_and_a_stranger_are_refused(insi
     assert all(silo.rows["train", 0].seal_hash == b"" for silo in fed.silos)
 
 
+def test_t52_a_set_with_something_else_than_a_digest_is_refused() -> None:
+    fed = federation(5).send()
+    for found in (b"", b"x" * 31, b"x" * 33):
+        uploads = (*((u, object_digest(fed.uploads[u])) for u in range(4)), (4, found))
+        assert code_of(fed.silos[0].confirm, seal_of(fed, (), uploads=uploads)) == "E-RUN-51"
+
+
 def test_t52_a_set_below_the_policys_sum_is_refused_there_alone() -> None:
     fed = federation(5).send()
     fed.silos[2].min_sum = 5

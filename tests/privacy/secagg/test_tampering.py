@@ -178,6 +178,19 @@ def test_t38_two_answers_that_are_made_to_fit_each_other_get_nobody_else_named()
     assert np.array_equal(opened.model, fed.plain(range(6), 0))
 
 
+@pytest.mark.parametrize(
+    ("n", "liars"), [(14, (0, 3, 8, 9)), (20, (0, 7, 13)), pytest.param(50, (1, 30), marks=pytest.mark.slow)]
+)
+def test_t38_among_many_answers_as_many_may_be_wrong_as_the_docstring_says(n: int, liars: tuple[int, ...]) -> None:
+    fed = federation(n, sizes=(2, 0))
+    state, answers = answers_of(fed.send())
+    for w, shares in enumerate(answers):
+        state.answer(w, tampered(shares) if w in liars else shares)
+    opened = state.finish()
+    assert np.array_equal(opened.model, fed.plain(range(n), 0))
+    assert {w for w, _ in opened.wrong} == set(liars)
+
+
 def test_the_choice_of_answers_goes_through_every_one_and_the_first_t_first() -> None:
     """Seen from outside: any set of liars that leaves t good answers is worked around."""
     fed = federation(7).send()

@@ -14,7 +14,8 @@ from privacy.secagg import masks, packages, shamir, silo_side
 from privacy.secagg.coordinator_side import unmask
 from privacy.secagg.keys import Entry, OwnKeys, RunKeys
 from privacy.secagg.terms import VERSION, SecaggTerms, digest, frame
-from tests.privacy.secagg.federation import LooseRun
+from tests.privacy.secagg import reference
+from tests.privacy.secagg.federation import BASE, MANIFEST, LooseRun, make_run
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 RINGS = {"u4": "ring32", "u8": "ring64"}
@@ -112,3 +113,48 @@ def test_t47_a_whole_round_is_that_of_the_vectors(width: str) -> None:
     sums = [np.sum([uploads[u].model for u in inside], axis=0, dtype=f"<{width}"), np.zeros(0)]
     unmask(sums, round, seeds)
     assert sums[0].tolist() == known["sum"]
+
+
+@pytest.mark.parametrize(("n", "width"), [(3, "u4"), (4, "u8"), (7, "u4")])
+def test_t47_the_independent_reference_makes_the_same_uploads_and_answers_and_opens_the_same_sum(
+    n: int, width: str
+) -> None:
+    run = make_run(n, ring=RINGS[width])
+    t, m = run.thresholds(n)
+    theirs = reference.Run(run.run_id, MANIFEST, run.members, t, m)
+    others = [reference.Silo(theirs, u, drawn(f"silo{u}")) for u in range(n)]
+    for other in others:
+        other.setup([silo.entry for silo in others])
+    context = theirs.context(others[0].keys, "train", 0, BASE)
+
+    randoms = [drawn(f"silo{u}") for u in range(n)]
+    own = [OwnKeys.new(random) for random in randoms]
+    named = list(zip(run.members, own, strict=True))
+    entries = [Entry(name, *keys.publics(), b"", b"") for name, keys in named]
+    silos = [RunKeys.agree(run, name, keys, entries, lambda *_: True) for name, keys in named]
+    round = run.round(silos[0].keys_digest, "train", 0, BASE)
+    assert round.context == context
+
+    vectors = [
+        [np.frombuffer(drawn(f"x{u}{b}")(8 * k), f"<{width}")[:k] for b, k in ((0, 41), (1, 6))] for u in range(n)
+    ]
+    expected = [other.upload(context, vector) for other, vector in zip(others, vectors, strict=True)]
+    for keys, vector, random, theirs_ in zip(silos, vectors, randoms, expected, strict=True):
+        upload = silo_side.masked(keys, round, (vector[0].copy(), vector[1].copy()), random)
+        assert [bytes(package) for package in upload.packages] == theirs_.packages
+        assert [[bytes(c) for c in block] for block in upload.commitments] == theirs_.commitments
+        assert all(np.array_equal(*pair) for pair in zip((upload.model, upload.classes), theirs_.words, strict=True))
+    inside = tuple(range(m))
+    seal = tuple((u, expected[u].digest()) for u in inside)
+    hashed = round.seal_hash(seal)
+    assert hashed == reference.seal_hash(context, seal)
+    signatures = {w: silos[w].confirm(hashed) for w in range(t)}
+    answers = {}
+    for w, other in enumerate(others):
+        given = {u: (expected[u].salt, expected[u].packages[w]) for u in inside}
+        answers[w] = other.answer(context, seal, signatures, given)  # with the signatures of this implementation
+        assert sorted(answers[w]) == list(round.opened(inside))
+    uploads = {u: expected[u] for u in inside}
+    model, classes = reference.open_sum(theirs, context, seal, uploads, answers)
+    assert np.array_equal(model, np.sum([vectors[u][0] for u in inside], axis=0, dtype=f"<{width}"))
+    assert (classes is None) == (m < n)

@@ -31,7 +31,9 @@ def test_a_held_key_is_shown_and_accepted_with_its_fingerprint(home, capsys):
     assert run(["peers", "accept", "north", colons(key), "--home", str(folder), "--json"]) == 0
     capsys.readouterr()
     assert run(["peers", "show", "--home", str(folder)]) == 0
-    assert ["north", "accepted", colons(key)] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["north", "confirmed", "by", "hand", colons(key)] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
 
 
 @pytest.mark.parametrize(

@@ -162,4 +162,5 @@ def test_what_is_said_at_the_start_is_honest_about_privacy(make):
     hospital = make()
     hospital.start()
     (said,) = [n for n in hospital.notices if n.event == "privacy"]
-    assert "without noise and without mask" in said.text
+    assert "under masks" in said.text
+    assert "without noise" in said.text

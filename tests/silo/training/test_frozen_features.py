@@ -43,11 +43,16 @@ def frozen(run: RunManifest) -> RunManifest:
     return replace(made, layout=derive_layout(setup.method, setup.new_model(), setup.schema))
 
 
+def viewed(**more) -> RunManifest:
+    made = manifest(**more)
+    return replace(made, train=replace(made.train, freeze="features", augment=True, views=3))
+
+
 def shares() -> list[SiloShare]:
     return [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
 
 
-@pytest.mark.parametrize("made", [manifest, private])
+@pytest.mark.parametrize("made", [manifest, private, viewed])
 def test_rounds_equal_the_simulation_bit_for_bit(make, tmp_path, made):
     if made is private:
         ledger = budgeted(tmp_path / "home0")
@@ -130,7 +135,13 @@ def test_an_update_does_not_follow_an_edited_file(bench):
 
 def test_another_body_or_other_threads_have_features_of_their_own(tmp_path):
     folder = tmp_path / "home"
-    for run, files in ((manifest(), 2), (manifest(seed=4), 4), (manifest(threads=2), 6), (manifest(rounds=7), 6)):
+    for run, files in (
+        (manifest(), 2),
+        (manifest(seed=4), 4),
+        (manifest(threads=2), 6),
+        (manifest(rounds=7), 6),
+        (viewed(), 7),
+    ):
         bench = Bench(folder, frozen(run))
         bench.round()
         assert len(bench.features.files()) == files

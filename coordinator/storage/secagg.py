@@ -1,0 +1,95 @@
+"""Masked runs: the object with everybody's keys, and the one set of each round that is not closed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from sqlalchemy import Connection, insert, select
+
+from coordinator.storage.records import ObjectKind
+from coordinator.storage.runs import add_event, live_run, note_object
+from coordinator.storage.schema import objects, rounds, runs, secagg_seals
+from fl_core.errors import StateError
+from fl_core.types.enums import TaskKind
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.storage.sqlite import Database
+
+
+class SecaggStore:
+    """Keys and sets of masked runs.
+
+    Guarantees: a run has one object of keys and a round has one set, whatever is asked for later.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._db = database
+        self._clock = clock
+
+    def keys(self, run_id: str) -> str | None:
+        """Return the digest of the object with everybody's keys; None before it is stored."""
+        with self._db.read() as db:
+            return _keys(db, run_id)
+
+    def keep_keys(self, run_id: str, digest: str, size: int, text: str) -> str:
+        """Store which object has everybody's keys, unless one is known; return which it is. text: of the event.
+
+        Raises StateError (E-RUN-11) when the run has ended.
+        """
+        with self._db.write() as db:
+            live_run(db, run_id)
+            if (known := _keys(db, run_id)) is not None:
+                return known
+            note_object(db, digest, run_id, ObjectKind.KEYS, 0, size)
+            add_event(db, self._clock(), run_id, "keys", text=text)
+            return digest
+
+    def seal(self, run_id: str, round: int, kind: TaskKind) -> pb.SecaggSeal | None:
+        """Return the set of a round; None where it is not sealed, or closed."""
+        with self._db.read() as db:
+            return sealed(db, run_id, round, kind)
+
+    def updates(self, run_id: str, round: int, kind: TaskKind) -> Mapping[str, str] | None:
+        """Return the digests of a sealed round's updates by silo; None where it is not sealed, or closed."""
+        with self._db.read() as db:
+            return sealed_updates(db, run_id, round, kind)
+
+    def keep_seal(self, seal: pb.SecaggSeal, kind: TaskKind, text: str) -> pb.SecaggSeal:
+        """Store the set of an open round, unless one is known; return which it is. text: of the event.
+
+        From then on no other update of the round is taken. Raises StateError: E-RUN-11 when the run has ended,
+        E-RUN-50 when the round is not open.
+        """
+        with self._db.write() as db:
+            live_run(db, seal.run_id)
+            if (known := sealed(db, seal.run_id, seal.round, kind)) is not None:
+                return known
+            this = (rounds.c.run_id == seal.run_id, rounds.c.round == seal.round, rounds.c.kind == kind.value)
+            if not db.scalar(select(rounds.c.is_open).where(*this)):
+                raise StateError("E-RUN-50", f"expected round {seal.round + 1} of {seal.run_id} open, found it closed")
+            raw = seal.SerializeToString(deterministic=True)
+            values = {"run_id": seal.run_id, "round": seal.round, "kind": kind.value, "seal": raw}
+            db.execute(insert(secagg_seals).values(values))
+            add_event(db, self._clock(), seal.run_id, "sealed", seal.round, text=text)
+            return seal
+
+
+def sealed(db: Connection, run_id: str, round: int, kind: TaskKind) -> pb.SecaggSeal | None:
+    """Read the set of a round inside an open transaction."""
+    this = (secagg_seals.c.run_id == run_id, secagg_seals.c.round == round, secagg_seals.c.kind == kind.value)
+    raw = db.scalar(select(secagg_seals.c.seal).where(*this))
+    return None if raw is None else pb.SecaggSeal.FromString(raw)
+
+
+def sealed_updates(db: Connection, run_id: str, round: int, kind: TaskKind) -> Mapping[str, str] | None:
+    """Return the digests of a sealed round's updates by silo, inside an open transaction; None where it is not."""
+    seal = sealed(db, run_id, round, kind)
+    if seal is None:
+        return None
+    members = db.scalar(select(runs.c.members).where(runs.c.id == run_id)) or []
+    return {members[update.index]: update.object_digest for update in seal.updates}
+
+
+def _keys(db: Connection, run_id: str) -> str | None:
+    named = select(objects.c.digest).where(objects.c.run_id == run_id, objects.c.kind == ObjectKind.KEYS.value)
+    return db.scalar(named)

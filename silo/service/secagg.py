@@ -1,0 +1,337 @@
+"""The hospital's half of runs whose updates are masked: keys before round 0, masks over an update, and two answers.
+
+Keys and masks are the task runner's work. The answers, to a seal and to the opening of its sum, are given by the thread
+that reads the session, also while this hospital trains for another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from google.protobuf.message import DecodeError
+
+from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
+from fl_core.aggregation.masked_sum import unsigned
+from fl_core.errors import FederationError, ProtocolError
+from fl_core.rounds import sampling
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle, Part
+from privacy.compiled_run import MASKS, CompiledRun
+from privacy.secagg import silo_side
+from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature
+from privacy.secagg.messages import Opening, Seal
+from privacy.secagg.terms import SECRET, Round, SecaggError, SecaggTerms
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TaskKey
+from service_core.pki import certificates
+from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
+from silo.events import EmitEvent, event
+from silo.identity.identity import SiloIdentity
+from silo.service.task_queue import Send, TaskQueue, public_reason
+from silo.storage.secagg_keys import READY, MaskedRun
+from silo.storage.store import Store
+
+MAX_KEYS_BYTES = 4 << 20
+"""Of everybody's keys: 16 KiB for each of 255 members."""
+_REMEMBERED = 1000
+
+
+def masked_run(run_id: str, manifest: RunManifest) -> MaskedRun:
+    """Say of a masked run what its keys and answers follow from; raises ConfigError (E-CFG-02) as `SecaggRun`."""
+    assert manifest.secagg is not None
+    terms = SecaggTerms(ring=manifest.grid.ring, **asdict(manifest.secagg))
+    names = tuple(member.name for member in manifest.members)
+    found = MaskedRun(run_id, manifest.digest(), names, manifest.rounds, manifest.seed, manifest.cohort, terms)
+    found.run.terms.check(manifest.cohort or len(names))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TaskMasks:
+    """What covers the update of one task, which has none yet."""
+
+    store: Store
+    key: TaskKey
+    round: Round
+
+    def cover(self, update: Bundle) -> Bundle:
+        """Mask an update that is laid out as two blocks, in place, and add what others need to open a sum of it.
+
+        Raises SecaggError (E-RUN-49, E-RUN-50) where the task was masked, sealed or closed since it began.
+        """
+        keys, row = self.store.secagg.known(self.key.run_id).keys, self.store.secagg.row(self.key)
+        model, classes = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
+        made = silo_side.mask(keys, self.round, row, model, classes)
+        extra = {name: torch.from_numpy(getattr(made, name).copy()) for name in ("salt", "commitments", "packages")}
+        return {**update, MASKS: Part(extra, torch.zeros((), dtype=torch.uint8))}
+
+
+@dataclass(slots=True)
+class SecaggMember:
+    """One hospital in its masked runs. Whatever a message says, the answer is an answer or a refusal, and is recorded.
+
+    min_sum: the hospital's policy, asked anew for each set; raises RefusedError where that cannot be read.
+    """
+
+    store: Store
+    identity: SiloIdentity
+    min_sum: Callable[[], int]
+    send: Send
+    emit: EmitEvent
+    _offered: dict[TaskKey, bytes] = field(default_factory=dict)
+    _said: dict[object, None] = field(default_factory=dict)
+
+    # ---- the task runner's ---------------------------------------------------------------------------------------
+
+    def entry(self, run_id: str, run: CompiledRun) -> pb.SecaggEntry:
+        """Return this hospital's public keys of a run; asked again, the same.
+
+        Raises SecaggError: E-RUN-50 where the private ones are gone, E-RUN-51 as `begin`. Guarantees: the private keys
+        are on the disk on return.
+        """
+        _require_no_census(run)
+        known = masked_run(run_id, run.manifest)
+
+        def make() -> tuple[OwnKeys, bytes]:
+            own, credentials = OwnKeys.new(), self.identity.current_credentials()
+            key = certificates.load_key(credentials.key_pem, "this hospital's identity")
+            name = identity_of(credentials.cert_pem).identity.name
+            signed = own.entry(known.run, name, credentials.cert_pem, partial(certificates.sign, key, KEYS_CONTEXT))
+            fields = signed._asdict()
+            del fields["name"]
+            return own, pb.SecaggEntry(**fields).SerializeToString(deterministic=True)
+
+        return pb.SecaggEntry.FromString(self.store.secagg.entry(known, make))
+
+    def begin(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> TaskMasks:
+        """Return the masks of a task that has no update yet; fetch: gives the file of an object.
+
+        Takes everybody's keys where this is the first task of the run. Raises SecaggError: E-ID-33 on keys that are
+        not those of the pinned members, or others than before; E-RUN-49 where the task was masked before, E-RUN-50
+        where it is sealed, closed or begins from another base, or the keys of the run are gone; E-RUN-51 where rows of
+        classes would have to be left out.
+        """
+        _require_no_census(run)
+        if self.store.secagg.state(key.run_id) != READY:
+            self._agree(key.run_id, offer.secagg_keys_digest, run.manifest, fetch)
+        known = self.store.secagg.known(key.run_id)
+        if offer.secagg_keys_digest != known.keys_object:
+            raise SecaggError(
+                "E-ID-33",
+                f"expected the members' keys that run {key.run_id} began with, {known.keys_object[:16]}, found others, "
+                f"{offer.secagg_keys_digest[:16]}: keys never change within a run",
+            )
+        cohort = _cohort(known.terms, key)
+        round = known.terms.run.round(
+            known.keys.keys_digest, key.kind.value, key.round, _digest(offer.base_digest), cohort
+        )
+        round.place(known.keys.index)
+        known.keys.check_open(round)
+        self.store.secagg.begin_round(key)
+        silo_side.require_unmasked(self.store.secagg.row(key), round)
+        return TaskMasks(self.store, key, round)
+
+    def _agree(self, run_id: str, digest: str, manifest: RunManifest, fetch: Callable[[str], Path]) -> None:
+        own = self.store.secagg.own(run_id)
+        if not digest:
+            raise SecaggError(
+                "E-ID-33", f"expected the keys of all members with the first task of run {run_id}, found none"
+            )
+        known, peers, mine = masked_run(run_id, manifest), self.identity.pins().load(), self.identity.load().identity
+        entries = _entries(fetch(digest), known.members)
+        members = peers.members()
+
+        def trusted(entry: Entry, message: bytes) -> bool:
+            return pinned_signature(entry, message, mine.consortium, peers.pins, members)
+
+        self.store.secagg.agree(run_id, digest, RunKeys.agree(known.run, mine.name, own, entries, trusted))
+        text = f"{run_id}: the keys of its {len(entries)} members are signed by their pinned identities"
+        self.emit(event("keys", text, facts={"run": run_id}))
+
+    # ---- the session's -------------------------------------------------------------------------------------------
+
+    def note_offer(self, offer: pb.Offer) -> None:
+        """Remember which base a task was offered with: its set must be about that one."""
+        try:
+            key, base = TaskKey.of(offer), _digest(offer.base_digest)
+        except FederationError:
+            return  # whoever works on the offer says what is wrong with it
+        self._offered.pop(key, None)
+        self._offered[key] = base
+        while len(self._offered) > _REMEMBERED:
+            del self._offered[next(iter(self._offered))]
+
+    def seal(self, message: pb.SecaggSeal) -> None:
+        """Confirm the one set of a round; it is on the disk before the signature leaves. Raises as `TaskKey.of`."""
+        key = TaskKey.of(message)
+        with self._refusing(key, b""):
+            known = self.store.secagg.known(key.run_id)
+            updates = tuple((update.index, _digest(update.object_digest)) for update in message.updates)
+            base = _digest(message.base_digest)
+            seal = Seal(key.run_id, key.kind.value, key.round, base, message.keys_digest, updates, message.signature)
+            before = self.store.secagg.row(key)
+            confirmed = silo_side.confirm(
+                known.terms.run,
+                known.keys,
+                seal,
+                before,
+                cohort=_cohort(known.terms, key),
+                signed=partial(self._signed_by_coordinator, message.signer_pem),
+                store=lambda row: self.store.secagg.confirm(key, before, row),
+                offered=self._offered.get(key),
+                min_sum=self.min_sum(),
+            )
+            if before is None or not before.seal_hash:
+                text = f"{key}: the one set of this round is signed, {len(updates)} updates"
+                self.emit(event("sealed", text, key, {"included": known.keys.index in dict(updates)}))
+            answer = pb.SecaggConfirm(
+                run_id=key.run_id,
+                round=key.round,
+                kind=key.wire_kind,
+                seal_hash=confirmed.seal_hash,
+                signature=confirmed.signature,
+            )
+            self.send(pb.SiloMessage(secagg_confirm=answer))
+
+    def open(self, message: pb.SecaggOpen) -> None:
+        """Give the shares that open the set which was confirmed here; raises as `TaskKey.of`."""
+        key = TaskKey.of(message)
+        with self._refusing(key, message.seal_hash):
+            known = self.store.secagg.known(key.run_id)
+            opening = Opening(
+                key.run_id,
+                key.kind.value,
+                key.round,
+                message.seal_hash,
+                tuple((c.index, c.signature) for c in message.confirmations),
+                tuple((p.index, p.salt, p.package) for p in message.packages),
+            )
+            row, cohort = self.store.secagg.row(key), _cohort(known.terms, key)
+            found = silo_side.answer(known.terms.run, known.keys, opening, row, cohort=cohort)
+            self._tell_once((key, found.seal_hash), "opened", f"{key}: the shares that open its set were given", key)
+            shares = [pb.SecaggShare(block=b, dealer=u, slot=v, share=share) for b, u, v, share in found.shares]
+            answer = pb.SecaggShares(
+                run_id=key.run_id, round=key.round, kind=key.wire_kind, seal_hash=found.seal_hash, shares=shares
+            )
+            self.send(pb.SiloMessage(secagg_shares=answer))
+
+    @contextmanager
+    def _refusing(self, key: TaskKey, seal_hash: bytes) -> Iterator[None]:
+        """Turn what is wrong with a message into a refusal, and record it once."""
+        try:
+            yield
+        except FederationError as error:
+            blamed = [error.blamed] if isinstance(error, SecaggError) and error.blamed is not None else []
+            refusal = pb.SecaggRefusal(
+                run_id=key.run_id,
+                round=key.round,
+                kind=key.wire_kind,
+                seal_hash=seal_hash,
+                code=error.code,
+                reason=public_reason(error),
+                blamed=blamed,
+            )
+            if self.store.secagg.state(key.run_id):  # of runs of others nothing is kept
+                facts = {"code": error.code}
+                self._tell_once((key, error.code, seal_hash), "refused", f"{key}: {error}", key, facts)
+            self.send(pb.SiloMessage(secagg_refusal=refusal))
+
+    def _tell_once(
+        self, about: object, kind: str, text: str, key: TaskKey, facts: dict[str, str] | None = None
+    ) -> None:
+        if about in self._said:
+            return
+        self._said[about] = None
+        while len(self._said) > _REMEMBERED:
+            del self._said[next(iter(self._said))]
+        self.emit(event(kind, text, key, facts))
+
+    def _signed_by_coordinator(self, signer_pem: bytes, message: bytes, signature: bytes) -> bool:
+        """Say whether the consortium's coordinator signed a set; whatever the bytes are, the answer is yes or no."""
+        try:
+            signer, authority = parse_certificate(signer_pem), self.identity.authority_pem()
+            wanted = Identity(Kind.COORDINATOR, self.identity.load().identity.consortium)
+            if identity_of(signer).identity != wanted:
+                return False
+            if not certificates.issued_by(signer, certificates.load_certificate(authority, "the pinned authority")):
+                return False
+            return certificates.verify(certificates.public_key(signer), Seal.CONTEXT, message, signature)
+        except (FederationError, ValueError):
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandler:
+    """Hands each message of the coordinator to who acts on it."""
+
+    queue: TaskQueue
+    member: SecaggMember
+
+    def offer(self, offer: pb.Offer) -> None:
+        self.member.note_offer(offer)
+        self.queue.offer(offer)
+
+    def preflight(self, request: pb.Preflight) -> None:
+        self.queue.preflight(request)
+
+    def round_closed(self, closed: pb.RoundClosed) -> None:
+        self.queue.round_closed(closed)
+
+    def run_ended(self, ended: pb.RunEnded) -> None:
+        self.queue.run_ended(ended)
+
+    def secagg_seal(self, seal: pb.SecaggSeal) -> None:
+        self.member.seal(seal)
+
+    def secagg_open(self, opening: pb.SecaggOpen) -> None:
+        self.member.open(opening)
+
+    def pulse(self) -> pb.Pulse:
+        return self.queue.pulse()
+
+
+def _require_no_census(run: CompiledRun) -> None:
+    """Refuse what this version cannot check: how many hospitals a class has, which the coordinator alone would say."""
+    if (floor := run.contributor_floor) is not None:
+        raise SecaggError(
+            "E-RUN-51",
+            "expected rows of classes of any number of hospitals (secagg.min_contributors=1), found a run that leaves "
+            f"out those of fewer than {floor.least}: this version counts no hospitals over the network. Set it to 1, "
+            "or choose a method that exchanges no rows of classes",
+        )
+
+
+def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:
+    """Return the members of a round, as the manifest's seed has them."""
+    drawn = terms.cohort if key.kind is TaskKind.TRAIN else 0
+    return sampling.sample_cohort(terms.seed, key.round, len(terms.members), drawn)
+
+
+def _digest(text: str) -> bytes:
+    """Read a digest; raises ProtocolError (E-WIRE-06)."""
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != SECRET:
+        raise ProtocolError("E-WIRE-06", f"expected a digest of {2 * SECRET} hexadecimal digits, found {text[:80]!r}")
+    return found
+
+
+def _entries(file: Path, members: Sequence[str]) -> list[Entry]:
+    """Read everybody's keys, one entry for each member in the manifest's order; raises SecaggError (E-ID-33)."""
+    try:
+        found = list(pb.SecaggKeys.FromString(file.read_bytes()).entries)
+    except DecodeError:
+        found = []
+    if len(found) != len(members):
+        raise SecaggError("E-ID-33", f"expected the keys of {len(members)} members, found {len(found)} in their object")
+    return [
+        Entry(name, e.agree, e.sign, e.certificate_pem, e.signature) for name, e in zip(members, found, strict=True)
+    ]

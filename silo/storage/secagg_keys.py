@@ -1,0 +1,297 @@
+"""What a silo keeps of runs whose updates are masked: its keys until the run ends, and of each open round what it did.
+
+A run goes from `keyed` (private keys are here, the public ones may be sent) to `ready` (chains with every member, the
+key to agree is gone) to `gone`; a round is masked once, and confirmed once. Every method is one transaction, on the
+disk when it returns; what changes with a task's own row is called inside that transaction.
+
+Guarantees: keys that are replaced or deleted are overwritten in the database's file as well (SQLite's secure_delete),
+and its log is emptied: at once, or, where a reader was in the way, the next time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy.dialects.sqlite import insert as upsert
+
+from fl_core.errors import StateError
+from fl_core.types.enums import TaskKind
+from privacy.secagg.keys import OwnKeys, RunKeys
+from privacy.secagg.terms import SECRET, SecaggError, SecaggRun, SecaggTerms
+from protos.wire.tasks import TaskKey
+from service_core.storage.sqlite import Database
+from silo.storage.schema import secagg_rounds, secagg_runs
+from silo.storage.tasks import OutboxEntry
+
+if TYPE_CHECKING:
+    from privacy.secagg.silo_side import RoundRow
+
+KEYED, READY, GONE = "keyed", "ready", "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRun:
+    """What a manifest says of a masked run, kept beside its keys. manifest_digest: hex.
+
+    seed, cohort: what the members of a round follow from.
+    """
+
+    run_id: str
+    manifest_digest: str
+    members: tuple[str, ...]
+    rounds: int
+    seed: int
+    cohort: int
+    terms: SecaggTerms
+
+    @property
+    def run(self) -> SecaggRun:
+        return SecaggRun(self.run_id, bytes.fromhex(self.manifest_digest), self.members, self.rounds, self.terms)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> MaskedRun:
+        raw: dict[str, Any] = json.loads(text)
+        return cls(**{**raw, "members": tuple(raw["members"]), "terms": SecaggTerms(**raw["terms"])})
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRun:
+    """A masked run with its keys. keys_object: the digest of the object that had everybody's."""
+
+    terms: MaskedRun
+    keys: RunKeys
+    keys_object: str
+
+
+class SecaggStore:
+    """The rows of masked runs, usable from every thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def state(self, run_id: str) -> str:
+        """Return `keyed`, `ready` or `gone`; empty of a run that never had keys here."""
+        with self._database.read() as db:
+            row = _run(db, run_id)
+            return "" if row is None else str(row.state)
+
+    def runs(self) -> dict[str, MaskedRun]:
+        with self._database.read() as db:
+            return {row.run_id: MaskedRun.from_json(row.terms) for row in db.execute(select(secagg_runs))}
+
+    def entry(self, run: MaskedRun, make: Callable[[], tuple[OwnKeys, bytes]]) -> bytes:
+        """Return the public keys of a run as they were sent, of new ones that `make` makes where there are none.
+
+        Raises SecaggError (E-RUN-50) where the keys are gone. Guarantees: private keys are on the disk on return.
+        """
+        with self._database.write() as db:
+            row = _run(db, run.run_id)
+            if row is None:
+                own, entry = make()
+                values = {"state": KEYED, "terms": run.to_json(), "entry": entry, "agree": own.agree, "sign": own.sign}
+                db.execute(insert(secagg_runs).values(run_id=run.run_id, keys_object="", position=0, **values))
+                return entry
+        if row.state == GONE:
+            raise _gone(run.run_id)
+        return bytes(row.entry)
+
+    def own(self, run_id: str) -> OwnKeys:
+        """Return the private keys of a run whose members' keys are not here yet; raises SecaggError (E-RUN-50)."""
+        with self._database.read() as db:
+            row = _run(db, run_id)
+        if row is None or row.state != KEYED:
+            raise _gone(run_id)
+        return OwnKeys(bytes(row.agree), bytes(row.sign))
+
+    def agree(self, run_id: str, keys_object: str, keys: RunKeys) -> None:
+        """Put the keys with every member in the place of those that were made; raises SecaggError (E-RUN-50)."""
+        values = {
+            "state": READY,
+            "agree": None,
+            "sign": keys.sign,
+            "keys_object": keys_object,
+            "keys_digest": keys.keys_digest,
+            "place": keys.index,
+            "peers": b"".join(keys.peers),
+            "chains": b"".join(keys.chains),
+            "position": keys.position,
+        }
+        with self._database.write() as db:
+            _overwrite_deleted(db)
+            mine = secagg_runs.c.run_id == run_id, secagg_runs.c.state == KEYED
+            if not db.execute(update(secagg_runs).where(*mine).values(**values)).rowcount:
+                raise _gone(run_id)
+        self._database.checkpoint(whole=True)
+
+    def known(self, run_id: str) -> KnownRun:
+        """Return a run with its keys; raises SecaggError (E-RUN-50) where there are none yet, or none any more."""
+        with self._database.read() as db:
+            row = _run(db, run_id)
+        if row is not None and row.state == KEYED:
+            raise SecaggError(
+                "E-RUN-50",
+                f"expected the keys of all members of run {run_id}, found none yet: they come with its first task here",
+            )
+        if row is None or row.state != READY:
+            raise _gone(run_id)
+        return KnownRun(MaskedRun.from_json(row.terms), _keys(row), row.keys_object)
+
+    def row(self, key: TaskKey) -> RoundRow | None:
+        with self._database.read() as db:
+            return _round(db, key)
+
+    def confirm(self, key: TaskKey, before: RoundRow | None, row: RoundRow) -> None:
+        """Note the one set of a round.
+
+        Raises SecaggError (E-RUN-50) where the row is another one than `before` by now, or the round was closed.
+        """
+        with self._database.write() as db:
+            run = _run(db, key.run_id)
+            if run is None or run.state != READY or _position(key) < run.position or _round(db, key) != before:
+                raise SecaggError("E-RUN-50", f"{key} has changed here meanwhile: ask for its set again")
+            _put_round(db, key, row)
+
+    def begin_round(self, key: TaskKey) -> None:
+        """Note that a task of a round was offered, and with it that the rounds before are over."""
+        with self._database.read() as db:
+            row = _run(db, key.run_id)
+            if row is None or row.state != READY or row.position >= _position(key):
+                return
+        with self._database.write() as db:
+            _step(db, key.run_id, _position(key))
+        self._database.checkpoint(whole=True)
+
+    def forget(self) -> list[str]:
+        """Delete the keys of all runs, in a home that was put back: what was confirmed since is not known."""
+        with self._database.write() as db:
+            lost = list(db.scalars(select(secagg_runs.c.run_id).where(secagg_runs.c.state != GONE)))
+            for run_id in lost:
+                end_run(db, run_id)
+        self._database.checkpoint(whole=bool(lost))
+        return lost
+
+
+# ---- inside the transactions of tasks --------------------------------------------------------------------------------
+
+
+def enter_update(db: Connection, entry: OutboxEntry) -> None:
+    """Note the one update of a task, with its entry in the outbox; of a run without masks nothing.
+
+    Raises SecaggError: E-RUN-49 where there is one, E-RUN-50 where the set is confirmed, the round closed or the run's
+    keys are gone.
+    """
+    run = _run(db, entry.key.run_id)
+    if run is None:
+        return
+    if run.state != READY:
+        raise _gone(entry.key.run_id)
+    from privacy.secagg.silo_side import RoundRow
+
+    before = _round(db, entry.key)
+    if before is not None and before.object_digest:
+        raise SecaggError("E-RUN-49", f"expected one masked update of {entry.key}, found a second one: it is not sent")
+    if before is not None or _position(entry.key) < run.position:
+        raise SecaggError("E-RUN-50", f"expected {entry.key} to be open, found it sealed or closed: it comes too late")
+    base, mine = bytes.fromhex(entry.base_digest), bytes.fromhex(entry.object_digest)
+    _put_round(db, entry.key, RoundRow(entry.key.kind.value, entry.key.round, base, mine))
+
+
+def leave_round(db: Connection, key: TaskKey) -> bool:
+    """Step the chains past a closed round, and delete what is kept of it; return whether there were any."""
+    return _step(db, key.run_id, _position(key) + 1)
+
+
+def end_run(db: Connection, run_id: str) -> bool:
+    """Delete the keys of a run and what is kept of its rounds; that it is one of masks stays known, and is returned."""
+    _overwrite_deleted(db)
+    secrets = dict.fromkeys(("agree", "sign", "keys_digest", "peers", "chains"))
+    mine = secagg_runs.c.run_id == run_id
+    masked = db.execute(update(secagg_runs).where(mine).values(state=GONE, entry=b"", **secrets)).rowcount > 0
+    db.execute(delete(secagg_rounds).where(secagg_rounds.c.run_id == run_id))
+    return masked
+
+
+def is_masked(db: Connection, run_id: str) -> bool:
+    return _run(db, run_id) is not None
+
+
+def _step(db: Connection, run_id: str, position: int) -> bool:
+    row = _run(db, run_id)
+    if row is None or row.state != READY:
+        return False
+    terms, keys = MaskedRun.from_json(row.terms), _keys(row)
+    if not keys.position < position <= terms.rounds + 2:  # a round that the run does not have closes nothing
+        return False
+    _overwrite_deleted(db)
+    stepped = {"chains": b"".join(keys.at(position).chains), "position": position}
+    db.execute(update(secagg_runs).where(secagg_runs.c.run_id == run_id).values(**stepped))
+    past = secagg_rounds.c.run_id == run_id, secagg_rounds.c.round + 1 < position
+    db.execute(delete(secagg_rounds).where(*past))
+    return True
+
+
+def _overwrite_deleted(db: Connection) -> None:
+    db.exec_driver_sql("PRAGMA secure_delete = ON")
+
+
+def _position(key: TaskKey) -> int:
+    """Return where in the chains a task's keys are, as `Round.position`."""
+    return 0 if key.kind is TaskKind.CENSUS else key.round + 1
+
+
+def _run(db: Connection, run_id: str) -> Row[Any] | None:
+    return db.execute(select(secagg_runs).where(secagg_runs.c.run_id == run_id)).first()
+
+
+def _keys(row: Row[Any]) -> RunKeys:
+    peers, chains = _split(row.peers), _split(row.chains)
+    return RunKeys(row.place, bytes(row.keys_digest), bytes(row.sign), peers, chains, row.position)
+
+
+def _split(joined: bytes) -> tuple[bytes, ...]:
+    if len(joined) % SECRET:
+        raise StateError("E-STATE-22", f"expected keys of {SECRET} bytes, found {len(joined)} bytes: restore the home")
+    return tuple(joined[at : at + SECRET] for at in range(0, len(joined), SECRET))
+
+
+def _this(key: TaskKey) -> dict[str, object]:
+    return {"run_id": key.run_id, "kind": key.kind.value, "round": key.round}
+
+
+def _round(db: Connection, key: TaskKey) -> RoundRow | None:
+    from privacy.secagg.silo_side import RoundRow
+
+    mine = (secagg_rounds.c[name] == value for name, value in _this(key).items())
+    row = db.execute(select(secagg_rounds).where(*mine)).first()
+    if row is None:
+        return None
+    inside: Sequence[int] = json.loads(row.inside)
+    digests = bytes(row.base_digest), bytes(row.object_digest), bytes(row.seal_hash)
+    return RoundRow(row.kind, row.round, *digests, tuple(inside))
+
+
+def _put_round(db: Connection, key: TaskKey, row: RoundRow) -> None:
+    values = {
+        "base_digest": row.base_digest,
+        "object_digest": row.object_digest,
+        "seal_hash": row.seal_hash,
+        "inside": json.dumps(row.inside),
+    }
+    written = upsert(secagg_rounds).values(**_this(key), **values)
+    db.execute(written.on_conflict_do_update(index_elements=["run_id", "kind", "round"], set_=values))
+
+
+def _gone(run_id: str) -> SecaggError:
+    return SecaggError(
+        "E-RUN-50",
+        f"expected this hospital's keys of run {run_id}, found none: the run has ended here, or the hospital's service "
+        "was put back from a backup or set up anew. It takes part in the next run; ask the lead for one from the last "
+        "model",
+    )
