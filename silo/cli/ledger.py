@@ -289,6 +289,12 @@ def _shown(
             yield _LEGEND
     else:
         yield "Nothing is registered in this ledger: `silo ledger register --data REF` enters data."
+    for c in found:
+        if c["epsilon_masks_broken"] > c["epsilon"]:
+            yield (
+                f"{c['collection']}: noise was shared out with other hospitals under masks; if these failed, epsilon "
+                f"{c['epsilon_masks_broken']:.4f} is spent"
+            )
     yield from (f"{name}: {count.sentence()}" for name, count in counts.items() if count.updates)
     if shared:
         yield "Updates without privacy of other homes that use this ledger are not among these: ask there."

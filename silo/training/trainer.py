@@ -343,7 +343,11 @@ class Trainer:
             size, typed = self._data.nominal_size, self._data.typed
             factory, ledger, submits = self._controls.access(run, index, dataset, size, typed)
             submits = self._prototypes and submits and manifest.members[index].prototypes
-            run.profile.require_submission(submits)
+            try:
+                run.profile.require_submission(submits)
+            except RefusedError as error:
+                self._controls.record_refusal(manifest.name, error)
+                raise
         broadcast = _signature(run.method.broadcast(run.initial_state()))
         prepared = PreparedRun(
             run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device

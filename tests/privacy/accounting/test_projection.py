@@ -77,6 +77,19 @@ def test_preview_from_the_command_line() -> None:
         projected(*words, "--sizes", "3", "--online")
 
 
+def test_preview_states_three_epsilons_where_noise_is_shared_out() -> None:
+    words = ["data=digits", "method=analytic", "model=random_features", "model.width=16", "privacy=dp_record"]
+    sizes = ["--sizes", ",".join(["300"] * 6)]
+    shared = [*words, "privacy.placement=distributed", "secagg=on"]
+    first = projected(*shared, *sizes)["silos"][0]  # type: ignore[index]
+    assert first["epsilon_all_honest"] < first["epsilon"] < first["epsilon_alone"]
+    local = projected(*words, *sizes)["silos"][0]  # type: ignore[index]
+    assert local["epsilon_all_honest"] == local["epsilon"] == local["epsilon_alone"] == first["epsilon"]
+    shown = CliRunner().invoke(build(["privacy"]), ["privacy", "preview", *shared, *sizes], catch_exceptions=False)
+    assert "masks fail" in shown.stdout
+    assert "secagg.collusion" in shown.stdout
+
+
 def test_preview_of_a_simulated_federation_and_of_silo_level_privacy() -> None:
     words = ("data=digits", "federation=p5c2", "method=fedproto", "privacy=dp_silo_small", "rounds=2")
     found = projected(*words, "privacy.allow_large=true")

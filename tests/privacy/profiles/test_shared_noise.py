@@ -43,6 +43,7 @@ from privacy.policy_terms import Floors
 from privacy.profiles.prototype_filter import Withheld
 from privacy.release_log import InMemoryReleaseLog
 from privacy.secagg.terms import SecaggError, SecaggRun, SecaggTerms
+from silo.cli.ledger import collection_json
 from silo.reports.run_request import RunRequest
 from silo.training.run_request import request_of
 from tests.privacy.mechanisms.record.test_moments import WIDTH, query
@@ -50,6 +51,7 @@ from tests.support.federations import NAMES, Given, manifest, shares
 from tests.support.privacy import DATA, NoNoise, budgeted, examples, extreme_records, records
 from tests.support.privacy import TRAIN as COLLECTION
 
+ROOT = Path(__file__).parents[3]
 SIX = tuple(f"hospital{k}" for k in range(6))
 RING32 = FixedPointFormat("ring32", 6, {"moments": 400.0, "moments.weight": 400.0})
 
@@ -94,6 +96,38 @@ def test_the_table_of_epsilons_by_who_is_honest(
     assert epsilon(found.of_all(z)) == pytest.approx(honest, abs=0.05)
     assert epsilon(own * math.sqrt(found.smallest_sum - c - 1)) == pytest.approx(one_more, abs=0.05)
     assert epsilon(own) == pytest.approx(alone, abs=0.05)
+
+
+def least_hospitals(d: int, rounds: int, placement: str) -> int:
+    """Search for the least n whose noise on the mean is no longer than the longest update, z sqrt(d) <= sqrt(...)."""
+    needed = analytic_noise(8.0, 1e-5, rounds) ** 2 * d
+
+    def enough(n: int) -> bool:
+        m = max(3, -(-2 * n // 3))
+        return needed <= {"local": n, "distributed": n * (m - 1), "central": n * n}[placement]
+
+    low, high = 3, 1 << 40
+    while low < high:
+        low, high = (low, (low + high) // 2) if enough((low + high) // 2) else ((low + high) // 2 + 1, high)
+    return low
+
+
+def test_the_page_says_from_how_many_hospitals_on_silo_level_noise_is_no_longer_than_an_update() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|\n").split("|")]
+        for line in (ROOT / "docs" / "secure-aggregation.md").read_text().splitlines()
+        if line.count(" / ") == 6 and line.startswith("| ")
+    ]
+    assert [int(row[0].replace(",", "")) for row in rows] == [100, 650, 5130, 11_183_582]
+    for row in rows:
+        d = int(row[0].replace(",", ""))
+        for cell, rounds in zip(row[2:], (1, 10, 50), strict=True):
+            said = [int(n.replace(",", "")) for n in cell.split(" / ")]
+            assert said == [least_hospitals(d, rounds, p) for p in ("local", "distributed", "central")]
+    z = analytic_noise(8.0, 1e-5, 50)
+    for n, times in ((6, 3340), (20, 880), (50, 349)):
+        shared = SharedNoise.of(run_over(n))
+        assert shared.of_all(z) * math.sqrt(11_183_582) / n == pytest.approx(times, rel=2e-3)
 
 
 @pytest.mark.parametrize(("n", "most"), [(3, 1), (4, 1), (5, 2), (6, 1), (10, 3), (20, 7), (50, 17)])
@@ -513,6 +547,9 @@ def test_the_ledger_charges_the_promise_and_keeps_what_it_rests_on(tmp_path: Pat
     assert status.spent_rdp == pytest.approx(epsilon_rdp([Mechanism(z, 1.0, 2)], 1e-5))
     assert status.spent_alone == pytest.approx(epsilon_rdp([Mechanism(z), Mechanism(z / math.sqrt(3))], 1e-5))
     assert again.verify() > 0
+    shown = collection_json(again, COLLECTION)
+    assert shown["epsilon_masks_broken"] == status.spent_alone > shown["epsilon"]
+    assert [("shared" in r) for e in shown["entries"] for r in e["releases"]] == [True, False]
     details = [json.loads(d) for _, _, state, d, _ in ledger.events() if state == "INTENT"]
     (kept,) = [d["shared"] for d in details if "shared" in d]
     assert kept == {

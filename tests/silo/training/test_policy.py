@@ -12,7 +12,7 @@ from fl_core.errors import RefusedError
 from fl_core.methods import FedAvg, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import NamedOptions
+from fl_core.rounds.manifest import NamedOptions, Secagg
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy
@@ -62,6 +62,23 @@ def test_the_policy_wins_over_the_run_and_fails_closed(make, tmp_path, monkeypat
     assert ledger.history(TRAIN) == []
     if code != "E-POLICY-01":
         assert [state for _, _, state, _, _ in ledger.events() if state == "REFUSED"]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["", "min_noise_alone = 0\n[prototypes]\nsubmit = false\n", "min_noise_alone = 0\n[prototypes]\nmin_count = 3\n"],
+)
+def test_a_hospital_refuses_to_share_noise_that_it_would_not_bear_or_not_add(make, tmp_path, monkeypatch, policy):
+    ledger = budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}{policy}")
+    run = private("analytic", {"release": "noisy"}, placement="distributed")
+    hospital = make(replace(run, secagg=Secagg(1)))
+    hospital.start()
+    watched = Watched(monkeypatch)
+    hospital.offer()
+    assert hospital.refused().code == "E-POLICY-05"
+    assert watched.read == 0
+    assert ledger.history(TRAIN) == []
+    assert [state for _, _, state, _, _ in ledger.events() if state == "REFUSED"]
 
 
 def test_a_plain_run_is_refused_where_privacy_is_required(make, tmp_path):
