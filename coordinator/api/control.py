@@ -232,4 +232,5 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         data.train_examples,
         data.test_examples,
         tuple(kind for kind in METRICS_KINDS if kind in data.metrics),
+        data.masks,
     )

@@ -297,6 +297,13 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
     spec = RunSpec.from_json(spec_json)
     names, data = select_silos(spec, silos), {s.name: s.data for s in silos}
     older = [name for name in names if CLINICAL not in data[name].metrics]
+    bare = [name for name in names if not data[name].masks]
+    if bare and _secagg(spec, len(names)) is not None:
+        raise ConfigError(
+            "E-RUN-05",
+            f"expected silos whose version knows masks with secagg={spec.secagg.name}, found {', '.join(bare)}: "
+            "upgrade them, leave them out, or set secagg=off",
+        )
     sizes = [data[name].nominal_size for name in names]
     examples = [DeclaredSize(data[n].train_examples or data[n].nominal_size, data[n].test_examples) for n in names]
     return manifest_from(spec, names, sizes, older, examples)

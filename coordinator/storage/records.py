@@ -51,6 +51,7 @@ class DataOffer:
         holds: the classes that it has, where it says so
         train_examples, test_examples: at most so many; 0 where it does not say
         metrics: what its evaluations can send beside correct answers
+        masks: whether its version sends updates under masks
     """
 
     name: str = ""
@@ -61,6 +62,7 @@ class DataOffer:
     train_examples: float = 0.0
     test_examples: float = 0.0
     metrics: tuple[str, ...] = ()
+    masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

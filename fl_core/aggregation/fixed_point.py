@@ -36,6 +36,7 @@ RING64_BOUND = 2.0**24
 BUFFERS = ("running_mean", "running_var")
 """How names of batch norm's statistics end, whatever model they are part of."""
 Ring = Literal["ring64", "ring32"]
+_BOUNDS = (2.0**-64, 2.0**64)
 _LEAST_BITS = 16
 """Of a value below its bound, sign apart: a grid without them is refused."""
 
@@ -60,7 +61,7 @@ class FixedPointFormat:
                 "E-CFG-02", f"expected a grid for {silos} silos, found one for {self.n_max}: make another"
             )
         for segment, bound in self.bounds.items():
-            validate.positive("E-CFG-02", "grid.bounds", **{segment: bound})
+            validate.between("E-CFG-02", "grid.bounds", *_BOUNDS, **{segment: bound})
             self.frac_bits(segment)
 
     def segment(self, part: str, key: str | None) -> str:

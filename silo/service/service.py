@@ -110,6 +110,7 @@ def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
         train_examples=train,
         test_examples=test,
         metrics=[CLINICAL],
+        masks=True,
     )
 
 

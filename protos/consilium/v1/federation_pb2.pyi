@@ -386,6 +386,7 @@ class DataOffer(_message.Message):
     TRAIN_EXAMPLES_FIELD_NUMBER: _builtins.int
     TEST_EXAMPLES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    MASKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"digits", "isic2019", "folder", "manifest" """
     nominal_size: _builtins.float
@@ -393,6 +394,8 @@ class DataOffer(_message.Message):
     train_examples: _builtins.float
     """Examples, rounded up: an update of a run without privacy may weigh no more. 0: not said."""
     test_examples: _builtins.float
+    masks: _builtins.bool
+    """whether its version sends updates under masks"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one example; empty when it depends on the run (image size)"""
@@ -418,10 +421,11 @@ class DataOffer(_message.Message):
         train_examples: _builtins.float = ...,
         test_examples: _builtins.float = ...,
         metrics: _abc.Iterable[_builtins.str] | None = ...,
+        masks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "holds", b"holds", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "holds", b"holds", "masks", b"masks", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,10 +165,22 @@ def test_a_census_is_counted_in_words_of_one() -> None:
             assert run.grid.frac_bits("hospitals.weight") == 0
 
 
-def test_a_service_takes_counted_examples_and_what_was_typed_without() -> None:
-    def silo(name: str, **sizes: float) -> pb.SiloInfo:
-        return pb.SiloInfo(name=name, state="online", data=pb.DataOffer(name="digits", metrics=["clinical"], **sizes))
+def silo(name: str, masks: bool = True, **sizes: float) -> pb.SiloInfo:
+    offer = pb.DataOffer(name="digits", metrics=["clinical"], masks=masks, **sizes)  # type: ignore[arg-type]
+    return pb.SiloInfo(name=name, state="online", data=offer)
 
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_silos_whose_version_knows_no_masks_are_named(mode: str) -> None:
+    silos = [silo("a"), silo("b", masks=False), silo("c")]
+    with pytest.raises(ConfigError, match=rf"E-RUN-05.*secagg={mode}, found b: upgrade"):
+        build_manifest(compose_spec([*SMALL, f"secagg={mode}"]).to_json(), silos)
+    assert build_manifest(compose_spec([*SMALL]).to_json(), silos).secagg is None
+    two = build_manifest(compose_spec([*SMALL, "secagg=auto"]).to_json(), silos[:2])
+    assert two.secagg is None  # of two there are no masks anyway
+
+
+def test_a_service_takes_counted_examples_and_what_was_typed_without() -> None:
     silos = [
         silo("a", nominal_size=100, train_examples=340, test_examples=80),  # of 100 patients
         silo("b", nominal_size=777),

@@ -232,7 +232,7 @@ def test_statistics_of_batch_norm_have_a_segment_of_their_own_where_they_have_a_
     assert FixedPointFormat().segment("p", keys[2]) == "p"  # a plain run's bits stay what they were
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("bound", [0.0, -1.0, 1e-300, 1e300, math.inf, math.nan])
 def test_a_grid_of_impossible_bounds_or_for_fewer_silos_is_refused(bound: float) -> None:
     with pytest.raises(ConfigError, match=r"E-CFG-02.*grid\.bounds\.p"):
         FixedPointFormat("ring32", 3, {"p": bound}).check(3)
