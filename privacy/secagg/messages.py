@@ -17,7 +17,7 @@ from privacy.secagg.shamir import SHARE
 from privacy.secagg.terms import BLOCKS, SECRET, Round, SecaggError, frame
 
 CHECK_WORDS = 4
-"""Words of value 1 before each block (`fl_core.aggregation.flat_blocks`): their sums are the number of uploads, or masks
+"""Words of value 1 before each block (`fl_core.aggregation.flat_blocks`): their sums count the uploads, or masks
 did not cancel."""
 _TAG = 16
 Words = NDArray[np.unsignedinteger]
