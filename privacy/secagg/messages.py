@@ -17,8 +17,8 @@ from privacy.secagg.shamir import SHARE
 from privacy.secagg.terms import BLOCKS, SECRET, Round, SecaggError, frame
 
 CHECK_WORDS = 4
-"""Words of value 1 before each block (`fl_core.aggregation.flat_blocks`): their sums are the number of uploads, or masks
-did not cancel."""
+"""Words of value 1 before each block (`fl_core.aggregation.flat_blocks`): their sums are the number of uploads, or
+masks did not cancel."""
 _TAG = 16
 Words = NDArray[np.unsignedinteger]
 Bytes = NDArray[np.uint8]
