@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fl_core.errors import FederationError
+from privacy.secagg import shamir
 from privacy.secagg.census import Proof, kept_classes, verify
 from privacy.secagg.coordinator_side import Opened
 from privacy.secagg.messages import Seal
@@ -185,3 +186,18 @@ def test_t59_a_class_of_one_hospital_is_a_row_of_zeros_in_every_opened_sum() -> 
     assert sums.classes.tolist() == [1_500, 600, 0, 0, 1_000]
     assert opened.own_seeds.keys() == {(block, u) for block in (0, 1) for u in range(5)}
     assert sums.own_seeds == {}
+
+
+def test_t59_a_census_whose_check_words_say_that_masks_did_not_cancel_is_refused_by_every_silo() -> None:
+    fed = federation(5, kind="census", sizes=(0, 5)).send()
+    fed.uploads[0].classes[1] += 1
+    fed.silos[0].store(replace(fed.silos[0].rows["census", 0], object_digest=object_digest(fed.uploads[0])))
+    state = fed.confirmed(fed.sealed())
+    answers = [silo.answer(state.opening(w)).shares for w, silo in enumerate(fed.silos)]
+    at, by = {(b, u): k for k, (b, u, _, _) in enumerate(answers[0])}, shamir.weights([1, 2, 3, 4])
+    seeds = {u: shamir.join([answers[w][at[CLASSES, u]][3] for w in range(4)], by) for u in range(5)}
+    uploads = {u: (object_digest(upload), upload) for u, upload in enumerate(fed.uploads)}
+    proof = Proof(state.seal, dict(state.confirmations), uploads, seeds)
+    for silo in range(5):
+        with pytest.raises(SecaggError, match="check words of 5"):
+            told(fed, proof, silo)
