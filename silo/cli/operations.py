@@ -22,7 +22,7 @@ from service_core.version import software
 from silo.cli.options import DataRootOption, SiloHome, label_space, open_store, text_of
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import FEATURES, OBJECTS, Home
-from silo.storage.store import Store
+from silo.storage.store import ASKED, Store
 
 PAGES = ("page.html", OPENED_PAGE)
 """Files that open a page: they end with its process."""
@@ -109,10 +109,13 @@ def restore(
         contents = backups.restore(source, home.path, _layout(home, ledger_key=True))
         facts |= {"at": contents.at, "log_restored": mark_restored(home.path, contents.at)}
     with home.make().locked(), open_store(home.database, accept_loss) as store:
-        facts["masked_runs"] = sorted(store.secagg.runs())
+        history, masked = store.history(), store.secagg.runs()
+        absent = sorted(r.run_id for r in history if r.run_id in masked and r.state in ("running", ASKED))
         store.secagg.forget()
-        facts["runs"] = len(store.history())
+        facts |= {"runs": len(history), "masked_runs": absent}
     shown = [("home", str(home.path)), ("runs", str(facts["runs"])), ("next", "silo serve --data REF")]
+    if absent:
+        shown.insert(2, ("masked runs", f"absent for the rest of {', '.join(absent)}"))
     if source is not None:
         shown.insert(1, ("of", local_time(contents.at)))
         line = facts["log_restored"]

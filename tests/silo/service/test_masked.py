@@ -837,12 +837,13 @@ def test_a_backup_has_no_keys_and_a_home_that_is_put_back_is_absent_for_the_rest
     assert hospital.refused().code == "E-RUN-50"
 
 
-def test_a_database_that_is_behind_gives_up_its_masked_runs(hospital):
+def test_a_database_that_is_behind_gives_up_its_masked_runs(hospital, capsys):
     """`silo restore --accept-loss`: which sets were confirmed since is not known."""
     hospital.exchange()
     hospital.train()
     hospital.stop()
     assert run_command(["restore", "--accept-loss", "--home", str(hospital.folder)]) == 0
+    assert "absent for the rest of run-1" in capsys.readouterr().out
     hospital.start()
     assert hospital.preflight().code == "E-RUN-50"
 
