@@ -110,7 +110,8 @@ def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
     return (
         "Six hospitals trained one model, and no image left any of them",
         "None of them has seen more than two of the ten digits. Of all their test images are classified correctly "
-        f"{', '.join(said[:-1])}, and {said[-1]}.",
+        f"{', '.join(said[:-1])}, and {said[-1]}. Updates left under masks: the coordinator read sums over hospitals, "
+        "and no update of one; of a digit that one hospital has, the sum is that hospital's row, without its name.",
     )
 
 
