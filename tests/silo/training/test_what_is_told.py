@@ -22,7 +22,8 @@ from tests.support.privacy import HOSPITAL, SEEDED_POLICY, hospital_level, priva
 
 DECLARED = "the same whatever the records are: the software's, the run's, or typed by the operator"
 STATED = "set by the hospital about itself: its policy file, the ends of its ledger's and its audit log's chains"
-DRAWN = "random numbers of this process"
+DRAWN = "random numbers of this process: keys and seeds of masks, shares of these, and what is signed with them"
+ASKED = "follows from what the coordinator itself sent of a sealed set"
 CODED = "a code of this software, and for what is the hospital's own a text that goes with the code"
 CHARGED = "the bundle: released by the mechanisms, charged in the ledger; or its hash"
 
@@ -71,6 +72,35 @@ TOLD = {
     "PreflightAnswer.ready": CODED,
     "PreflightAnswer.code": CODED,
     "PreflightAnswer.reason": CODED,
+    "PreflightAnswer.secagg_entry": DRAWN,
+    "SecaggEntry.agree": DRAWN,
+    "SecaggEntry.sign": DRAWN,
+    "SecaggEntry.certificate_pem": DECLARED,
+    "SecaggEntry.signature": DRAWN,
+    "SiloMessage.secagg_confirm": DECLARED,
+    "SecaggConfirm.run_id": DECLARED,
+    "SecaggConfirm.round": DECLARED,
+    "SecaggConfirm.kind": DECLARED,
+    "SecaggConfirm.seal_hash": ASKED,
+    "SecaggConfirm.signature": DRAWN,
+    "SiloMessage.secagg_shares": DECLARED,
+    "SecaggShares.run_id": DECLARED,
+    "SecaggShares.round": DECLARED,
+    "SecaggShares.kind": DECLARED,
+    "SecaggShares.seal_hash": ASKED,
+    "SecaggShares.shares": DRAWN,
+    "SecaggShare.block": ASKED,
+    "SecaggShare.dealer": ASKED,
+    "SecaggShare.slot": ASKED,
+    "SecaggShare.share": DRAWN,
+    "SiloMessage.secagg_refusal": DECLARED,
+    "SecaggRefusal.run_id": DECLARED,
+    "SecaggRefusal.round": DECLARED,
+    "SecaggRefusal.kind": DECLARED,
+    "SecaggRefusal.seal_hash": ASKED,
+    "SecaggRefusal.code": CODED,
+    "SecaggRefusal.reason": CODED,
+    "SecaggRefusal.blamed": ASKED,
     "OpenRequest.contribution_id": DECLARED,
     "OpenRequest.run_id": DECLARED,
     "OpenRequest.round": DECLARED,
