@@ -120,8 +120,9 @@ class CoordinatorServer:
             self.dispatcher = Dispatcher(self.store, self.settings.pulse_s, self.metrics.round_closed)
             self._trail = AuditTrail.of(self.home, consortium)
             signer, record = ServerCertificate(self.home).current, self._trail.recorder.record
+            called = signer, record, Membership(self.home, self.store).roster
             self.runs = RunScheduler(
-                self.store, self.objects, self.uploads, self.dispatcher, signer, record, self.settings.parallel_runs
+                self.store, self.objects, self.uploads, self.dispatcher, *called, self.settings.parallel_runs
             )
             Leads(self.home, self.store).adopt()
             self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)

@@ -52,7 +52,7 @@ class RunExecution:
     """The rounds of one run. `waiting` and `steered` are called by other threads than `run`.
 
     model_lock: as in `RunScheduler`   delete_unused: called with the run's id when a broadcast is no longer needed
-    signer: the coordinator's certificate in force   record: writes a line into the audit log.
+    signer: the coordinator's certificate in force   record: writes a line into the audit log   roster: the newest one.
     """
 
     run_id: str
@@ -64,6 +64,7 @@ class RunExecution:
     delete_unused: Callable[[str], None]
     signer: Callable[[], Credentials]
     record: Callable[[Entry], object]
+    roster: Callable[[], bytes]
     _closer: RoundCloser | None = field(init=False, default=None)
     _openings: Openings | None = field(init=False, default=None)
 
@@ -83,7 +84,7 @@ class RunExecution:
         keys = self._member_keys(run, manifest) if compiled.masked else None
         if keys is not None:
             if keys.object is None:
-                keys.keep(ask_preflight(run, manifest, self.dispatcher, check=keys.check))
+                keys.keep(ask_preflight(run, manifest, self.dispatcher, check=keys.check, roster=self.roster()))
         elif preflight_is_due(run, self.store):
             named = 0 if compiled.private else steering.quorum or manifest.quorum
             ask_preflight(run, manifest, self.dispatcher, steering.excluded, compiled.private, named)
@@ -257,13 +258,15 @@ def ask_preflight(
     all_answer: bool = True,
     quorum: int = 0,
     check: Callable[[str, pb.SecaggEntry | None], None] | None = None,
+    roster: bytes = b"",
 ) -> dict[str, pb.SecaggEntry]:
     """Ask the silos of a run at once, and return when all are ready, with the keys that came with their answers.
 
     excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
     run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task
     quorum: that the lead named, with which the run begins although others refuse; 0: a refusal stops it
-    check: of a masked run, of a silo's keys; what it raises counts as that silo's refusal.
+    check: of a masked run, of a silo's keys; what it raises counts as that silo's refusal   roster: sent beside the
+    question.
 
     Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
     names those that did not answer and must; RunInterrupted when the run was aborted or the service stops.
@@ -280,7 +283,7 @@ def ask_preflight(
     with ExitStack() as stack:
         asked = {
             name: stack.enter_context(
-                dispatcher.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due))
+                dispatcher.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due, roster))
             )
             for name in names
         }

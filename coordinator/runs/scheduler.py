@@ -67,6 +67,7 @@ class RunScheduler:
     dispatcher: Dispatcher
     signer: Callable[[], Credentials]
     record: Callable[[Entry], object]
+    roster: Callable[[], bytes]
     parallel: int = PARALLEL_RUNS
     model_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
@@ -275,6 +276,7 @@ class RunScheduler:
                     self.schedule_cleanup,
                     self.signer,
                     self.record,
+                    self.roster,
                 )
                 thread = threading.Thread(target=self._execute, args=(execution,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = _Active(execution, thread)

@@ -85,11 +85,15 @@ class PreflightKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Asks whether one silo can do its part of a whole run. due: time.monotonic() of its deadline."""
+    """Asks whether one silo can do its part of a whole run.
+
+    due: time.monotonic() of its deadline   signed_roster: as in the message.
+    """
 
     key: PreflightKey
     manifest_digest: str
     due: float
+    signed_roster: bytes = b""
 
     def offer(self) -> pb.CoordinatorMessage:
         return pb.CoordinatorMessage(
@@ -97,6 +101,7 @@ class Preflight:
                 run_id=self.key.run_id,
                 manifest_digest=self.manifest_digest,
                 deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
+                signed_roster=self.signed_roster,
             )
         )
 

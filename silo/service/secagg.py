@@ -6,7 +6,6 @@ that reads the session, also while this hospital trains for another run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -38,7 +37,6 @@ from protos.wire.tasks import TaskKey
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
 from service_core.storage import digests
-from silo.connection.retry import CancelToken
 from silo.events import EmitEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.service.task_queue import Send, TaskQueue, public_reason
@@ -48,8 +46,6 @@ from silo.storage.store import Store
 MAX_KEYS_BYTES = 4 << 20
 """Of everybody's keys: 16 KiB for each of 255 members."""
 _REMEMBERED = 1000
-ROSTER_S, _LOOK_S = 30.0, 0.2
-"""For so long a roster is awaited that has all members of a run."""
 
 
 def masked_run(run_id: str, manifest: RunManifest) -> MaskedRun:
@@ -87,7 +83,7 @@ class SecaggMember:
     """One hospital in its masked runs. Whatever a message says, the answer is an answer or a refusal, and is recorded.
 
     min_sum: the hospital's policy, asked anew for each set; raises RefusedError where that cannot be read
-    recycle: asks for a new session, which brings the newest roster.
+    apply_roster: pins what a newer roster says, within the policy.
     """
 
     store: Store
@@ -95,7 +91,7 @@ class SecaggMember:
     min_sum: Callable[[], int]
     send: Send
     emit: EmitEvent
-    recycle: Callable[[], None]
+    apply_roster: Callable[[bytes], None]
     _offered: dict[TaskKey, bytes] = field(default_factory=dict)
     _said: dict[object, None] = field(default_factory=dict)
 
@@ -119,18 +115,6 @@ class SecaggMember:
             return own, pb.SecaggEntry(**fields).SerializeToString(deterministic=True)
 
         return pb.SecaggEntry.FromString(self.store.secagg.entry(known, make))
-
-    def await_roster(self, run: CompiledRun, stop: CancelToken) -> None:
-        """Wait for a roster with all members of a run, some of which may have enrolled since this session began.
-
-        Returns without it after some time: keys of whom nobody vouches for are refused then.
-        """
-        names = {member.name for member in run.manifest.members}
-        due = time.monotonic() + ROSTER_S
-        while not names <= set(self.identity.pins().members()) and time.monotonic() < due:
-            self.recycle()
-            stop.wait(_LOOK_S)
-            stop.raise_if_cancelled()
 
     def begin(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> TaskMasks:
         """Return the masks of a task that has no update yet; fetch: gives the file of an object.
@@ -322,6 +306,7 @@ class SessionHandler:
         self.queue.offer(offer)
 
     def preflight(self, request: pb.Preflight) -> None:
+        self.member.apply_roster(request.signed_roster)
         self.queue.preflight(request)
 
     def round_closed(self, closed: pb.RoundClosed) -> None:

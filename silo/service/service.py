@@ -174,7 +174,9 @@ class Service:
         self._queue = TaskQueue(self.store, self._client.send, emit, clock)
         self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
         min_sum = lambda: self._controls.policy().secagg.min_sum  # noqa: E731 - as the policy is when a set comes
-        self._secagg = SecaggMember(self.store, self._identity, min_sum, self._client.send, emit, self._client.recycle)
+        self._secagg = SecaggMember(
+            self.store, self._identity, min_sum, self._client.send, emit, self._membership.apply_roster
+        )
         timed = self.metrics.timing(run_round)
         features = FeatureCache(settings.home.features, int(settings.feature_cache_gib * 2**30))
         features.forget(but=str(source.reference))

@@ -180,8 +180,6 @@ class TaskRunner:
             if run.private:
                 self.controls.record_refusal(key.run_id, error)
             raise
-        if run.masked:
-            self.secagg.await_roster(run, preflight_task.stop)
         leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()

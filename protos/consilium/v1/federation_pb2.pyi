@@ -536,21 +536,25 @@ class Preflight(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_FIELD_NUMBER: _builtins.int
+    SIGNED_ROSTER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     manifest_digest: _builtins.str
     """fetch it with Get; the answer is for this agreement and no other"""
     deadline_unix: _builtins.float
     """0: none"""
+    signed_roster: _builtins.bytes
+    """of a masked run: the newest, since members may have enrolled after a session began"""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         manifest_digest: _builtins.str = ...,
         deadline_unix: _builtins.float = ...,
+        signed_roster: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix", b"deadline_unix", "manifest_digest", b"manifest_digest", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix", b"deadline_unix", "manifest_digest", b"manifest_digest", "run_id", b"run_id", "signed_roster", b"signed_roster"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
