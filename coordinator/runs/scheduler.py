@@ -98,6 +98,7 @@ class RunScheduler:
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
         if manifest.secagg is not None:  # what the manifest says of a hospital is all that is known of it
             sizes = {m.name: (float(m.units), 0.0) for m in manifest.members}
+        CompiledRun.of(manifest)
         parent = self.store.runs.get(start_from) if start_from else None
         Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None

@@ -153,7 +153,7 @@ def _tables_of_masked_runs(db: sqlite3.Connection) -> None:
     db.execute(
         "CREATE TABLE secagg_runs (run_id VARCHAR NOT NULL, state VARCHAR NOT NULL, terms VARCHAR NOT NULL, "
         "entry BLOB NOT NULL, agree BLOB, sign BLOB, keys_object VARCHAR NOT NULL, keys_digest BLOB, place INTEGER, "
-        "peers BLOB, chains BLOB, position INTEGER NOT NULL, PRIMARY KEY (run_id))"
+        "peers BLOB, chains BLOB, position INTEGER NOT NULL, holders VARCHAR, PRIMARY KEY (run_id))"
     )
     db.execute(
         "CREATE TABLE secagg_rounds (run_id VARCHAR NOT NULL, kind VARCHAR NOT NULL, round INTEGER NOT NULL, "

@@ -164,11 +164,6 @@ def test_nothing_of_a_single_hospital_is_kept(world: World) -> None:
         assert not held & {c.object_digest for c in world.server.store.contributions.arrivals(run.id)}
 
 
-def test_a_census_is_refused_by_a_service(world: World) -> None:
-    with pytest.raises(Exception, match=r"E-CFG-08.*min_contributors=1"):
-        world.submit(masked(terms=Secagg(2), method="fednh"))
-
-
 def test_uploads_may_be_as_large_as_their_packages_make_them() -> None:
     agreed = masked()
     beyond = max_object_bytes(agreed) - max_object_bytes(replace(agreed, secagg=None))

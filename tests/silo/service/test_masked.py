@@ -740,23 +740,6 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         hospital.host.stop()
 
 
-def test_a_run_that_leaves_out_classes_of_few_hospitals_is_refused_where_nobody_could_check_how_many_there_are(
-    tmp_path,
-):
-    run = masked_manifest(method=NamedOptions("fednh", {}), secagg=Secagg(2))
-    hospital = MaskedHospital(tmp_path / "home0", run)
-    hospital.start()
-    try:
-        answer = hospital.preflight()
-        assert (answer.ready, answer.code) == (False, "E-RUN-51")
-        assert "min_contributors=1" in answer.reason
-        hospital.ask()
-        assert hospital.refused().code == "E-RUN-51"
-    finally:
-        hospital.stop()
-        hospital.host.stop()
-
-
 def test_t46_a_private_masked_round_is_charged_once_though_the_service_ends_in_its_upload(tmp_path):
     home = tmp_path / "home0"
     ledger = budgeted(home)

@@ -218,8 +218,8 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
         cache = FeatureCache(tmp_path / str(n), 1 << 30)
 
         def blocks(examples=examples):
-            for batch in run.features(examples, CPU):
-                yield Block(batch.positions.tolist(), batch.rows.numpy())
+            for batch in run.features(examples, CPU, train=True):
+                yield Block(batch.positions.tolist(), batch.rows.flatten(1).numpy())
 
         with live:
             kept = cache.get(FeatureKey("o", "d", "r", "s", "m"), n, blocks)

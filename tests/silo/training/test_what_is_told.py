@@ -40,6 +40,7 @@ TOLD = {
     "DataOffer.train_examples": DECLARED,
     "DataOffer.test_examples": DECLARED,
     "DataOffer.metrics": DECLARED,
+    "DataOffer.masks": DECLARED,
     "Hello.staged": DECLARED,
     "Hello.policy_digest": STATED,
     "Hello.roster_version": DECLARED,
