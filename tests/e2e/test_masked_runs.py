@@ -8,6 +8,8 @@ import pytest
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulate import runner
+from fl_core.methods import METHODS, build_method
+from fl_core.types.enums import Capability
 from tests.support import until
 from tests.support.processes import World, world
 
@@ -36,6 +38,28 @@ def test_a_masked_run_ends_in_the_model_of_its_simulation(masked: World, overrid
     assert done["model_digest"] == simulated["model_digest"]
     assert [r["accuracy"] for r in done["round"]] == simulated["accuracy_by_round"]
     assert all(r["missing"] == {} for r in done["round"])
+
+
+SUMMED = {"fedgen": ("method.mode=secagg",)}
+"""Options with which a method's server needs sums alone."""
+
+
+def _goes_under_masks(name: str) -> bool:
+    options = dict(word.removeprefix("method.").split("=") for word in SUMMED.get(name, ()))
+    method = build_method(name, options)
+    return not method.unsummed_parts and Capability.SECURE_AGGREGATION not in method.unsupported
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_t48_every_method_whose_server_needs_sums_alone_ends_in_the_model_of_its_simulation(masked: World) -> None:
+    done = dict[str, tuple[object, object]]()
+    for name in filter(_goes_under_masks, sorted(METHODS)):
+        words = (*SHORT, f"method={name}", *SUMMED.get(name, ()), "personal=true")
+        run = masked.wait(masked.submit(*words), seconds=300)
+        done[name] = run["model_digest"], runner.run(compose_spec(words)).summary()["model_digest"]
+    assert len(done) >= 24
+    assert {name: a == b for name, (a, b) in done.items()} == dict.fromkeys(done, True)
 
 
 def test_a_masked_run_goes_on_without_a_hospital_that_is_killed(masked: World) -> None:
