@@ -74,7 +74,8 @@ class _Bounds:
         value = self._value(part, spec, weight + noise)
         if not weight + noise + value < math.inf:
             raise _unbounded(part, "noise of unknown size is added to it")
-        yield part, value
+        if spec.shapes:
+            yield part, value
         yield f"{part}.weight", weight + noise
         if any(key.endswith(BUFFERS) for key in spec.shapes):
             yield f"{part}.buffers", STATISTIC * weight

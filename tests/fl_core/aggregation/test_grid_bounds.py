@@ -159,3 +159,9 @@ def test_what_bounds_cut_off_is_counted_in_the_silos_own_log_and_not_at_the_coor
     _, history = go(tight)
     assert [r.clipped for r in history.records] == [0, 0]
     assert caplog.text.count("numbers of the update are beyond the run's bounds") == 3
+
+
+def test_a_part_that_is_a_weight_alone_has_no_bound_for_values() -> None:
+    grid = bounded_grid("ring32", 6, replace(CHECK, layout={**LAYOUT, "buffers": PartSpec({}, ())}), LARGEST, {})
+    assert "buffers" not in grid.bounds
+    assert grid.bounds["buffers.weight"] == LARGEST.train
