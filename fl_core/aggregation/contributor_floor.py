@@ -7,7 +7,7 @@ sums per class are opened also in rounds in which a hospital is absent, so many 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,23 +22,19 @@ HOSPITALS = "hospitals"
 """The part of a census, and group and tensor of the state that have its answer."""
 CENSUS = f"{HOSPITALS}.weight"
 """The segment of a census on the grid."""
-PROTOTYPES = "prototypes"
 
 
 def census_layout(n_classes: int) -> Layout:
     return {HOSPITALS: PartSpec({}, (n_classes,))}
 
 
-def census(data: LocalData, context: RoundContext, parts: Collection[str]) -> Bundle:
-    """Say of which classes a silo will contribute rows: those that it has an example of and does not withhold.
+def census(data: LocalData, context: RoundContext) -> Bundle:
+    """Say of which classes a silo will contribute rows: `LocalData.contributes`, nothing where it submits none.
 
-    parts: that have rows of classes; prototypes alone are none of a silo that submits none. In a private run counts are
-    the noisy ones that were released.
+    Guarantees: a class is counted here only where no rule of the hospital keeps its rows back.
     """
-    there = (data.class_counts() >= 0.5).float()
-    if set(parts) == {PROTOTYPES} and not context.prototypes:
-        there = torch.zeros_like(there)
-    return {HOSPITALS: Part({}, there)}
+    there = data.contributes().float()
+    return {HOSPITALS: Part({}, there if context.prototypes else torch.zeros_like(there))}
 
 
 @dataclass(frozen=True)

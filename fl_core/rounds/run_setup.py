@@ -197,7 +197,7 @@ class RunSetup:
         }
         masking = None
         if self.masked:
-            masking = Masking(self.update_check(), self.flat_layouts, self.class_rows, self.signs, self.private)
+            masking = Masking(self.update_check(), self.flat_layouts, self.signs, self.private)
         return SiloRuntime(
             self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial, masking=masking
         )

@@ -41,12 +41,11 @@ class Masking:
     """What becomes of an update that a mask will cover: checked here, since nobody can afterwards, and laid out flat.
 
     check: as the coordinator's of a plain run, `sizes` in the members' order   layouts: of each kind of round
-    class_rows: parts with rows of classes   signs: as `NormClipped.signs`   private: whether what leaves is noisy.
+    signs: as `NormClipped.signs`   private: whether what leaves is noisy.
     """
 
     check: UpdateCheck
     layouts: Mapping[TaskKind, FlatLayout]
-    class_rows: frozenset[str] = frozenset()
     signs: bool = False
     private: bool = False
 
@@ -144,7 +143,7 @@ def run_silo_round(
     method, masking = runtime.method, runtime.masking
     if kind is TaskKind.CENSUS:
         assert masking is not None
-        answer = census(data, context, masking.class_rows)
+        answer = census(data, context)
         return SiloRound(masking.flat(answer, kind, context, msg), state or {}, {})
     guards = adaptive_guards.guards_for_round(runtime.guards, msg)
     guard_parts = adaptive_guards.groups(runtime.guards)

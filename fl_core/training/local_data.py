@@ -225,6 +225,9 @@ class PlainLocalData:
             self._counts = torch.bincount(labels, minlength=self._context.n_classes).float()
         return self._counts
 
+    def contributes(self) -> Tensor:
+        return self.class_counts() >= 0.5
+
 
 def eval_batch(shape: Sequence[int]) -> int:
     """Return how many examples of a shape are read at once for a sum."""
@@ -265,6 +268,9 @@ class LocalDataWrapper:
 
     def class_counts(self) -> Tensor:
         return self._data.class_counts()
+
+    def contributes(self) -> Tensor:
+        return self._data.contributes()
 
 
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:

@@ -65,6 +65,10 @@ class LocalData(Protocol):
         """Return the training examples per class (C,): a `sum` query, charged once and cached under DP."""
         ...
 
+    def contributes(self) -> Tensor:
+        """Tell of which classes (C,) every sum over training examples may have a row that is not zeros."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RoundData:

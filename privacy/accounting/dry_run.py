@@ -97,6 +97,9 @@ class _RecordingLocalData:
         self._needs.counts = True
         return torch.full((len(self._schema.classes),), SIZE / len(self._schema.classes))
 
+    def contributes(self) -> Tensor:
+        return self.class_counts() >= 0.5
+
 
 def dry_run(
     method: Method,

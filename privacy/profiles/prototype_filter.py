@@ -59,6 +59,12 @@ class PrototypeFilter(LocalDataWrapper):
             name: torch.where(kept.view(-1, *[1] * (v.dim() - 1)), v, torch.zeros_like(v)) for name, v in found.items()
         }
 
+    def contributes(self) -> Tensor:
+        """Leave out what some query would leave out: hidden classes, and those below either least number."""
+        found = super().contributes() & (self.class_counts() >= max(self._least, self._least_exact))
+        found[self._hidden] = False
+        return found
+
     def _moments(self, query: MomentSums) -> Tensors:
         """Ask with vectors of zeros for hidden classes, which add nothing, and keep rows of noise alone here."""
         shown = torch.ones(query.n_classes, dtype=torch.float64)

@@ -256,6 +256,9 @@ class DpSgdLocalData:
             self._log.cache("class counts", found)
         return found
 
+    def contributes(self) -> Tensor:
+        return self.class_counts() >= 0.5
+
 
 def _add(total: Gradients, more: Sequence[Tensor]) -> None:
     for t, m in zip(total, more, strict=True):

@@ -16,9 +16,11 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import EACH, NamedOptions, RunManifest, Secagg
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import InProcessSilo, local_ports
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part, RoundContext, State, Tensors
+from privacy.profiles.prototype_filter import Withheld, with_prototype_filter
 from privacy.secagg import messages
 from tests.support.federations import METHOD_OPTIONS, Failing, go, manifest, same, shares
 
@@ -177,3 +179,27 @@ def test_where_hospitals_may_be_absent_so_many_more_must_have_a_class() -> None:
     floor = RunSetup.of(plain).contributor_floor
     assert floor is not None
     assert floor.least == 2 + 6 - 4
+
+
+@pytest.mark.parametrize(
+    "withheld",
+    [Withheld(hidden=frozenset({1})), Withheld(min_count=8.0), Withheld(min_examples=8)],
+    ids=["hidden", "min_count", "min_examples"],
+)
+def test_a_class_is_counted_only_where_no_rule_of_the_hospital_keeps_its_rows_back(withheld: Withheld) -> None:
+    """Else a row of one hospital would pass for one of two."""
+    setup = RunSetup.of(masked(plain_of("fednh"), Secagg(2)))
+    told = [with_prototype_filter(PlainLocalData, withheld), PlainLocalData, PlainLocalData]
+    found = setup.round_loop(local_ports(setup, shares(), told), 1).census(Observer())["hospitals"]
+    kept = [torch.bincount(share.train.labels, minlength=4) > 0 for share in shares()[1:]]
+    own = torch.bincount(shares()[0].train.labels, minlength=4)
+    own[1] = 0 if withheld.hidden else own[1]
+    least = max(withheld.min_count, withheld.min_examples, 1)
+    assert found.tolist() == (torch.stack([*kept, own >= least]).sum(0)).tolist()
+
+
+def test_a_hospital_that_submits_no_prototypes_is_counted_for_no_class() -> None:
+    run = masked(plain_of("fednh"), Secagg(2))
+    silent = replace(run, members=tuple(replace(m, prototypes=False) for m in run.members))
+    setup = RunSetup.of(silent)
+    assert setup.round_loop(local_ports(setup, shares()), 1).census(Observer())["hospitals"].tolist() == [0.0] * 4
