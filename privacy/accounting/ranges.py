@@ -88,7 +88,7 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
     (_STEPS, ("epochs x units / train.batch_size",)),
     (Range(1, 10**4, True), ("cohort", "quorum", "image_size")),
     (Range(1, 10**4), ("silos", "grid.n_max")),
-    (Range(1e-3, 2.0**62), ("grid.bounds",)),
+    (Range(1e-3, 2.0**40), ("grid.bounds",)),
     (Range(1, 1024, True), ("threads",)),
     (Range(1e-3, 1e9), ("deadline_s", "patience_s")),
     (Range(1, 10**9, True), ("units",)),

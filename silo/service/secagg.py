@@ -306,7 +306,6 @@ class SessionHandler:
         self.queue.offer(offer)
 
     def preflight(self, request: pb.Preflight) -> None:
-        self.member.apply_roster(request.signed_roster)
         self.queue.preflight(request)
 
     def round_closed(self, closed: pb.RoundClosed) -> None:

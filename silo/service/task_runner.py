@@ -172,6 +172,7 @@ class TaskRunner:
         """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
         key, digest = preflight_task.key, preflight_task.request.manifest_digest
         self.queue.set_activity(preflight_task, pb.FETCHING)
+        self.secagg.apply_roster(preflight_task.request.signed_roster)
         run = self._admitted_run(preflight_task, digest)
         prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task))
         try:

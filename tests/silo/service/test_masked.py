@@ -449,6 +449,30 @@ def test_t51_a_package_of_another_update_and_too_few_confirmations_open_nothing(
     state.answer(OWN, shares_of(hospital.shares()))
 
 
+def ask_with_roster(hospital, roster: bytes) -> pb.PreflightAnswer:
+    session = hospital.control.last
+    before = len(session.got("preflight"))
+    session.send(preflight=pb.Preflight(run_id=hospital.run_id, manifest_digest=hospital.digest, signed_roster=roster))
+    until(lambda: len(session.got("preflight")) > before, what=str([n.text for n in hospital.notices]))
+    return session.got("preflight")[-1]
+
+
+def test_a_member_that_enrolled_since_the_session_began_is_known_from_the_question_before_the_run(hospital):
+    identity = SiloIdentity(hospital.folder)
+    certs = [identity.current_credentials().cert_pem, *(c.cert_pem for c in hospital.colleagues.values())]
+    newer = authority().roster([Member.of(cert, SINCE) for cert in (*certs, Colleague("newcomer").cert_pem)], [], 2)
+    assert "newcomer" not in identity.pins().members()
+    assert ask_with_roster(hospital, newer.pack()).ready
+    assert "newcomer" in identity.pins().members()
+
+
+def test_bytes_that_are_no_roster_are_an_answer_and_the_session_goes_on(hospital):
+    answer = ask_with_roster(hospital, b"no roster")
+    assert (answer.ready, answer.code) == (False, "E-WIRE-06")
+    assert hospital.preflight().ready
+    assert len(hospital.control.sessions) == 1
+
+
 def test_a_hospital_that_sent_nothing_helps_to_open_a_sum_of_the_others(tmp_path):
     """It was offered the round and its update came too late: its masks are taken off with what others share with it."""
     members = (*MEMBERS, "center3")
