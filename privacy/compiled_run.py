@@ -14,14 +14,18 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.rounds.silo_round import round_layout
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import MASKS, shapes_beside
 from fl_core.types.values import Layout, PartSpec
 from privacy import profiles
 from privacy.profiles.base import PrivacyProfile
-from privacy.secagg.messages import package_length
-from privacy.secagg.terms import BLOCKS, SECRET
+from privacy.secagg.terms import SecaggRun
 
-MASKS = "masks"
-"""The part of a masked update that is no block."""
+
+def secagg_run(run_id: str, manifest: RunManifest) -> SecaggRun:
+    """Say of a masked run what its keys and contexts follow from; raises ConfigError (E-CFG-02) as `SecaggRun`."""
+    assert manifest.secagg is not None
+    digest, names = bytes.fromhex(manifest.digest()), tuple(member.name for member in manifest.members)
+    return SecaggRun(run_id, digest, names, manifest.rounds, manifest.grid.ring, manifest.secagg)
 
 
 class CompiledRun(RunSetup):
@@ -68,17 +72,11 @@ class CompiledRun(RunSetup):
     def uploaded(self, kind: TaskKind, cohort: int) -> Layout:
         """Return the layout of what a silo uploads in a round of `cohort` silos: its update, or that under masks.
 
-        Of a masked one that is two blocks, and what others need to take the masks off: `salt` of the packages' keys,
-        commitments to the seeds, and for each member a package of shares; its shapes tell nothing of a silo.
+        Of a masked one that is two blocks, and what others need to take the masks off.
         """
         if not self.masked:
             return round_layout(self.method, self.manifest.layout, kind)
-        shapes = {
-            "salt": (SECRET,),
-            "commitments": (len(BLOCKS), cohort, SECRET),
-            "packages": (cohort, package_length(cohort)),
-        }
-        return {**self.flat_layouts[kind].blocks, MASKS: PartSpec(shapes, ())}
+        return {**self.flat_layouts[kind].blocks, MASKS: PartSpec(shapes_beside(cohort), ())}
 
     @property
     def private(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from fl_core import validate
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.types.clinical import CLINICAL
+from fl_core.types.secagg import CLASS_SUMS, COMPLETE, EACH, MAX_MASKED
 from fl_core.validate import Count, NonNegative, Positive, at_most, between, bounded, one_of
 from privacy.accounting.record_config import COUPLED, Delta, DpConfig, RecordDpConfig, Rng
 
@@ -22,10 +23,6 @@ PRIVATE_PROFILES = ("dp_record", "dp_silo_small")
 """Of `profiles.PROFILES` those that promise something; named here, since a policy is read without torch."""
 AUTOMATIC, BY_HAND = "automatic", "by hand"
 ACCURACY, NOTHING = "accuracy", "nothing"
-COMPLETE, EACH = "complete", "each"
-"""As `fl_core.rounds.manifest.CLASS_SUMS`."""
-MOST_MEMBERS = 255
-"""Of a run whose updates are masked."""
 SHARE_OF_UNITS = 0.1
 """delta is the chance of a breach of everything: it must stay below this share of one unit in all."""
 
@@ -175,18 +172,18 @@ class SecureAggregation:
     """
 
     require: bool = False
-    min_sum: Annotated[int, bounded(between, 0, MOST_MEMBERS)] = 0
-    min_contributors: Annotated[int, bounded(between, 1, MOST_MEMBERS)] = 1
-    class_sums: Annotated[str, bounded(one_of, (COMPLETE, EACH))] = EACH
-    confirmed_peers: Annotated[int, bounded(between, 0, MOST_MEMBERS)] = 0
-    collusion: Annotated[int, bounded(between, 0, MOST_MEMBERS)] = 0
+    min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+    min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 1
+    class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = EACH
+    confirmed_peers: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+    collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
 
     def __post_init__(self) -> None:
         validate.declared("E-POLICY-01", "secagg", self)
 
     def check(self, manifest: RunManifest) -> None:
         """Raise RefusedError (E-POLICY-17) on a run that is allowed to see more than this."""
-        terms, cohort = manifest.secagg, manifest.cohort or len(manifest.members)
+        terms, cohort = manifest.secagg, manifest.cohort_size
         if terms is None:
             if self.require:
                 raise _open_run("updates under masks (secagg=auto)", "a run without secure aggregation")

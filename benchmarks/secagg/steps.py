@@ -14,13 +14,14 @@ from benchmarks import timing
 from benchmarks.timing import Timed, Value
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import Part, PartSpec
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
 from privacy.secagg.keys import Entry, OwnKeys, RunKeys, vouch
 from privacy.secagg.masks import add_mask
 from privacy.secagg.messages import Upload, Words
-from privacy.secagg.terms import MODEL, Round, SecaggRun, SecaggTerms
+from privacy.secagg.terms import MODEL, Round, SecaggRun
 
 CLASS_WORDS = 1_000
 CHUNK = 256 * 1024
@@ -37,8 +38,7 @@ class Members(NamedTuple):
 
 def members(n: int, ring: str) -> Members:
     """Agree on the keys of a run; identities, which sign entries once, are left out."""
-    terms = SecaggTerms(ring, 1, "complete", 0)  # type: ignore[arg-type]
-    run = SecaggRun("bench", bytes(32), tuple(f"silo{k}" for k in range(n)), 1, terms)
+    run = SecaggRun("bench", bytes(32), tuple(f"silo{k}" for k in range(n)), 1, ring, Secagg(1, collusion=0))
     own = [OwnKeys.new() for _ in range(n)]
     entries: list[Entry] = [o.entry(run, name, b"", lambda _: b"") for o, name in zip(own, run.members, strict=True)]
     keys = [RunKeys.agree(run, e.name, o, entries, lambda *_: True) for o, e in zip(own, entries, strict=True)]
@@ -47,7 +47,7 @@ def members(n: int, ring: str) -> Members:
 
 
 def blocks(round: Round, params: int) -> tuple[Words, Words]:
-    return tuple(silo_side.blank(words, round.run.terms.dtype) for words in (params, CLASS_WORDS))  # type: ignore[return-value]
+    return tuple(silo_side.blank(words, round.run.dtype) for words in (params, CLASS_WORDS))  # type: ignore[return-value]
 
 
 def bare_cipher(size: int) -> None:

@@ -11,9 +11,10 @@ from fl_core import validate
 from fl_core.aggregation import options as aggregators
 from fl_core.converter import ConversionError, parse_json, shown, structure
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import CLASS_SUMS, COMPLETE, LOST_STATE, MAX_MASKED, PATIENCE_S, REFUSE, Weights
+from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE, Weights
 from fl_core.types.clinical import METRICS_KINDS
 from fl_core.types.records import TrainConfig
+from fl_core.types.secagg import CLASS_SUMS, COMPLETE, MAX_MASKED
 from fl_core.validate import Count, Positive, PositiveCount, PositiveOrInfinite, between, bounded, one_of
 
 AUTO = "auto"
@@ -34,7 +35,7 @@ class SecaggSpec:
         ring: of the sum, "ring32" or "ring64", whose words are twice as long and hold what has no bound; "auto": ring32
             unless the method needs the other
         min_contributors: hospitals that rows of a class are sums over at least; 0: 2, in a private run 1
-        class_sums, collusion, min_sum: see `fl_core.rounds.manifest.Secagg`
+        class_sums, collusion, min_sum: see `fl_core.types.secagg.Secagg`
     """
 
     name: Annotated[str, bounded(one_of, MASKING)] = OFF

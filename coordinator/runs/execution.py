@@ -21,7 +21,7 @@ import torch
 from coordinator.runs import lineage
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.grpc_port import BroadcastCache, GrpcPort, MaskedTasks, StoredObject
-from coordinator.runs.member_keys import MemberKeys, secagg_run
+from coordinator.runs.member_keys import MemberKeys
 from coordinator.runs.opening import Openings
 from coordinator.runs.round_closer import RoundCloser, Waiting
 from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, no_answer
@@ -38,7 +38,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State, Tensors
-from privacy.compiled_run import CompiledRun
+from privacy.compiled_run import CompiledRun, secagg_run
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state
 from service_core.audit_log.lines import Entry
@@ -154,7 +154,7 @@ class RunExecution:
 
     def _member_keys(self, run: Run, manifest: RunManifest) -> MemberKeys:
         consortium = identity_of(self.signer().cert_pem).identity.consortium
-        return MemberKeys(secagg_run(run, manifest), consortium, self.store, self.objects)
+        return MemberKeys(secagg_run(run.id, manifest), consortium, self.store, self.objects)
 
     def _begin(self, run: Run, compiled: CompiledRun, broadcasts: BroadcastCache) -> State:
         """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from coordinator.pki.membership import roster_member
-from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError, StateError
-from fl_core.rounds.manifest import RunManifest
 from privacy.secagg.keys import Entry, Vouch, Vouched, pinned_signature, vouch
-from privacy.secagg.terms import SecaggError, SecaggRun, SecaggTerms
+from privacy.secagg.terms import SecaggError, SecaggRun
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.object_store import ObjectStore
 
 ENTRY_BYTES = 16 << 10
 """Of one member's keys, its certificate included: nothing signs what stands around a certificate."""
-
-
-def secagg_run(run: Run, manifest: RunManifest) -> SecaggRun:
-    """Say of a masked run what its keys and contexts follow from; raises ConfigError (E-CFG-02) as `SecaggTerms`."""
-    assert manifest.secagg is not None
-    terms = SecaggTerms(ring=manifest.grid.ring, **asdict(manifest.secagg))
-    terms.check(manifest.cohort or len(run.members))
-    return SecaggRun(run.id, bytes.fromhex(run.manifest_digest), run.members, run.rounds, terms)
 
 
 @dataclass(frozen=True, slots=True)

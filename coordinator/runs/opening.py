@@ -22,8 +22,8 @@ from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.errors import FederationError, StateError, UnavailableError
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import MASKS
 from fl_core.types.values import RoundContext
-from privacy.compiled_run import MASKS
 from privacy.secagg.coordinator_side import Opened, SealedRound, UploadSum
 from privacy.secagg.keys import Vouched
 from privacy.secagg.messages import Bytes, Confirmation, Seal, Shares

@@ -19,8 +19,9 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
+from fl_core.types.secagg import MASKS
 from fl_core.types.values import Layout
-from privacy.compiled_run import MASKS, CompiledRun
+from privacy.compiled_run import CompiledRun
 from protos.wire.codec import BundleFile
 
 _REMEMBERED = 16
@@ -110,7 +111,7 @@ class UpdateChecks:
             run = CompiledRun.of(manifest)
             check = run.update_check(declared_sizes(self._store, run_id))
             by_kind = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}
-            members, drawn = len(manifest.members), manifest.cohort or len(manifest.members)
+            members, drawn = len(manifest.members), manifest.cohort_size
             cohorts = {kind: drawn if kind is TaskKind.TRAIN else members for kind in TaskKind}
             uploads = {k: run.uploaded(k, n) for k, n in cohorts.items()} if run.masked else {}
             made = _RunChecks(by_kind, run.dtypes, run.method, uploads)

@@ -172,5 +172,5 @@ def threads_of(manifest: RunManifest) -> int:
 
     It does not depend on the number of workers, which changes no bit.
     """
-    cohort, most = manifest.cohort or len(manifest.members), torch.get_num_threads()
+    cohort, most = manifest.cohort_size, torch.get_num_threads()
     return manifest.threads or max(1, most // min(cohort, cores()))

@@ -19,13 +19,12 @@ from fl_core.extensions.registry import Extension
 from fl_core.rounds import sampling
 from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES, METRICS_KINDS
 from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import Layout, PartSpec
 from fl_core.validate import Count, between, bounded, one_of
 
 FORMAT = 1
 PATIENCE_S = 60.0
-MIN_MASKED, MAX_MASKED = 3, 255
-"""Members of a run with masks: of two, each reads the other's update off the sum; shares are for so many at most."""
 MAX_ROUNDS, MAX_THREADS, MAX_NAME_CHARS = 100_000, 1024, 200
 MAX_WEIGHTS_BYTES, MAX_SOURCE_CHARS = 1 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
@@ -124,67 +123,6 @@ class StartPoint:
             return str(self.weights)
         trained = "" if self.private else ", trained without differential privacy"
         return f"{self.run} after round {self.rounds} (model {self.model[:16]}{trained})"
-
-
-COMPLETE, EACH = "complete", "each"
-CLASS_SUMS = (COMPLETE, EACH)
-
-
-@dataclass(frozen=True, slots=True)
-class Secagg:
-    """The terms of a run whose updates are masked; what a sum needs follows from the number of members.
-
-    min_contributors: hospitals that rows of a class are sums over at least, 1: any number
-    class_sums: whether sums per class are opened in rounds in which every member sent alone, or in each; the difference
-    of two sums over different sets is one hospital's
-    collusion: hospitals whose noise does not count, where noise is shared out
-    min_sum: updates that a sum has at least, where that is more than follows from the number of members; a round of
-    fewer members then needs all of them
-    """
-
-    min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 2
-    class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
-    collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
-    min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
-
-    def check(self, members: int, cohort: int) -> None:
-        """Raise ConfigError (E-CFG-02) on terms that no run of so many members has; cohort: of a round, 0: all."""
-        validate.declared("E-CFG-02", "secagg", self)
-        drawn = cohort or members
-        if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
-            raise ConfigError(
-                "E-CFG-02",
-                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since of two each knows the "
-                f"other from the sum, found {members} and a cohort of {drawn}: ask more, or set secagg=off",
-            )
-        if self.min_contributors > members:
-            raise ConfigError(
-                "E-CFG-02",
-                f"expected secagg.min_contributors of at most {members} hospitals, found {self.min_contributors}",
-            )
-        most = max(1, 2 * self.answers(drawn) - drawn - 1)
-        if self.collusion > most:
-            raise ConfigError(
-                "E-CFG-02",
-                f"expected secagg.collusion of at most {most} with {drawn} hospitals in a round, found "
-                f"{self.collusion}: more of them can have two sums of one round",
-            )
-        if drawn < members and self.class_sums == COMPLETE:
-            raise ConfigError(
-                "E-CFG-02",
-                "expected cohort=0 with secagg.class_sums=complete, under which sums per class are opened over all "
-                f"hospitals alone, found cohort={cohort}: set secagg.class_sums=each, by which the difference of two "
-                "rounds may show one hospital's counts, or leave cohort out",
-            )
-
-    @staticmethod
-    def answers(cohort: int) -> int:
-        """Return how many members of a round open its sum: so many that two sets would share an honest one."""
-        return -(-2 * cohort // 3)
-
-    def smallest_sum(self, cohort: int) -> int:
-        """Return how many updates a sum has at least."""
-        return max(MIN_MASKED, self.answers(cohort), min(self.min_sum, cohort))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +241,11 @@ class RunManifest:
             if member.name == silo:
                 return k
         raise ConfigError("E-RUN-05", f"expected one of {[m.name for m in self.members]}, found {silo!r}")
+
+    @property
+    def cohort_size(self) -> int:
+        """How many silos a training round asks."""
+        return self.cohort or len(self.members)
 
     def masked_units(self, k: int) -> int:
         """Return what a member counts as where updates are masked, 1 where it declares nothing; else 0."""

@@ -27,7 +27,7 @@ from fl_core.models import SplitModel, build_model, pretrained
 from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
-from fl_core.rounds.manifest import EACH, RunManifest, Secagg, StartPoint
+from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.silo_round import Masking, SiloRuntime, round_layout
 from fl_core.training.evaluation import METRIC_PARTS, METRICS
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
@@ -35,6 +35,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import FEATURES, Schema
+from fl_core.types.secagg import EACH, Secagg
 from fl_core.types.values import Examples, Layout, PartRule, RoundContext, State, Tensors
 
 
@@ -273,9 +274,8 @@ class RunSetup:
         terms, members = self.manifest.secagg, self.manifest.members
         if terms is None or terms.min_contributors == 1 or not self.class_rows:
             return None
-        cohort = self.manifest.cohort or len(members)
-        absent = len(members) - terms.smallest_sum(cohort) if terms.class_sums == EACH else 0
-        return ContributorFloor(self.class_rows, len(self.manifest.schema.classes), terms.min_contributors + absent)
+        least = terms.least_holders(len(members), self.manifest.cohort_size)
+        return ContributorFloor(self.class_rows, len(self.manifest.schema.classes), least)
 
     @property
     def signs(self) -> bool:

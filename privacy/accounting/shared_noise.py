@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from fl_core.errors import ConfigError
-from privacy.secagg.terms import withstood
+from fl_core.types.secagg import withstood
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ class SharedNoise:
 
         Raises ConfigError: E-PRIV-16 on a run without masks, E-CFG-02 where nobody or too many would collude.
         """
-        n = manifest.cohort or len(manifest.members)
+        n = manifest.cohort_size
         if manifest.secagg is None:
             raise ConfigError(
                 "E-PRIV-16",

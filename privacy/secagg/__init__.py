@@ -11,7 +11,6 @@ keys              keys of one run, signed by identities; chains of secrets that 
 shamir            shares of a seed
 masks             what a seed adds to words
 packages          how shares travel, and what binds a dealer to its seeds
-silo_side         masks one vector, confirms one set, answers for it
+silo_side         masks one vector, confirms one set, answers for it; verifies how many hospitals hold a class
 coordinator_side  adds uploads, seals a set, opens its sum
-census            how many hospitals hold a class, with a proof
 """

@@ -10,6 +10,7 @@ from typing import Self
 import numpy as np
 
 from fl_core.errors import UnavailableError
+from fl_core.types.secagg import SECRET, SHARE
 from privacy.secagg import packages
 from privacy.secagg.keys import confirmed_by
 from privacy.secagg.masks import add_mask, check_words, subtracted
@@ -24,8 +25,8 @@ from privacy.secagg.messages import (
     Words,
     check_about,
 )
-from privacy.secagg.shamir import PRIME, SHARE, combine, join, weights
-from privacy.secagg.terms import CLASSES, MODEL, SECRET, Round, SecaggError
+from privacy.secagg.shamir import PRIME, combine, join, weights
+from privacy.secagg.terms import CLASSES, MODEL, Round, SecaggError
 
 Slot = tuple[int, int, int]
 """(block, dealer, slot)."""
@@ -51,7 +52,7 @@ class UploadSum:
         """model, classes: words of the blocks, without check words."""
         self.round = round
         self._lengths = model, classes
-        self._sums: list[Words] = [np.zeros(k + CHECK_WORDS, round.run.terms.dtype) for k in self._lengths]
+        self._sums: list[Words] = [np.zeros(k + CHECK_WORDS, round.run.dtype) for k in self._lengths]
         self.envelopes: dict[int, _Envelope] = {}
 
     @classmethod

@@ -20,8 +20,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from fl_core.errors import FederationError
+from fl_core.types.secagg import SECRET
 from privacy.secagg.shamir import Random
-from privacy.secagg.terms import SECRET, Round, SecaggError, SecaggRun, digest, frame, kdf
+from privacy.secagg.terms import Round, SecaggError, SecaggRun, digest, frame, kdf
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
 from service_core.pki.roster import Member, renewed_from

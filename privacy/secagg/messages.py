@@ -12,21 +12,15 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_core.errors import FederationError, ProtocolError
-from privacy.secagg.shamir import SHARE
-from privacy.secagg.terms import BLOCKS, SECRET, Round, SecaggError, frame
+from fl_core.errors import ProtocolError
+from fl_core.types.secagg import shapes_beside
+from privacy.secagg.terms import Round, SecaggError, frame
 
 CHECK_WORDS = 4
 """Words of value 1 before each block (`fl_core.aggregation.flat_blocks`), whose sums are the number of uploads unless
 masks did not cancel."""
-_TAG = 16
 Words = NDArray[np.unsignedinteger]
 Bytes = NDArray[np.uint8]
-
-
-def package_length(n: int) -> int:
-    """Return the bytes of one encrypted package: a share of each of the 2n seeds, and the tag."""
-    return len(BLOCKS) * SHARE * n + _TAG
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +40,9 @@ class Upload:
     @staticmethod
     def tensors(round: Round, model: int, classes: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Return NumPy's type and the shape of every tensor, in order; model, classes: words without check words."""
-        n, words = round.n, round.run.terms.dtype
-        return {
-            "salt": ("|u1", (SECRET,)),
-            "commitments": ("|u1", (len(BLOCKS), n, SECRET)),
-            "packages": ("|u1", (n, package_length(n))),
-            "model": (words, (model + CHECK_WORDS,)),
-            "classes": (words, (classes + CHECK_WORDS,)),
-        }
+        words = round.run.dtype
+        beside = {name: ("|u1", shape) for name, shape in shapes_beside(round.n).items()}
+        return {**beside, "model": (words, (model + CHECK_WORDS,)), "classes": (words, (classes + CHECK_WORDS,))}
 
     def check(self, round: Round, model: int, classes: int) -> None:
         """Raise ProtocolError (E-WIRE-06) unless every tensor has the type and the shape that the round prescribes."""
@@ -117,23 +106,6 @@ class Shares:
     round: int
     seal_hash: bytes
     shares: tuple[tuple[int, int, int, bytes], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A member does not confirm or answer. blamed: index of the member whose doing it is, None where unknown."""
-
-    run_id: str
-    kind: str
-    round: int
-    seal_hash: bytes
-    code: str
-    blamed: int | None = None
-
-    @classmethod
-    def of(cls, run_id: str, kind: str, round: int, seal_hash: bytes, error: FederationError) -> Refusal:
-        blamed = error.blamed if isinstance(error, SecaggError) else None
-        return cls(run_id, kind, round, seal_hash, error.code, blamed)
 
 
 Message = Confirmation | Opening | Shares

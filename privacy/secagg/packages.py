@@ -5,7 +5,7 @@ from __future__ import annotations
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from privacy.secagg.shamir import SHARE
+from fl_core.types.secagg import SHARE
 from privacy.secagg.terms import Round, SecaggError, digest, frame, kdf
 
 _NONCE = bytes(12)  # a key is used once: the salt is new with every upload

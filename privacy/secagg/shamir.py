@@ -9,9 +9,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
+from fl_core.types.secagg import SHARE
+
 PRIME = 2**256 + 297
-SHARE = 33
-"""Bytes of a share, little-endian."""
 _DRAWN = 2**257 - 1
 Random = Callable[[int], bytes]
 

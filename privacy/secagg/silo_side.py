@@ -1,4 +1,4 @@
-"""A silo's half of a round: it masks one vector, confirms one set, and answers for that set alone.
+"""A silo's half of a round: it masks one vector, confirms one set, answers for that set alone, and verifies a census.
 
 What must survive a crash is two explicit values, which the caller stores: `RunKeys` of the run, and a `RoundRow` of
 each task until its close. The row of a set is handed to `store` before the signature is made, so that no signature can
@@ -8,17 +8,19 @@ leave a silo that does not have it on its disk.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from fl_core.types.secagg import SECRET
 from privacy.secagg import packages
 from privacy.secagg.keys import RunKeys, confirmed_by
-from privacy.secagg.masks import add_mask, subtracted
+from privacy.secagg.masks import add_mask, check_words, subtracted
 from privacy.secagg.messages import CHECK_WORDS, Confirmation, Opening, Seal, Shares, Upload, Words, check_about
 from privacy.secagg.shamir import Random, split
-from privacy.secagg.terms import BLOCKS, SECRET, Round, SecaggError, SecaggRun
+from privacy.secagg.terms import BLOCKS, CLASSES, Round, SecaggError, SecaggRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ def mask(
     """
     require_unmasked(row, round)
     for block in (model, classes):
-        if (block.dtype.str, block.flags.c_contiguous) != (round.run.terms.dtype, True):
-            raise ValueError(f"expected contiguous words {round.run.terms.dtype}, found {block.dtype.str}")
+        if (block.dtype.str, block.flags.c_contiguous) != (round.run.dtype, True):
+            raise ValueError(f"expected contiguous words {round.run.dtype}, found {block.dtype.str}")
         block[:CHECK_WORDS] = 1
     return masked(keys.of(round), round, (model, classes), random)
 
@@ -199,6 +201,58 @@ def answer(run: SecaggRun, keys: RunKeys, opening: Opening, row: RoundRow | None
     }
     shares = tuple((b, u, v, packages.share_at(round, plain[u], b, v)) for b, u, v in round.opened(row.inside))
     return Shares(run.run_id, round.kind, round.number, row.seal_hash, shares)
+
+
+# ---- the census: how many hospitals contribute rows of a class -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a census was opened from: seal, confirmations by member, own seeds of the class block by member.
+
+    uploads: by member, with the digest of the object's bytes as the reader computed it.
+    """
+
+    seal: Seal
+    confirmations: Mapping[int, bytes]
+    uploads: Mapping[int, tuple[bytes, Upload]]
+    seeds: Mapping[int, bytes]
+
+
+def verify_census(run: SecaggRun, keys: RunKeys, classes: int, proof: Proof, row: RoundRow | None) -> NDArray[np.int64]:
+    """Recompute H, one number per class, from its proof. row: of the census here, None where this silo was away.
+
+    Raises SecaggError: E-RUN-50 for another run's set, or another than this silo sent and confirmed, E-RUN-51 for one
+    that is not of all members, E-RUN-45 where too few confirmed it, E-RUN-48 where uploads, seeds or sums do not fit;
+    ProtocolError (E-WIRE-06) for an upload of another shape.
+    Guarantees: H is the sum of what t members confirmed, the same at every silo; the coordinator cannot change it, only
+    what a silo sends can.
+    """
+    seal = proof.seal
+    if (seal.run_id, seal.kind, seal.round, seal.keys_digest) != (run.run_id, "census", 0, keys.keys_digest):
+        raise SecaggError("E-RUN-50", "expected the census of this run and its keys, found another set")
+    round = run.round(keys.keys_digest, "census", 0, seal.base_digest)
+    inside, hashed, sealed = round.check_set(seal.uploads), round.seal_hash(seal.uploads), dict(seal.uploads)
+    if row is not None and (row.object_digest not in (b"", sealed[keys.index]) or row.seal_hash not in (b"", hashed)):
+        raise SecaggError("E-RUN-50", "expected the census that was sent and confirmed here, found another")
+    good = sum(u in inside and confirmed_by(keys.peers[u], hashed, s) for u, s in proof.confirmations.items())
+    if good < round.t:
+        raise SecaggError("E-RUN-45", f"expected a census that {round.t} members confirmed, found {good}")
+    total = np.zeros(classes + CHECK_WORDS, run.dtype)
+    for u in inside:
+        digest, upload = proof.uploads.get(u, (b"", None))
+        if upload is None or digest != sealed[u]:
+            raise SecaggError("E-RUN-48", f"expected the census of {run.members[u]} that was confirmed", u)
+        upload.check(round, 0, classes)
+        seed = proof.seeds.get(u, b"")
+        if packages.commitment(round, u, u, CLASSES, seed) != upload.commitment(round, CLASSES, u):
+            raise SecaggError("E-RUN-48", f"expected the seed that {run.members[u]} is bound to, found another", u)
+        np.add(total, upload.classes, out=total)
+        add_mask(total, seed, round.context, CLASSES, subtract=True)
+    check_words(total, round.n, round)
+    if (total > round.n).any():
+        raise SecaggError("E-RUN-48", f"expected at most {round.n} hospitals of a class, found more: a silo lied")
+    return total[CHECK_WORDS:].astype(np.int64)
 
 
 def _check_row(row: RoundRow, round: Round) -> None:

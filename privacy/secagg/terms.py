@@ -1,8 +1,6 @@
 """What all members of a run compute alike: thresholds, contexts, who belongs to a set, and which seeds are opened.
 
-Members are written by their index in the manifest. n members of a round, t answers that open a sum, m uploads that a
-sum has at least. Two sets of one round would each need t signatures: since 2t > n + c, an honest silo would have signed
-both unless more than c collude.
+Members are written by their index in the manifest; n, t, m and c are those of `fl_core.types.secagg`.
 """
 
 from __future__ import annotations
@@ -11,21 +9,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fl_core import validate
 from fl_core.errors import ConfigError, RefusedError
+from fl_core.types.secagg import EACH, MIN_MASKED, SECRET, Secagg, answers
 
 VERSION = b"consilium.secagg.v1"
-SECRET = 32
-"""Bytes of a seed, a digest, a salt and a public key."""
 MODEL, CLASSES = 0, 1
 BLOCKS = (MODEL, CLASSES)
 KINDS = ("census", "train", "evaluate")
-FEWEST, MOST = 3, 255
 _WORDS = {"ring32": "<u4", "ring64": "<u8"}
 
 
@@ -62,53 +58,6 @@ class Thresholds(NamedTuple):
     m: int
 
 
-def thresholds(n: int) -> Thresholds:
-    """Compute t = ceil(2n/3) and m = max(3, t) of a round of n members; both sides do, and no message carries them."""
-    t = -(-2 * n // 3)
-    return Thresholds(t, max(FEWEST, t))
-
-
-def withstood(n: int) -> int:
-    """Return how many silos may collude with the coordinator: 2t - n - 1, and 1 of three, which have one set only."""
-    return 1 if n == FEWEST else 2 * thresholds(n).t - n - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SecaggTerms:
-    """What a run's manifest says of secure aggregation.
-
-    min_contributors: k, silos that a class has at least where its rows are opened; 1 takes no census
-    class_sums: "complete" opens class rows only in rounds where every member sent, "each" in every round
-    collusion: c, silos whose missing noise is covered where noise is distributed
-    min_sum: raises m to so many, in a round of fewer members to all of them.
-    """
-
-    ring: Literal["ring32", "ring64"] = "ring32"
-    min_contributors: int = 2
-    class_sums: Literal["complete", "each"] = "complete"
-    collusion: int = 1
-    min_sum: int = 0
-
-    def check(self, n: int) -> None:
-        """Raise ConfigError (E-CFG-02) unless the terms are in range for rounds of n members."""
-        validate.one_of("E-CFG-02", "secagg", tuple(_WORDS), ring=self.ring)
-        validate.one_of("E-CFG-02", "secagg", ("complete", "each"), class_sums=self.class_sums)
-        if not FEWEST <= n <= MOST:
-            raise ConfigError(
-                "E-CFG-02",
-                f"secagg: expected {FEWEST} to {MOST} hospitals in every round, found {n}; invite more, enlarge the "
-                "cohort, or submit the run with secagg=off",
-            )
-        validate.between("E-CFG-02", "secagg", 1, n, min_contributors=self.min_contributors)
-        validate.between("E-CFG-02", "secagg", 0, withstood(n), collusion=self.collusion)
-        validate.between("E-CFG-02", "secagg", 0, n, min_sum=self.min_sum)
-
-    @property
-    def dtype(self) -> str:
-        """Return NumPy's name of the ring's words: unsigned, little-endian, 4 or 8 bytes."""
-        return _WORDS[self.ring]
-
-
 @dataclass(frozen=True)
 class SecaggRun:
     """What all members of a run know of it. manifest_digest: 32 bytes. members: names in the manifest's order.
@@ -121,16 +70,23 @@ class SecaggRun:
     manifest_digest: bytes
     members: tuple[str, ...]
     rounds: int
-    terms: SecaggTerms
+    ring: str
+    terms: Secagg
 
     def __post_init__(self) -> None:
-        self.terms.check(len(self.members))
+        validate.one_of("E-CFG-02", "secagg", tuple(_WORDS), ring=self.ring)
+        self.terms.check(len(self.members), 0)
         if len(set(self.members)) != len(self.members):
             raise ConfigError("E-CFG-02", f"expected each silo once, found {list(self.members)}")
 
+    @property
+    def dtype(self) -> str:
+        """Return NumPy's name of the ring's words: unsigned, little-endian, 4 or 8 bytes."""
+        return _WORDS[self.ring]
+
     def thresholds(self, n: int) -> Thresholds:
-        t, m = thresholds(n)
-        return Thresholds(t, max(m, min(self.terms.min_sum, n)))
+        """Compute t and m of a round of n members; both sides do, and no message carries them."""
+        return Thresholds(answers(n), self.terms.smallest_sum(n))
 
     def round(
         self, keys_digest: bytes, kind: str, number: int, base_digest: bytes, cohort: Sequence[int] | None = None
@@ -166,8 +122,8 @@ class Round:
             raise SecaggError("E-RUN-50", f"expected the digest that a task of kind {self.kind} begins from")
         known = range(len(self.run.members))
         sound = list(self.cohort) == sorted(set(self.cohort)) and all(u in known for u in self.cohort)
-        if not sound or self.n < FEWEST or (self.kind == "census" and self.n != len(known)):
-            raise SecaggError("E-RUN-51", f"expected a cohort of at least {FEWEST} members, found {self.cohort}")
+        if not sound or self.n < MIN_MASKED or (self.kind == "census" and self.n != len(known)):
+            raise SecaggError("E-RUN-51", f"expected a cohort of at least {MIN_MASKED} members, found {self.cohort}")
 
     @property
     def n(self) -> int:
@@ -225,5 +181,5 @@ class Round:
         """
         absent = tuple(v for v in self.cohort if v not in inside)
         whole = not absent and self.n == len(self.run.members)
-        blocks = BLOCKS if whole or self.run.terms.class_sums == "each" else (MODEL,)
+        blocks = BLOCKS if whole or self.run.terms.class_sums == EACH else (MODEL,)
         return tuple((b, u, v) for b in blocks for u in inside for v in sorted((u, *absent)))

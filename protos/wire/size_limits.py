@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types.secagg import bytes_beside
 
 MANIFEST_BYTES = 16 << 20
 _BYTES_PER_NUMBER = 8
 _HEADER_BYTES = 1 << 20
 _HEADER_PER_TENSOR = 512
-_SHARES, _TAG_BYTES, _SEEDS, _SALT_BYTES = 66, 16, 64, 32
-"""Bytes of two shares and of a package's tag, of two commitments, and of the salt: see privacy/secagg/messages.py."""
 
 
 def max_object_bytes(manifest: RunManifest) -> int:
@@ -20,7 +19,6 @@ def max_object_bytes(manifest: RunManifest) -> int:
     A method broadcasts what its updates have the layout of, and less; a masked update has packages and commitments too.
     """
     shapes = [s for spec in manifest.layout.values() for s in (*spec.shapes.values(), spec.weight_shape)]
-    n = 0 if manifest.secagg is None else len(manifest.members)
-    masks = n * (_SHARES * n + _TAG_BYTES) + _SEEDS * n + _SALT_BYTES if n else 0
+    masks = 0 if manifest.secagg is None else bytes_beside(len(manifest.members))
     numbers = _BYTES_PER_NUMBER * sum(math.prod(s) for s in shapes)
     return masks + numbers + _HEADER_PER_TENSOR * len(shapes) + _HEADER_BYTES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,14 +23,14 @@ from fl_core.errors import FederationError, ProtocolError
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import MASKS, SECRET
 from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import MASKS, CompiledRun
+from privacy.compiled_run import CompiledRun
 from privacy.secagg import silo_side
-from privacy.secagg.census import Proof, verify
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature
 from privacy.secagg.messages import Opening, Seal, Upload
 from privacy.secagg.terms import CLASSES as BLOCK_OF_CLASSES
-from privacy.secagg.terms import SECRET, Round, SecaggError, SecaggTerms
+from privacy.secagg.terms import Round, SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
 from protos.wire.tasks import TaskKey
@@ -46,16 +46,6 @@ from silo.storage.store import Store
 MAX_KEYS_BYTES = 4 << 20
 """Of everybody's keys: 16 KiB for each of 255 members."""
 _REMEMBERED = 1000
-
-
-def masked_run(run_id: str, manifest: RunManifest) -> MaskedRun:
-    """Say of a masked run what its keys and answers follow from; raises ConfigError (E-CFG-02) as `SecaggRun`."""
-    assert manifest.secagg is not None
-    terms = SecaggTerms(ring=manifest.grid.ring, **asdict(manifest.secagg))
-    names = tuple(member.name for member in manifest.members)
-    found = MaskedRun(run_id, manifest.digest(), names, manifest.rounds, manifest.seed, manifest.cohort, terms)
-    found.run.terms.check(manifest.cohort or len(names))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ class SecaggMember:
         Raises SecaggError: E-RUN-50 where the private ones are gone, E-RUN-51 as `begin`. Guarantees: the private keys
         are on the disk on return.
         """
-        known = masked_run(run_id, run.manifest)
+        known = MaskedRun.of(run_id, run.manifest)
 
         def make() -> tuple[OwnKeys, bytes]:
             own, credentials = OwnKeys.new(), self.identity.current_credentials()
@@ -149,7 +139,7 @@ class SecaggMember:
             raise SecaggError(
                 "E-ID-33", f"expected the keys of all members with the first task of run {run_id}, found none"
             )
-        known, peers, mine = masked_run(run_id, manifest), self.identity.pins().load(), self.identity.load().identity
+        known, peers, mine = MaskedRun.of(run_id, manifest), self.identity.pins().load(), self.identity.load().identity
         entries = _entries(fetch(digest), known.members)
         members = peers.members()
 
@@ -163,7 +153,7 @@ class SecaggMember:
     def holders(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> Sequence[int]:
         """Return how many hospitals each class has, computed here from what the census was opened from, once.
 
-        Raises RefusedError where that does not prove it: as `privacy.secagg.census.verify`, E-RUN-48 on other bytes.
+        Raises RefusedError where that does not prove it: as `silo_side.verify_census`, E-RUN-48 on other bytes.
         """
         kept = self.store.secagg.holders(key.run_id)
         if kept is not None:
@@ -173,7 +163,7 @@ class SecaggMember:
             raise SecaggError("E-RUN-48", f"expected the census of run {key.run_id} with its first round, found none")
         proof = _proof(fetch(offer.secagg_census_digest))
         classes = len(run.manifest.schema.classes)
-        counted = verify(known.terms.run, known.keys, classes, proof, self.store.secagg.row(census))
+        counted = silo_side.verify_census(known.terms.run, known.keys, classes, proof, self.store.secagg.row(census))
         found = [int(n) for n in counted]
         self.store.secagg.keep_holders(key.run_id, found)
         floor = run.contributor_floor
@@ -324,7 +314,7 @@ class SessionHandler:
         return self.queue.pulse()
 
 
-def _proof(file: Path) -> Proof:
+def _proof(file: Path) -> silo_side.Proof:
     """Read what a census was opened from; raises SecaggError (E-RUN-48) on bytes that are no such thing."""
     try:
         found = pb.SecaggCensus.FromString(file.read_bytes())
@@ -347,7 +337,7 @@ def _proof(file: Path) -> Proof:
     except (DecodeError, ValueError, LookupError, ProtocolError) as error:
         raise SecaggError("E-RUN-48", f"expected what a census was opened from, found other bytes: {error}") from error
     seeds = {seed.member: seed.seed for seed in found.seeds if seed.block == BLOCK_OF_CLASSES}
-    return Proof(seal, {c.index: c.signature for c in found.confirmations}, read, seeds)
+    return silo_side.Proof(seal, {c.index: c.signature for c in found.confirmations}, read, seeds)
 
 
 def _upload(update: BundleFile) -> Upload:

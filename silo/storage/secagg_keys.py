@@ -20,14 +20,16 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import SECRET, Secagg
 from privacy.secagg.keys import OwnKeys, RunKeys
-from privacy.secagg.terms import SECRET, SecaggError, SecaggRun, SecaggTerms
+from privacy.secagg.terms import SecaggError, SecaggRun
 from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
 from silo.storage.schema import secagg_rounds, secagg_runs
 from silo.storage.tasks import OutboxEntry
 
 if TYPE_CHECKING:
+    from fl_core.rounds.manifest import RunManifest
     from privacy.secagg.silo_side import RoundRow
 
 KEYED, READY, GONE = "keyed", "ready", "gone"
@@ -46,11 +48,19 @@ class MaskedRun:
     rounds: int
     seed: int
     cohort: int
-    terms: SecaggTerms
+    ring: str
+    terms: Secagg
 
     @property
     def run(self) -> SecaggRun:
-        return SecaggRun(self.run_id, bytes.fromhex(self.manifest_digest), self.members, self.rounds, self.terms)
+        digest = bytes.fromhex(self.manifest_digest)
+        return SecaggRun(self.run_id, digest, self.members, self.rounds, self.ring, self.terms)
+
+    @classmethod
+    def of(cls, run_id: str, manifest: RunManifest) -> MaskedRun:
+        assert manifest.secagg is not None
+        names, drawn = tuple(member.name for member in manifest.members), (manifest.seed, manifest.cohort)
+        return cls(run_id, manifest.digest(), names, manifest.rounds, *drawn, manifest.grid.ring, manifest.secagg)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -58,7 +68,7 @@ class MaskedRun:
     @classmethod
     def from_json(cls, text: str) -> MaskedRun:
         raw: dict[str, Any] = json.loads(text)
-        return cls(**{**raw, "members": tuple(raw["members"]), "terms": SecaggTerms(**raw["terms"])})
+        return cls(**{**raw, "members": tuple(raw["members"]), "terms": Secagg(**raw["terms"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ import math
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
+from fl_core.types.secagg import bytes_beside
 from privacy.compiled_run import CompiledRun
-from privacy.secagg.messages import package_length
-from privacy.secagg.terms import SECRET
 from silo.reports.leaving import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest
 from silo.reports.spending import charges_of
@@ -23,8 +22,7 @@ def leaves_of(manifest: RunManifest) -> UpdateContents:
     }
     masked = None
     if manifest.secagg is not None:
-        n = manifest.cohort or len(manifest.members)
-        masked = 4 if manifest.grid.ring == "ring32" else 8, SECRET + n * (2 * SECRET + package_length(n))
+        masked = 4 if manifest.grid.ring == "ring32" else 8, bytes_beside(manifest.cohort_size)
     return UpdateContents(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()), masked)
 
 
@@ -33,7 +31,7 @@ def privacy_of(run: CompiledRun) -> str:
     said = _noise_of(run)
     if (terms := run.manifest.secagg) is None:
         return said
-    least = terms.smallest_sum(run.manifest.cohort or len(run.manifest.members))
+    least = terms.smallest_sum(run.manifest.cohort_size)
     return f"{said}{'; ' if ': ' in said else ': '}updates leave under masks, only sums over at least {least} are read"
 
 
@@ -84,9 +82,7 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         tensors=leaves.tensors,
         charges=charges,
         masked=leaves.masked or (),
-        sums_of=0
-        if manifest.secagg is None
-        else manifest.secagg.smallest_sum(manifest.cohort or len(manifest.members)),
+        sums_of=0 if manifest.secagg is None else manifest.secagg.smallest_sum(manifest.cohort_size),
         others=() if manifest.secagg is None else tuple(m.name for m in manifest.members if m.name != silo),
         shared=shared,
     )

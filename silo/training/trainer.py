@@ -208,7 +208,7 @@ class PreparedRun:
         run, manifest = self.run, self.run.manifest
         guard_parts = adaptive_guards.groups(self.runtime.guards)
         msg = adaptive_guards.method_state(run.method.broadcast(run.initial_state()), guard_parts)
-        cohort = manifest.cohort or len(manifest.members)
+        cohort = manifest.cohort_size
         public = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, cohort)
         context = public.for_silo(self.index, manifest.seed, self.submits, manifest.masked_units(self.index))
         step = run.profile.made_up_step(self.index, context, self.device)

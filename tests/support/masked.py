@@ -12,11 +12,12 @@ import torch
 from fl_core import datasets
 from fl_core.aggregation.flat_blocks import CHECK_WORDS, CLASSES, MODEL, WORDS, FlatLayout
 from fl_core.methods import build_method
-from fl_core.rounds.manifest import NamedOptions, RunManifest, Secagg
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import RoundContext
-from privacy.compiled_run import MASKS, CompiledRun
+from privacy.compiled_run import MASKS, CompiledRun, secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import UploadSum
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys
@@ -29,7 +30,6 @@ from service_core.pki import certificates
 from service_core.pki.roster import Member
 from service_core.storage import digests
 from silo.identity.identity import SiloIdentity
-from silo.service.secagg import masked_run
 from silo.storage.home import Home
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, authority, enrolled, manifest
@@ -71,7 +71,7 @@ class Colleague:
         assert self.keys is not None
         blocks = []
         for words in (model, classes):
-            blocks.append(silo_side.blank(len(words), round.run.terms.dtype))
+            blocks.append(silo_side.blank(len(words), round.run.dtype))
             blocks[-1][CHECK_WORDS:] = words
         self.keep(silo_side.uploaded(round, digest))
         return silo_side.mask(self.keys, round, None, *blocks)
@@ -114,7 +114,7 @@ class MaskedHospital(Hospital):
 
     @property
     def run(self) -> SecaggRun:
-        return masked_run(self.run_id, self.manifest).run
+        return secagg_run(self.run_id, self.manifest)
 
     # ---- keys ----
 
@@ -173,9 +173,9 @@ class MaskedHospital(Hospital):
     def sum_of(self, offer: pb.Offer, own: bool = True) -> tuple[UploadSum, list[np.ndarray]]:
         """Add the updates of the colleagues, random words, and of the hospital; return their plain sum as well."""
         round, sizes = self.round_of(offer), self.sizes(FROM_WIRE[offer.kind])
-        total, plain = UploadSum(round, *sizes), [np.zeros(k, round.run.terms.dtype) for k in sizes]
+        total, plain = UploadSum(round, *sizes), [np.zeros(k, round.run.dtype) for k in sizes]
         for u, colleague in self.colleagues.items():
-            words = [self.random.integers(0, 2**31, k).astype(round.run.terms.dtype) for k in sizes]
+            words = [self.random.integers(0, 2**31, k).astype(round.run.dtype) for k in sizes]
             digest = bytes([u]) * 32
             total.add(u, digest, colleague.upload(round, digest, *words))
             plain = [a + b for a, b in zip(plain, words, strict=True)]

@@ -6,7 +6,7 @@ import queue
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,16 +15,17 @@ import torch
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.rounds import sampling
-from fl_core.rounds.manifest import NamedOptions, RunManifest, Secagg
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.simulation.in_process import SiloShare
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import MASKS
+from privacy.compiled_run import MASKS, secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys
 from privacy.secagg.messages import Opening, Seal
 from privacy.secagg.silo_side import RoundRow
-from privacy.secagg.terms import Round, SecaggError, SecaggRun, SecaggTerms
+from privacy.secagg.terms import Round, SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.tasks import TaskKey
@@ -49,13 +50,6 @@ def masked(names: Sequence[str] = NAMES, terms: Secagg = Secagg(1), **more: obje
     units = [len(share.train) for share in shares_of(names).values()]
     members = tuple(replace(m, units=u) for m, u in zip(plain.members, units, strict=True))
     return replace(plain, members=members, secagg=terms, aggregator=NamedOptions("mean"))
-
-
-def secagg_run(run_id: str, agreed: RunManifest) -> SecaggRun:
-    assert agreed.secagg is not None
-    terms = SecaggTerms(ring=agreed.grid.ring, **asdict(agreed.secagg))
-    names = tuple(m.name for m in agreed.members)
-    return SecaggRun(run_id, bytes.fromhex(agreed.digest()), names, agreed.rounds, terms)
 
 
 @dataclass

@@ -9,7 +9,8 @@ from coordinator.config.manifest_builder import build_manifest, manifest_from
 from coordinator.config.run_spec import RunSpec, SecaggSpec
 from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import RunManifest, Secagg
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.secagg import Secagg
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 

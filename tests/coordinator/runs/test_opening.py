@@ -19,11 +19,12 @@ from coordinator.storage.records import RunState
 from fl_core.aggregation.flat_blocks import MODEL, WORDS
 from fl_core.errors import StateError
 from fl_core.rounds.engine import Observer
-from fl_core.rounds.manifest import EACH, RunManifest, Secagg
+from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import EACH, Secagg
 from fl_core.types.values import Bundle, Part
 from privacy.compiled_run import MASKS
 from protos.consilium.v1 import federation_pb2 as pb

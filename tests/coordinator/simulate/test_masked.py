@@ -12,7 +12,7 @@ from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.python_api import simulate
 from coordinator.simulate.results import Result
 from fl_core.errors import ConfigError
-from privacy.secagg.terms import SecaggTerms
+from privacy.compiled_run import secagg_run
 
 WORDS = ("data=digits", "model=digits_mlp", "train.max_steps=3", "rounds=2", "threads=1")
 CLASSES = ("method=fednh", "secagg=on", "aggregator=norm_clipped")
@@ -98,8 +98,5 @@ def test_python_takes_the_same_words() -> None:
 
 def test_the_manifests_terms_are_those_of_the_protocol() -> None:
     manifest = result(*CLASSES).manifest
-    assert manifest.secagg is not None
-    terms = SecaggTerms(
-        manifest.grid.ring, manifest.secagg.min_contributors, manifest.secagg.class_sums, manifest.secagg.collusion
-    )
-    terms.check(len(manifest.members))
+    run = secagg_run("run", manifest)
+    assert (run.ring, run.terms, len(run.members)) == (manifest.grid.ring, manifest.secagg, len(manifest.members))

@@ -12,10 +12,11 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.grid_bounds import bounded_grid
 from fl_core.aggregation.update_check import DeclaredSize, NoisyRows, UpdateCheck
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import RunManifest, Secagg
+from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.enums import Weighing
 from fl_core.types.records import TrainConfig
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import Layout, PartRule, PartSpec
 from tests.support.federations import METHOD_OPTIONS, go, manifest, shares
 

@@ -14,15 +14,16 @@ from sklearn.metrics import roc_auc_score
 
 from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, WORDS
 from fl_core.aggregation.masked_sum import unsigned
-from fl_core.rounds.manifest import NamedOptions, Secagg
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import RoundContext
 from privacy.secagg import silo_side
 from privacy.secagg.keys import Entry, OwnKeys, RunKeys
 from privacy.secagg.messages import Upload, Words
-from privacy.secagg.terms import SecaggRun, SecaggTerms
+from privacy.secagg.terms import SecaggRun
 from tests.support.federations import manifest, shares
 
 DRAWS = 400
@@ -57,10 +58,10 @@ def stream(label: str) -> Callable[[int], bytes]:
 
 def uploads(blocks: Blocks, label: str) -> Iterator[Upload]:
     """Mask one vector in many runs, each with keys of its own."""
-    terms = SecaggTerms("ring64" if blocks[0].itemsize == 8 else "ring32", 1)
+    ring = "ring64" if blocks[0].itemsize == 8 else "ring32"
     for draw in range(DRAWS):
         random = stream(f"{label} {draw}")
-        run = SecaggRun(f"run {draw}", bytes(32), ("a", "b", "c"), 3, terms)
+        run = SecaggRun(f"run {draw}", bytes(32), ("a", "b", "c"), 3, ring, Secagg(1))
         own = [OwnKeys.new(random) for _ in run.members]
         entries: list[Entry] = [o.entry(run, n, b"", lambda _: b"") for o, n in zip(own, run.members, strict=True)]
         keys = RunKeys.agree(run, "a", own[0], entries, lambda *_: True)

@@ -21,8 +21,9 @@ from coordinator.simulate.runner import build_simulation
 from fl_core import datasets
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, Secagg
+from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
 from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import Bundle, Part, PartSpec
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.accounting.projection import preview
@@ -42,7 +43,7 @@ from privacy.policy import Policy
 from privacy.policy_terms import Floors
 from privacy.profiles.prototype_filter import Withheld
 from privacy.release_log import InMemoryReleaseLog
-from privacy.secagg.terms import SecaggError, SecaggRun, SecaggTerms
+from privacy.secagg.terms import SecaggError, SecaggRun
 from silo.cli.ledger import collection_json
 from silo.reports.run_request import RunRequest
 from silo.training.run_request import request_of
@@ -146,7 +147,7 @@ def test_what_counts_is_the_cohort_of_a_round() -> None:
 @pytest.mark.parametrize("min_sum", [0, 3, 5, 6])
 def test_a_run_may_ask_for_larger_sums_and_silos_sign_no_smaller_one(min_sum: int) -> None:
     """What the noise counts on is what the protocol enforces, in rounds of all members and of fewer."""
-    run = SecaggRun("run", bytes(32), SIX, 1, SecaggTerms(min_contributors=1, min_sum=min_sum))
+    run = SecaggRun("run", bytes(32), SIX, 1, "ring32", Secagg(1, min_sum=min_sum))
     terms = Secagg(1, min_sum=min_sum)
     for n in range(3, 7):
         assert run.thresholds(n).m == terms.smallest_sum(n)
@@ -157,7 +158,7 @@ def test_a_run_may_ask_for_larger_sums_and_silos_sign_no_smaller_one(min_sum: in
     with pytest.raises(SecaggError, match=f"at least {m} members"):
         round.check_set([(u, bytes(32)) for u in range(m - 1)])
     with pytest.raises(ConfigError, match="min_sum"):
-        SecaggRun("run", bytes(32), SIX, 1, SecaggTerms(min_contributors=1, min_sum=7))
+        SecaggRun("run", bytes(32), SIX, 1, "ring32", Secagg(1, min_sum=7))
 
 
 @pytest.mark.parametrize(("sigma", "silos"), [(0.7, 2), (1.0, 2), (1.0, 5)])

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fl_core.types.secagg import Secagg
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
 from privacy.secagg.keys import Entry, OwnKeys, RunKeys
 from privacy.secagg.messages import CHECK_WORDS, Confirmation, Opening, Seal, Shares, Upload
 from privacy.secagg.shamir import Random
-from privacy.secagg.terms import Round, SecaggRun, SecaggTerms, Thresholds
+from privacy.secagg.terms import Round, SecaggRun, Thresholds
 
 MANIFEST, BASE = bytes(32), b"b" * 32
 COORDINATOR = b"the coordinator's key"
@@ -74,7 +75,7 @@ class Silo:
 
     def upload(self, round: Round, model: np.ndarray, classes: np.ndarray) -> Upload:
         """Mask copies of both blocks, and store the row of the upload."""
-        blocks = [silo_side.blank(len(words), round.run.terms.dtype) for words in (model, classes)]
+        blocks = [silo_side.blank(len(words), round.run.dtype) for words in (model, classes)]
         for block, words in zip(blocks, (model, classes), strict=True):
             block[CHECK_WORDS:] = words
         upload = silo_side.mask(self.keys, round, self.row(round.kind, round.number), *blocks, self.random)
@@ -98,9 +99,11 @@ class Silo:
         self.rows.pop((round.kind, round.number), None)
 
 
-def make_run(n: int, of_test: tuple[int, int] | None = None, rounds: int = 3, **terms) -> LooseRun:
-    fitting = SecaggTerms(**{"collusion": 0, "min_contributors": 1, **terms})
-    return LooseRun("run-1", MANIFEST, tuple(f"silo{u}" for u in range(n)), rounds, fitting, of_test)
+def make_run(
+    n: int, of_test: tuple[int, int] | None = None, rounds: int = 3, ring: str = "ring32", **terms
+) -> LooseRun:
+    fitting = Secagg(**{"collusion": 0, "min_contributors": 1, **terms})
+    return LooseRun("run-1", MANIFEST, tuple(f"silo{u}" for u in range(n)), rounds, ring, fitting, of_test)
 
 
 def members_of(run: SecaggRun, random: Random = secrets.token_bytes) -> list[Silo]:
@@ -151,7 +154,7 @@ class Federation:
         return state
 
     def plain(self, inside: Iterable[int], block: int) -> np.ndarray:
-        return np.sum([self.inputs[u][block] for u in inside], axis=0, dtype=self.run.terms.dtype)
+        return np.sum([self.inputs[u][block] for u in inside], axis=0, dtype=self.run.dtype)
 
     def close(self) -> None:
         for silo in self.silos:
@@ -177,11 +180,9 @@ def federation(
     keys_digest = silos[0].keys.keys_digest
     round = run.round(keys_digest, kind, number, keys_digest if kind == "census" else BASE)
     drawn = np.random.default_rng(seed)
-    top = np.iinfo(run.terms.dtype).max
+    top = np.iinfo(run.dtype).max
     inputs = [
-        tuple(
-            drawn.integers(0, top, k, dtype=np.dtype(run.terms.dtype).newbyteorder("="), endpoint=True) for k in sizes
-        )
+        tuple(drawn.integers(0, top, k, dtype=np.dtype(run.dtype).newbyteorder("="), endpoint=True) for k in sizes)
         for _ in range(n)
     ]
     return Federation(run, silos, round, inputs)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from fl_core.errors import FederationError
+from fl_core.types.secagg import EACH, Secagg
 from privacy.secagg import shamir
-from privacy.secagg.census import Proof, kept_classes, verify
 from privacy.secagg.coordinator_side import Opened
 from privacy.secagg.messages import Seal
+from privacy.secagg.silo_side import Proof, verify_census
 from privacy.secagg.terms import CLASSES, SecaggError
 from tests.privacy.secagg.federation import (
     BASE,
@@ -30,8 +31,8 @@ H = [5, 2, 1, 0, 4]
 def census(held: np.ndarray = HELD, **terms) -> tuple[Federation, Opened, Proof]:
     n, classes = held.shape
     fed = federation(n, kind="census", sizes=(0, classes), **{"min_contributors": 2, **terms})
-    empty = np.zeros(0, fed.run.terms.dtype)
-    fed.inputs = [(empty, words.astype(fed.run.terms.dtype)) for words in held]
+    empty = np.zeros(0, fed.run.dtype)
+    fed.inputs = [(empty, words.astype(fed.run.dtype)) for words in held]
     state = fed.send().sealed()
     opened = fed.answered(fed.confirmed(state)).finish()
     uploads = {u: (object_digest(upload), upload) for u, upload in enumerate(fed.uploads)}
@@ -41,7 +42,7 @@ def census(held: np.ndarray = HELD, **terms) -> tuple[Federation, Opened, Proof]
 
 def told(fed: Federation, proof: Proof, silo: int) -> list[int]:
     keeper = fed.silos[silo]
-    return verify(fed.run, keeper.keys, len(fed.inputs[0][1]), proof, keeper.row("census", 0)).tolist()
+    return verify_census(fed.run, keeper.keys, len(fed.inputs[0][1]), proof, keeper.row("census", 0)).tolist()
 
 
 @pytest.mark.parametrize("ring", ["ring32", "ring64"])
@@ -53,7 +54,7 @@ def test_t59_every_silo_finds_the_same_numbers_of_holders_as_the_coordinator(rin
     few = replace(proof, confirmations=dict(list(proof.confirmations.items())[:4]))
     assert told(fed, few, 0) == H
     away = replace(fed.silos[4], rows={})  # its confirmation was lost, or its row
-    assert verify(fed.run, away.keys, 5, proof, None).tolist() == H
+    assert verify_census(fed.run, away.keys, 5, proof, None).tolist() == H
 
 
 def lies(fed: Federation, proof: Proof) -> dict[str, Proof]:
@@ -96,7 +97,7 @@ def test_t59_a_census_that_is_told_wrongly_is_refused_by_every_silo(with_row: bo
         for silo in fed.silos:
             row = silo.row("census", 0) if with_row else None
             with pytest.raises(FederationError) as caught:
-                verify(fed.run, silo.keys, 5, lie, row)
+                verify_census(fed.run, silo.keys, 5, lie, row)
             assert caught.value.code in ("E-RUN-45", "E-RUN-48", "E-RUN-50", "E-RUN-51"), what
 
 
@@ -105,7 +106,7 @@ def test_t59_a_census_other_than_the_one_that_was_sent_or_confirmed_here_is_refu
     row = fed.silos[1].row("census", 0)
     for changed in ({"object_digest": b"o" * 32}, {"seal_hash": b"s" * 32}):
         with pytest.raises(SecaggError) as caught:
-            verify(fed.run, fed.silos[1].keys, 5, proof, replace(row, **changed))
+            verify_census(fed.run, fed.silos[1].keys, 5, proof, replace(row, **changed))
         assert caught.value.code == "E-RUN-50"
 
 
@@ -145,13 +146,9 @@ def test_a_census_is_of_all_members_or_none() -> None:
 
 
 def test_t59_the_rows_of_a_class_of_one_hospital_are_left_out_and_k_of_one_leaves_all() -> None:
-    holders = np.array(H)
-    assert kept_classes(make_run(5, min_contributors=2), holders, 5).tolist() == [True, True, False, False, True]
-    assert kept_classes(make_run(5, min_contributors=3), holders, 5).tolist() == [True, False, False, False, True]
+    assert [Secagg(k).least_holders(5, 5) for k in (1, 2, 3)] == [1, 2, 3]
     # of 5 hospitals one may be absent in a round (m = 4), so one holder more is asked for where each round opens rows
-    each = make_run(5, min_contributors=2, class_sums="each")
-    assert kept_classes(each, holders, 5).tolist() == [True, False, False, False, True]
-    assert kept_classes(make_run(5, min_contributors=1), np.array([1, 5]), 5).tolist() == [True, True]
+    assert Secagg(2, EACH).least_holders(5, 5) == 3
 
 
 @pytest.mark.parametrize("class_sums", ["complete", "each"])
@@ -163,7 +160,7 @@ def test_t59_of_random_partitions_every_row_that_is_opened_has_at_least_k_contri
         m = run.thresholds(n).m
         for _ in range(20):
             held = drawn.random((n, 12)) < drawn.uniform(0.1, 0.9, 12)
-            kept = kept_classes(run, held.sum(axis=0), n)
+            kept = held.sum(axis=0) >= run.terms.least_holders(n, n)
             smallest = n if class_sums == "complete" else m
             fewest = min(
                 (held[list(inside)].sum(axis=0) for inside in combinations(range(n), smallest)),
@@ -175,7 +172,7 @@ def test_t59_of_random_partitions_every_row_that_is_opened_has_at_least_k_contri
 def test_t59_a_class_of_one_hospital_is_a_row_of_zeros_in_every_opened_sum() -> None:
     """A silo zeroes what it does not keep, so the sums of such a class are zeros whatever its counts are."""
     fed, opened, proof = census()
-    kept = kept_classes(fed.run, verify(fed.run, fed.silos[0].keys, 5, proof, None), 5)
+    kept = verify_census(fed.run, fed.silos[0].keys, 5, proof, None) >= Secagg(2).least_holders(5, 5)
     counts = HELD * np.arange(1, 6, dtype="<u4")[:, None] * 100
     model = np.zeros(3, "<u4")
     fed.round = fed.run.round(fed.round.keys_digest, "train", 0, BASE)

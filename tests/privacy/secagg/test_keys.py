@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fl_core.types.secagg import Secagg, withstood
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature, vouch
-from privacy.secagg.terms import SecaggError, SecaggRun, SecaggTerms, withstood
+from privacy.secagg.terms import SecaggError, SecaggRun
 from service_core.pki import certificates
 from service_core.pki.roster import Member, renewal_link
 from tests.privacy.secagg.federation import federation, identity_signature, make_run, trusted
@@ -209,17 +210,18 @@ def test_thresholds_are_those_of_the_specification_and_two_sets_need_more_collud
 
 
 @pytest.mark.parametrize(
-    ("n", "terms"),
+    ("n", "ring", "terms"),
     [
-        (2, SecaggTerms()),
-        (256, SecaggTerms()),
-        (4, SecaggTerms(collusion=2)),
-        (4, SecaggTerms(min_contributors=0)),
-        (4, SecaggTerms(min_contributors=5)),
-        (4, SecaggTerms(ring="ring16")),
-        (4, SecaggTerms(class_sums="some")),
+        (2, "ring32", Secagg()),
+        (256, "ring32", Secagg()),
+        (4, "ring32", Secagg(collusion=2)),
+        (4, "ring32", Secagg(min_contributors=0)),
+        (4, "ring32", Secagg(min_contributors=5)),
+        (4, "ring32", Secagg(min_sum=5)),
+        (4, "ring16", Secagg()),
+        (4, "ring32", Secagg(class_sums="some")),
     ],
 )
-def test_terms_that_no_run_can_have_are_refused(n: int, terms: SecaggTerms) -> None:
+def test_terms_that_no_run_can_have_are_refused(n: int, ring: str, terms: Secagg) -> None:
     with pytest.raises(ValueError, match="E-CFG-02"):
-        SecaggRun("run-1", bytes(32), tuple(map(str, range(n))), 1, terms)
+        SecaggRun("run-1", bytes(32), tuple(map(str, range(n))), 1, ring, terms)

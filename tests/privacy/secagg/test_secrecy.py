@@ -13,8 +13,9 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy.stats import chi2
 
+from fl_core.types.secagg import withstood
 from privacy.secagg import masks, packages, shamir, silo_side
-from privacy.secagg.terms import SecaggError, withstood
+from privacy.secagg.terms import SecaggError
 from tests.privacy.secagg.federation import BASE, federation
 
 P_VALUE = 1e-4
@@ -40,20 +41,20 @@ def a_real_update(words: int, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("ring", ["ring32", "ring64"])
 def test_t31_masked_zeros_are_uniform_in_every_byte_of_both_blocks(ring: str) -> None:
     fed = federation(3, ring=ring, sizes=(2**20, 2**20), repeatable=True)
-    zeros = np.zeros(2**20, fed.run.terms.dtype)
+    zeros = np.zeros(2**20, fed.run.dtype)
     upload = fed.silos[1].upload(fed.round, zeros, zeros)
     for block in (upload.model, upload.classes):
         assert min(p_of_bytes(block[4:])) > P_VALUE
         assert min(p_of_bytes(block[4:] - np.roll(block[4:], 1))) > P_VALUE
     assert not np.array_equal(upload.model, upload.classes)  # equal vectors are masked differently
-    seen = p_of_bytes(a_real_update(2**20, fed.run.terms.dtype))
+    seen = p_of_bytes(a_real_update(2**20, fed.run.dtype))
     assert max(seen[1:]) < P_VALUE  # without a mask it shows in all but the last byte
 
 
 @pytest.mark.parametrize("ring", ["ring32", "ring64"])
 def test_t32_a_masked_update_is_uniform_and_tells_nothing_of_it(ring: str) -> None:
     fed = federation(3, ring=ring, repeatable=True)
-    update = a_real_update(2**20, fed.run.terms.dtype)
+    update = a_real_update(2**20, fed.run.dtype)
     masked = fed.silos[0].upload(fed.round, update, update).model[4:]
     assert min(p_of_bytes(masked)) > P_VALUE
     signed = f"<i{masked.itemsize}"

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fl_core.types.secagg import Secagg
 from privacy.secagg import masks, packages, shamir, silo_side
 from privacy.secagg.coordinator_side import unmask
 from privacy.secagg.keys import Entry, OwnKeys, RunKeys
-from privacy.secagg.terms import VERSION, SecaggTerms, digest, frame
+from privacy.secagg.terms import VERSION, digest, frame
 from tests.privacy.secagg import reference
 from tests.privacy.secagg.federation import BASE, MANIFEST, LooseRun, make_run
 
@@ -62,7 +63,7 @@ def test_t47_a_whole_round_is_that_of_the_vectors(width: str) -> None:
     base = bytes.fromhex(known["base_digest"])
     run = LooseRun(
         known["run_id"], bytes.fromhex(known["manifest_digest"]), tuple(known["members"]), 1,
-        SecaggTerms(RINGS[width], collusion=0), (known["t"], known["m"]),
+        RINGS[width], Secagg(collusion=0), (known["t"], known["m"]),
     )  # fmt: skip
     randoms = [drawn(f"silo{u}") for u in range(5)]
     own = [OwnKeys.new(random) for random in randoms]

@@ -13,8 +13,9 @@ import torch
 from fl_core.aggregation.contributor_floor import CENSUS, HOSPITALS
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
-from fl_core.rounds.manifest import NamedOptions, Secagg
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import Secagg
 from fl_core.types.values import Part
 from privacy.compiled_run import MASKS, CompiledRun
 from privacy.secagg import silo_side
@@ -85,7 +86,7 @@ class Counted(MaskedHospital):
 
     def _masked(self, u: int, held: list[int]) -> Upload:
         round, sizes = self.round_of(self.census), self.sizes(TaskKind.CENSUS)
-        blocks = [silo_side.blank(k, round.run.terms.dtype) for k in sizes]
+        blocks = [silo_side.blank(k, round.run.dtype) for k in sizes]
         blocks[1][CHECK_WORDS:] = held
         keys = self.colleagues[u].keys
         assert keys is not None

@@ -16,8 +16,9 @@ from google.protobuf.message import DecodeError
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ProtocolError
 from fl_core.methods import build_method
-from fl_core.rounds.manifest import NamedOptions, Secagg, make_members
+from fl_core.rounds.manifest import NamedOptions, make_members
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import Secagg
 from privacy.secagg.coordinator_side import SealedRound
 from privacy.secagg.keys import OwnKeys
 from privacy.secagg.messages import Seal

@@ -8,14 +8,15 @@ import pytest
 
 from fl_core.errors import FederationError
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import Secagg
 from privacy.secagg.keys import OwnKeys, RunKeys
 from privacy.secagg.silo_side import RoundRow
-from privacy.secagg.terms import SecaggError, SecaggTerms
+from privacy.secagg.terms import SecaggError
 from silo.storage.secagg_keys import MaskedRun
 from tests.silo.storage.test_crash import crash_points
 from tests.support.hospital import FACTS, B, key, opened, stage
 
-RUN = MaskedRun("run-1", "a" * 64, ("a", "b", "c"), 3, 7, 0, SecaggTerms(min_contributors=1))
+RUN = MaskedRun("run-1", "a" * 64, ("a", "b", "c"), 3, 7, 0, "ring32", Secagg(1))
 OWN = OwnKeys(b"a" * 32, b"s" * 32)
 READY = RunKeys(1, b"K" * 32, OWN.sign, (b"x" * 32, b"y" * 32, b"z" * 32), (b"1" * 32, b"2" * 32, b"3" * 32))
 SEALED = RoundRow("train", 0, bytes.fromhex(B), b"", b"h" * 32, (0, 1, 2))

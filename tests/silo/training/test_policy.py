@@ -12,7 +12,8 @@ from fl_core.errors import RefusedError
 from fl_core.methods import FedAvg, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import NamedOptions, Secagg
+from fl_core.rounds.manifest import NamedOptions
+from fl_core.types.secagg import Secagg
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy

@@ -1,0 +1,112 @@
+"""The terms of runs whose updates are masked, and what follows from them alike on both sides. Imports no torch.
+
+n members of a round, t = ceil(2n/3) answers that open its sum, at least m updates in a sum. Two different sets of a
+round would each need t signatures: since 2t > n + c, an honest silo would have signed both unless more than c collude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from fl_core import validate
+from fl_core.errors import ConfigError
+from fl_core.validate import between, bounded, one_of
+
+MIN_MASKED, MAX_MASKED = 3, 255
+"""Members of a run with masks: of two, each reads the other's update off the sum; shares are for so many at most."""
+MASKS = "masks"
+"""The part of a masked update that is no block: what others need to take the masks off a sum."""
+SECRET, SHARE, TAG = 32, 33, 16
+"""Bytes of a seed, a digest, a salt and a public key; of a share; of what an encrypted package is longer by."""
+COMPLETE, EACH = "complete", "each"
+CLASS_SUMS = (COMPLETE, EACH)
+
+
+def answers(cohort: int) -> int:
+    """Return t: how many members of a round open its sum."""
+    return -(-2 * cohort // 3)
+
+
+def withstood(cohort: int) -> int:
+    """Return c: how many may collude with the coordinator; of three, which have one set only, 1."""
+    return 1 if cohort == MIN_MASKED else 2 * answers(cohort) - cohort - 1
+
+
+def shapes_beside(cohort: int) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of bytes that a masked update has beside its two blocks, whatever a silo holds.
+
+    salt: of the packages' keys   commitments: per block and member, to a seed   packages: for each member, shares of
+    all seeds of both blocks.
+    """
+    package = 2 * SHARE * cohort + TAG
+    return {"salt": (SECRET,), "commitments": (2, cohort, SECRET), "packages": (cohort, package)}
+
+
+def bytes_beside(cohort: int) -> int:
+    return sum(math.prod(shape) for shape in shapes_beside(cohort).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Secagg:
+    """The terms of a run whose updates are masked; what a sum needs follows from the number of members.
+
+    min_contributors: hospitals that rows of a class are sums over at least, 1: any number
+    class_sums: whether sums per class are opened in rounds in which every member sent alone, or in each; the difference
+    of two sums over different sets is one hospital's
+    collusion: hospitals whose noise does not count, where noise is shared out
+    min_sum: updates that a sum has at least, where that is more than follows from the number of members; a round of
+    fewer members then needs all of them
+    """
+
+    min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 2
+    class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
+    collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
+    min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+
+    def check(self, members: int, cohort: int) -> None:
+        """Raise ConfigError (E-CFG-02) on terms that no run of so many members has; cohort: of a round, 0: all."""
+        validate.declared("E-CFG-02", "secagg", self)
+        drawn = cohort or members
+        if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since of two each knows the "
+                f"other from the sum, found {members} and a cohort of {drawn}: ask more, or set secagg=off",
+            )
+        if self.min_contributors > members:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected secagg.min_contributors of at most {members} hospitals, found {self.min_contributors}",
+            )
+        if self.min_sum > members:
+            raise ConfigError(
+                "E-CFG-02", f"expected secagg.min_sum of at most {members} hospitals, found {self.min_sum}: lower it"
+            )
+        most = withstood(drawn)
+        if self.collusion > most:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected secagg.collusion of at most {most} with {drawn} hospitals in a round, found "
+                f"{self.collusion}: more of them can have two sums of one round",
+            )
+        if drawn < members and self.class_sums == COMPLETE:
+            raise ConfigError(
+                "E-CFG-02",
+                "expected cohort=0 with secagg.class_sums=complete, under which sums per class are opened over all "
+                f"hospitals alone, found cohort={cohort}: set secagg.class_sums=each, by which the difference of two "
+                "rounds may show one hospital's counts, or leave cohort out",
+            )
+
+    def least_holders(self, members: int, cohort: int) -> int:
+        """Return how many hospitals a class has at least whose rows leave, so that a sum has min_contributors of them.
+
+        Where rows are opened in each round, so many of them may be absent as a sum can do without.
+        """
+        return self.min_contributors + (members - self.smallest_sum(cohort) if self.class_sums == EACH else 0)
+
+    def smallest_sum(self, cohort: int) -> int:
+        """Return how many updates a sum has at least."""
+        return max(MIN_MASKED, answers(cohort), min(self.min_sum, cohort))
