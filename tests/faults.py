@@ -6,7 +6,7 @@ does, and what then happens.
 python -m tests.faults [pytest's own arguments]   runs those tests; fails where one fails. Once all of them have been
                                                   run the page is written, and otherwise stays as it was
 python -m tests.faults --check                    fails when the page lists others than the marked tests; runs none
-python -m tests.faults --writes [--every N]       disturbs every write of a run, or each N-th: see tests/writes.py
+python -m tests.faults --writes [--masked] [--every N]       disturbs each N-th write of a run: see tests/writes.py
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from tests.support.processes import ENV, ROOT
     "is killed at any write of a private run, also in the middle of one, or finds the disk full",
     "no home is refused, no round is charged twice, and the model is the same",
 )
-def test_a_side_that_dies_at_a_write_goes_on_to_the_same_model_and_is_charged_once() -> None:
-    command = [sys.executable, "-m", "tests.faults", "--writes", "--every", "150"]
+@pytest.mark.parametrize("masked", [(), ("--masked",)])
+def test_a_side_that_dies_at_a_write_goes_on_to_the_same_model_and_is_charged_once(masked: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "tests.faults", "--writes", "--every", "150", *masked]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

@@ -5,7 +5,7 @@ removed names. At the write of its turn it kills the process, lets half of the b
 full for that write and the next two. The processes are forked from one that has imported everything. Coordinator and
 hospitals are real, over mutual TLS; of the hospitals one is a victim in turn, and the other one must notice nothing.
 
-python -m tests.faults --writes [--every N] [--minutes M]   each N-th write; of files of databases, each N/8-th
+python -m tests.faults --writes [--masked] [--every N] [--minutes M]   each N-th write; of databases, each N/8-th
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import sqlite3  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
-import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections import Counter  # noqa: E402
@@ -47,6 +46,7 @@ from fl_core import datasets  # noqa: E402
 from fl_core.aggregation.fixed_point import FixedPointFormat  # noqa: E402
 from fl_core.errors import FederationError, UnavailableError  # noqa: E402
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members  # noqa: E402
+from fl_core.types.secagg import Secagg  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
 from privacy.ledger.registration import register  # noqa: E402
 from service_core.storage.generation import read_only  # noqa: E402
@@ -57,7 +57,7 @@ from tests.support.fake_coordinator import manifest  # noqa: E402
 from tests.support.processes import ROOT, free_port  # noqa: E402
 
 COORDINATOR = "coordinator"
-DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1"}
+DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1", "west": "digits/p3c4/2"}
 VICTIMS = (COORDINATOR, "north")
 KILL, TEAR, FILL = "killed before it", "torn", "disk full"
 EXPECTED, LOST = 60.0, 3
@@ -218,6 +218,28 @@ def run(words: Sequence[str]) -> int:
         return subprocess.run(mine, env=env, cwd=ROOT, check=False).returncode
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is run: two hospitals' private run, or the same of three under masks."""
+
+    masked: bool
+
+    @property
+    def data(self) -> dict[str, str]:
+        return DATA if self.masked else dict(list(DATA.items())[:2])
+
+    def agreed(self) -> RunManifest:
+        """Freeze a private run of one round, with repeatable noise."""
+        names = tuple(self.data)
+        return manifest(
+            members=make_members(names, 3, 1.0, [1000] * len(names)),
+            rounds=1,
+            grid=FixedPointFormat("ring64", len(names)),
+            privacy=NamedOptions("dp_record", {"rng": "test", "epsilon": 8.0, "reserve_rounds": 2}),
+            **({"secagg": Secagg(1), "aggregator": NamedOptions("mean")} if self.masked else {}),
+        )
+
+
 class Turn(NamedTuple):
     """Which write of whom is disturbed, and how. databases: counted are the files of databases alone."""
 
@@ -231,6 +253,7 @@ class Turn(NamedTuple):
 class Trial:
     """One run with one disturbed write. hit: the write, as the library noted it   wrong: what did not hold."""
 
+    plan: Plan
     folder: Path
     turn: Turn
     port: int = field(default_factory=free_port)
@@ -246,9 +269,9 @@ class Trial:
     def go(self) -> None:
         """Let the run come to its end, and look at what is left."""
         try:
-            for name in (COORDINATOR, *DATA):
+            for name in (COORDINATOR, *self.plan.data):
                 self._start(name, disturbed=name == self.turn.victim)
-            self._until(lambda: all(self._mark(name).exists() for name in (COORDINATOR, *DATA)))
+            self._until(lambda: all(self._mark(name).exists() for name in (COORDINATOR, *self.plan.data)))
             self._stop()
         finally:
             for process in self._running.values():
@@ -273,11 +296,11 @@ class Trial:
             os.dup2(log, 1)
             os.dup2(log, 2)
             faulthandler.register(signal.SIGUSR1)
-            stopping = threading.Event()
-            signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+            told = list[int]()  # an event's lock may be held by the very thread that a signal interrupts
+            signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
             if disturbed:
                 self._watch()
-            (self._coordinate if name == COORDINATOR else self._train)(name, stopping)
+            (self._coordinate if name == COORDINATOR else self._train)(name, told)
             code = 0
         except BaseException:  # the child must not return into the parent's work
             traceback.print_exc()
@@ -292,13 +315,14 @@ class Trial:
         watch.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_char, ctypes.c_int, ctypes.c_int]
         watch(place, turn.at, how, int(turn.databases), log)
 
-    def _coordinate(self, name: str, stopping: threading.Event) -> None:
-        server = CoordinatorServer(self.folder / name, f"127.0.0.1:{self.port}", lambda *_: agreed(), FAST)
+    def _coordinate(self, name: str, told: list[int]) -> None:
+        server = CoordinatorServer(self.folder / name, f"127.0.0.1:{self.port}", lambda *_: self.plan.agreed(), FAST)
         server.start()
         run = None
-        while not stopping.wait(0.02):
+        while not told:
+            time.sleep(0.02)
             try:
-                run = server.runs.submit(agreed(), "{}", "request")
+                run = server.runs.submit(self.plan.agreed(), "{}", "request")
                 found = server.store.runs.get(run.id)
             except UnavailableError:  # a full disk: a lead asks again
                 continue
@@ -308,13 +332,13 @@ class Trial:
                 self._note(name, f"{found.state.value}\n{found.model_digest}\n{found.reason}")
         server.stop(0.5)
 
-    def _train(self, name: str, stopping: threading.Event) -> None:
+    def _train(self, name: str, told: list[int]) -> None:
         home = Home(self.folder / name)
-        site = Site(World(self.folder / COORDINATOR, port=self.port), home, DATA[name])
+        site = Site(World(self.folder / COORDINATOR, port=self.port), home, self.plan.data[name])
         with home.locked():
             site.start()
             assert site.service is not None
-            while not stopping.wait(0.02) and not site.service.wait(0.01):
+            while not told and not site.service.wait(0.02):
                 known = site.service.store.history()
                 if known and known[0].state == "finished" and not site.service.store.outbox():
                     self._note(name, "done")
@@ -337,7 +361,9 @@ class Trial:
                 if (status := self._status(name)) is not None:
                     self._again(name, status)
             if time.monotonic() > deadline or self.wrong:
-                self.wrong.append(f"the run has not ended: {[self._log(name)[-300:] for name in (COORDINATOR, *DATA)]}")
+                self.wrong.append(
+                    f"the run has not ended: {[self._log(name)[-300:] for name in (COORDINATOR, *self.plan.data)]}"
+                )
                 return
             time.sleep(0.005)
 
@@ -414,7 +440,7 @@ class Trial:
             self.hit = lines[self.turn.at - 1]
         try:
             CoordinatorStore(self.folder / COORDINATOR).close()
-            for name in DATA:
+            for name in self.plan.data:
                 SiloStore(self.folder / name / "silo.db").close_database()
                 self._count(name)
         except (FederationError, sqlite3.Error) as error:
@@ -437,20 +463,10 @@ class Trial:
                 self.wrong.append(f"{name} has {made[key]} charges of {key}, and {excused} were interrupted")
 
 
-def agreed() -> RunManifest:
-    """A private run of one round, with repeatable noise."""
-    return manifest(
-        members=make_members(tuple(DATA), 3, 1.0, [1000, 1000]),
-        rounds=1,
-        grid=FixedPointFormat("ring64", len(DATA)),
-        privacy=NamedOptions("dp_record", {"rng": "test", "epsilon": 8.0, "reserve_rounds": 2}),
-    )
-
-
-def founded(folder: Path) -> Path:
+def founded(plan: Plan, folder: Path) -> Path:
     """Make the homes that every trial begins with: enrolled, with registered records and a budget."""
     world = World.create(folder / COORDINATOR, ())
-    for name, data in DATA.items():
+    for name, data in plan.data.items():
         home = enrolled(world, name, folder / name)
         home.policy.write_text('[privacy]\nrng = "test"\n')
         home.policy.chmod(0o600)
@@ -461,10 +477,10 @@ def founded(folder: Path) -> Path:
     return folder
 
 
-def disturbed(template: Path, folder: Path, turn: Turn) -> Trial:
+def disturbed(plan: Plan, template: Path, folder: Path, turn: Turn) -> Trial:
     """Do one trial in a copy of the homes."""
     shutil.copytree(template, folder)
-    trial = Trial(folder, turn)
+    trial = Trial(plan, folder, turn)
     trial.go()
     return trial
 
@@ -486,17 +502,19 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", type=int, default=1, help="try each so manieth write")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, wherever that is")
+    parser.add_argument("--masked", action="store_true", help="a run of three hospitals under masks")
     asked = parser.parse_args(words)
+    plan = Plan(asked.masked)
     torch.set_num_threads(1)
     simulated = ("data=digits", "federation=p3c4", "method=fedavg", "rounds=1", "train.epochs=1")
     runner.run(compose_spec((*simulated, "privacy=dp_record", "privacy.rng=test", "privacy.epsilon=8")))  # imports all
-    template = founded(asked.folder / "template")
+    template = founded(plan, asked.folder / "template")
     gc.freeze()
     seen, digest, files = {}, "", Counter[str]()
     for victim in VICTIMS:
         for databases in (False, True):
             for how in (KILL, TEAR, FILL) if databases else (KILL, TEAR):
-                trial = disturbed(template, asked.folder / "counted", Turn(victim, how, 0, databases))
+                trial = disturbed(plan, template, asked.folder / "counted", Turn(victim, how, 0, databases))
                 lines = (trial.folder / "writes").read_text().splitlines()
                 seen[victim, databases, how] = len(lines)
                 if how == KILL and not databases:
@@ -506,7 +524,7 @@ def main(words: Sequence[str]) -> int:
                 digest = trial.digest
                 shutil.rmtree(trial.folder)
     print(f"an undisturbed run writes {sum(n for (_, d, how), n in seen.items() if how == KILL and not d)} times")
-    return _enumerated(asked.folder, template, turns(seen, asked.every), digest, files, 60 * asked.minutes)
+    return _enumerated(plan, asked.folder, template, turns(seen, asked.every), digest, files, 60 * asked.minutes)
 
 
 def _kind(victim: str, line: str) -> str:
@@ -520,7 +538,7 @@ def _kind(victim: str, line: str) -> str:
 
 
 def _enumerated(
-    folder: Path, template: Path, tried: Iterator[Turn], digest: str, files: Counter[str], seconds: float
+    plan: Plan, folder: Path, template: Path, tried: Iterator[Turn], digest: str, files: Counter[str], seconds: float
 ) -> int:
     began, number, unreached, differ, refused, twice = time.monotonic(), 0, 0, 0, 0, 0
     hits: Counter[tuple[str, str]] = Counter()
@@ -528,7 +546,7 @@ def _enumerated(
     for turn in tried:
         if time.monotonic() - began > seconds:
             break
-        trial = disturbed(template, folder / f"{number}", turn)
+        trial = disturbed(plan, template, folder / f"{number}", turn)
         number += 1
         unreached += not trial.hit
         if trial.hit:

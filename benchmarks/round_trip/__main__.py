@@ -3,6 +3,7 @@
 python -m benchmarks.round_trip --silos 3 --params 11183582 --json
 python -m benchmarks.round_trip --silos 3,12 --params 11183582 --rounds 3 --json    also compares the peaks of memory
 python -m benchmarks.round_trip --silos 1 --rounds 4 --delay-ms 100     both over one delaying line of 1 Gbit/s
+python -m benchmarks.round_trip --silos 6 --rounds 12 --masks           the same rounds under masks in between as well
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ STARTS = 4
 """How often all processes are started at most, of rounds and of bare streams alike."""
 
 
-def measure(silos: int, params: int, rounds: int, log: Path, delay_ms: float) -> Mapping[str, Value]:
+def measure(
+    silos: int, params: int, rounds: int, log: Path, delay_ms: float, masks: bool = False
+) -> Mapping[str, Value]:
     """Measure `rounds` rounds of a few starts of all processes, each as `_measure_start` does.
 
     One start takes up to a tenth longer for the same rounds, and for bare streams, than the next.
@@ -45,7 +48,7 @@ def measure(silos: int, params: int, rounds: int, log: Path, delay_ms: float) ->
     chosen, legs = workload(params), [min(LEG, rounds - begin) for begin in range(0, rounds, LEG)]
     starts = min(STARTS, len(legs))
     with processes(log) as started:
-        found = [_measure_start(started, silos, chosen, legs[k::starts], delay_ms) for k in range(starts)]
+        found = [_measure_start(started, silos, chosen, legs[k::starts], delay_ms, masks) for k in range(starts)]
     first, peak = found[0].first, max(one.peak for one in found)
     streams, runs = [s for one in found for s in one.streams], [run for one in found for run in one.runs]
     took = [seconds for run in runs for seconds in run.seconds]
@@ -73,6 +76,22 @@ def measure(silos: int, params: int, rounds: int, log: Path, delay_ms: float) ->
         "warm_up_seconds_each": [round(s, 3) for run in runs for s in run.warm_up],
         "round_seconds_each": [round(s, 3) for s in took],
         "bare_stream_seconds_each": [round(s, 3) for s in moved],
+        **_under_masks(found, median(took)),
+    }
+
+
+def _under_masks(found: Sequence[_Start], plain: float) -> dict[str, Value]:
+    """Say what the same rounds under masks took; nothing where none were measured."""
+    runs = [run for one in found for run in one.masked]
+    if not runs:
+        return {}
+    took = [seconds for run in runs for seconds in run.seconds]
+    return {
+        "masked_bytes_up": runs[0].up,
+        "masked_round_seconds": round(median(took), 4),
+        "masked_ratio": round(median(took) / plain, 3),
+        "masked_coordinator_peak_mib": round(max(one.masked_peak for one in found), 1),
+        "masked_round_seconds_each": [round(s, 3) for s in took],
     }
 
 
@@ -84,15 +103,22 @@ class _Streams(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """What was measured between the start of the processes and their end. first: the run before all others."""
+    """What was measured between the start of the processes and their end. first: the run before all others.
+
+    peak: of the coordinator's memory before any run was masked   masked_peak: after all of them.
+    """
 
     first: Rounds
     runs: list[Rounds]
     streams: list[_Streams]
     peak: float
+    masked: list[Rounds]
+    masked_peak: float
 
 
-def _measure_start(started: Processes, silos: int, chosen: Workload, legs: Sequence[int], delay_ms: float) -> _Start:
+def _measure_start(
+    started: Processes, silos: int, chosen: Workload, legs: Sequence[int], delay_ms: float, masks: bool
+) -> _Start:
     """Measure runs of so many rounds, and bare streams before and after each run.
 
     A host whose speed changes within a minute is as fast for the ones as for the others.
@@ -102,11 +128,15 @@ def _measure_start(started: Processes, silos: int, chosen: Workload, legs: Seque
         try:
             first = federation.run(0, 1)
             bare = Bare(started, federation.home, federation.silos, delay_ms)
-            streams, runs = [_streams(bare, first, legs[0])], list[Rounds]()
+            streams, runs, masked = [_streams(bare, first, legs[0])], list[Rounds](), list[Rounds]()
+            peak = 0.0
             for leg in legs:
                 runs.append(federation.run(leg, WARM_UP))
+                peak = peak if masked else federation.peak_mib()
+                if masks:
+                    masked.append(federation.run(leg, WARM_UP, masks=True))
                 streams.append(_streams(bare, first, leg))
-            return _Start(first, runs, streams, federation.peak_mib())
+            return _Start(first, runs, streams, peak, masked, federation.peak_mib())
         finally:
             federation.close()
             started.stop()
@@ -139,11 +169,12 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="file for what the processes say")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="round trip of the line of 1 Gbit/s between")
+    parser.add_argument("--masks", action="store_true", help="also measure each run's rounds under masks")
     words = parser.parse_args()
     with TemporaryDirectory(prefix="consilium-bench-log-") as scratch:
         log = words.log or Path(scratch) / "log"
         try:
-            measured = [measure(silos, words.params, words.rounds, log, words.delay_ms) for silos in words.silos]
+            measured = [measure(n, words.params, words.rounds, log, words.delay_ms, words.masks) for n in words.silos]
         except FederationError as error:
             sys.stderr.write(f"{error}\n")
             return 1

@@ -85,12 +85,13 @@ class Federation:
     def _online(self) -> int:
         return sum(silo.state == "online" for silo in self._lead.silos().silos)
 
-    def run(self, rounds: int, warm_up: int) -> Rounds:
+    def run(self, rounds: int, warm_up: int, masks: bool = False) -> Rounds:
         """Run so many training rounds after some to warm up, and the closing evaluation; return the record of them.
 
         The record is read from the database: asking the service would be work that the round does not have.
         """
         words = [*self._workload.overrides, f"rounds={warm_up + rounds}", "method=fedavg", "threads=1"]
+        words += ["secagg=on", "secagg.min_contributors=1"] if masks else ["secagg=off"]
         run = self._lead.submit(compose_spec(words).to_json(), uuid4().hex).run_id
         used = list[_Used]()
         with closing(Store(self.home)) as store:

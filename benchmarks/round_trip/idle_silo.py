@@ -14,6 +14,7 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
+from fl_core.aggregation import adaptive_guards  # noqa: E402
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime  # noqa: E402
 from fl_core.training.evaluation import GLOBAL_PARTS  # noqa: E402
 from fl_core.types.enums import TaskKind  # noqa: E402
@@ -31,12 +32,18 @@ def idle(
     bench: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
     """Answer a bundle of the run's layout at once."""
-    del msg, data
-    parts = set(bench.layout) & set(GLOBAL_PARTS) if kind is TaskKind.EVALUATE else set(bench.layout)
+    del data
+    own = set(bench.layout) - adaptive_guards.groups(bench.guards)
+    parts = own & set(GLOBAL_PARTS) if kind is TaskKind.EVALUATE else own
     bundle = constant_update(bench.layout, parts, context.round * context.n_silos + context.silo)
     measured = {name: bundle[name] for name in parts & set(GLOBAL_PARTS)}
-    for guard in bench.guards:
+    if bench.masking is not None:
+        size = list(bench.masking.check.sizes.values())[context.silo].train
+        bundle = {name: part if name in GLOBAL_PARTS else _of_size(part, size) for name, part in bundle.items()}
+    for guard in adaptive_guards.guards_for_round(bench.guards, msg):
         bundle = guard.outgoing(bundle, context.silo, context.round)
+    if bench.masking is not None:
+        bundle = bench.masking.flat(bundle, kind, context, msg)
     return SiloRound(bundle, {} if state is None else state, measured)
 
 
@@ -47,6 +54,10 @@ def constant_update(layout: Mapping[str, PartSpec], parts: Collection[str], numb
     """
     bundle: Bundle = {name: _part(name, _frozen(layout[name])) for name in parts}
     return {name: part if name in GLOBAL_PARTS else _signed(part, number) for name, part in bundle.items()}
+
+
+def _of_size(part: Part, size: float) -> Part:
+    return Part({name: size * value for name, value in part.total.items()}, size * part.weight)
 
 
 _Frozen = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, ...]]

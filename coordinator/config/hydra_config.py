@@ -43,8 +43,8 @@ _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)
 _RUN, _SIMULATION = "run", "simulation"
 _AGGREGATORS = {_RUN: aggregators.DEFAULT, _SIMULATION: aggregators.Mean.name}
 """What updates become one by where no word says it (docs/adr/0059-a-simulation-averages-and-a-run-bounds.md)."""
-_MASKS = OFF
-"""Whether masks hide single updates where no word says it."""
+_MASKS = {_RUN: AUTO, _SIMULATION: OFF}
+"""Whether masks hide single updates where no word says it: a run's, of three hospitals or more."""
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
 """Partitions whose name says all; `federation=p7c3` names another one."""
 
@@ -71,7 +71,7 @@ def _store_dataclasses() -> None:
     for name in PARTITIONS:
         store(name, {"name": name, "partition_seed": 0}, group="federation")
     for root, chosen in _AGGREGATORS.items():
-        store(root, {"defaults": [{"aggregator": chosen}, {"secagg": _MASKS}, "config", "_self_"]})
+        store(root, {"defaults": [{"aggregator": chosen}, {"secagg": _MASKS[root]}, "config", "_self_"]})
 
 
 def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:

@@ -220,7 +220,7 @@ class RunManifest:
         self.train.check()
         self.grid.check(len(self.members))
         if self.secagg is not None:
-            self.secagg.check(len(self.members), self.cohort)
+            self.secagg.check(len(self.members), self.cohort, self.rounds)
         if self.metrics == CLINICAL and len(self.schema.classes) > MAX_CLASSES:
             raise ConfigError(
                 "E-CFG-02",

@@ -15,8 +15,10 @@ from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.validate import between, bounded, one_of
 
-MIN_MASKED, MAX_MASKED = 3, 255
-"""Members of a run with masks: of two, each reads the other's update off the sum; shares are for so many at most."""
+MIN_MASKED, MAX_MASKED = 3, 240
+"""Members of a run with masks: of two, each reads the other off the sum; packages of more fit into no message."""
+MAX_ROUNDS = 10_000
+"""Rounds of a run with masks: a coordinator that names the last one first makes a hospital step its keys so often."""
 MASKS = "masks"
 """The part of a masked update that is no block: what others need to take the masks off a sum."""
 SECRET, SHARE, TAG = 32, 33, 16
@@ -66,7 +68,7 @@ class Secagg:
     collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
     min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
 
-    def check(self, members: int, cohort: int) -> None:
+    def check(self, members: int, cohort: int, rounds: int) -> None:
         """Raise ConfigError (E-CFG-02) on terms that no run of so many members has; cohort: of a round, 0: all."""
         validate.declared("E-CFG-02", "secagg", self)
         drawn = cohort or members
@@ -75,6 +77,11 @@ class Secagg:
                 "E-CFG-02",
                 f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since of two each knows the "
                 f"other from the sum, found {members} and a cohort of {drawn}: ask more, or set secagg=off",
+            )
+        if rounds > MAX_ROUNDS:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected at most {MAX_ROUNDS} rounds under masks, found {rounds}: ask for fewer, or set secagg=off",
             )
         if self.min_contributors > members:
             raise ConfigError(

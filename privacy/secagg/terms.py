@@ -63,7 +63,7 @@ class SecaggRun:
     """What all members of a run know of it. manifest_digest: 32 bytes. members: names in the manifest's order.
 
     rounds: of the run; a round above it does not exist, an evaluation may follow the last one.
-    Raises ConfigError (E-CFG-02) unless there are 3 to 255 members, each once, and the terms fit.
+    Raises ConfigError (E-CFG-02) unless there are 3 to 240 members, each once, and the terms fit.
     """
 
     run_id: str
@@ -75,7 +75,7 @@ class SecaggRun:
 
     def __post_init__(self) -> None:
         validate.one_of("E-CFG-02", "secagg", tuple(_WORDS), ring=self.ring)
-        self.terms.check(len(self.members), 0)
+        self.terms.check(len(self.members), 0, self.rounds)
         if len(set(self.members)) != len(self.members):
             raise ConfigError("E-CFG-02", f"expected each silo once, found {list(self.members)}")
 

@@ -44,7 +44,7 @@ from silo.storage.secagg_keys import READY, MaskedRun
 from silo.storage.store import Store
 
 MAX_KEYS_BYTES = 4 << 20
-"""Of everybody's keys: 16 KiB for each of 255 members."""
+"""Of everybody's keys: 17 KiB for each of the most members that a masked run has."""
 _REMEMBERED = 1000
 
 

@@ -6,6 +6,7 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from fl_core.errors import FederationError
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.profiles.record import RecordProfile
+from service_core.audit_log.lines import Line
+from service_core.audit_log.log import LogFolder
+from service_core.audit_log.verification import read_lines
 from tests.chaos.federation import Federation
 from tests.chaos.plan import CHARGING, COORDINATOR, DATA, SILOS, RunPlan
 from tests.support import until
@@ -32,11 +36,12 @@ def undisturbed(plan: RunPlan) -> Result:
 
 
 def after_run(federation: Federation, plan: RunPlan, run: str, found: dict[str, Any], wanted: Result) -> list[str]:
-    """Check a finished run: its model, its rounds, the ledgers, and what is left behind."""
+    """Check a finished run: its model, its rounds, the ledgers, its masks, and what is left behind."""
     return [
         *_model(found, wanted),
         *(wrong for name in SILOS for wrong in _ledger(federation, plan, run, name, wanted)),
         *_left_behind(federation, run),
+        *(_of_masks(federation, run) if wanted.manifest.secagg is not None else ()),
     ]
 
 
@@ -117,6 +122,39 @@ def _left_behind(federation: Federation, run: str) -> Iterator[str]:
             until(lambda name=name: not _staged(federation.folder / name, run), "an empty outbox", TOLD_S)
         if number := _staged(federation.folder / name, run):
             yield f"{name} has {number} updates in its outbox"
+
+
+def _of_masks(federation: Federation, run: str) -> Iterator[str]:
+    """No round was opened for two sets, and no key of a closed round is left."""
+    sets: dict[tuple[str, str], set[str]] = defaultdict(set)
+    folder = federation.folder / COORDINATOR / "audit"
+    for _, _, raw in read_lines(LogFolder(folder)):
+        entry = Line.decode(raw).entry
+        if entry.what == "sealed" and entry.about.startswith(f"run={run} "):
+            _, round, inside = entry.about.split(" ", 2)
+            sets[run, round].add(inside)
+    if not sets:
+        yield f"no set of {run} is in the coordinator's log"
+    for (_, round), found in sets.items():
+        if len(found) > 1:
+            yield f"{round} of {run} was sealed for {len(found)} sets: {sorted(found)}"
+    for name in SILOS:
+        keys = partial(_keys, federation.folder / name, run)
+        with suppress(AssertionError):
+            until(lambda keys=keys: not keys(), "the keys of an ended run to go", TOLD_S)
+        if left := keys():
+            yield f"{name} has {left} of {run}, which has ended"
+
+
+def _keys(home: Path, run: str) -> list[str]:
+    """Name what a hospital still holds of a masked run's secrets."""
+    with closing(sqlite3.connect(f"file:{home / 'silo.db'}?mode=ro", uri=True)) as db:
+        row = db.execute("SELECT state, agree, sign, chains FROM secagg_runs WHERE run_id = ?", (run,)).fetchone()
+        rounds = db.execute("SELECT count(*) FROM secagg_rounds WHERE run_id = ?", (run,)).fetchone()[0]
+    if row is None:
+        return ["no row"]
+    state, *secrets = row
+    return [*([] if state == "gone" and not any(secrets) else ["keys"]), *(["rounds"] if rounds else [])]
 
 
 def _staged(home: Path, run: str) -> int:

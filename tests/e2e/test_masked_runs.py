@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulate import runner
+from fl_core import datasets
+from fl_core.aggregation.flat_blocks import CHECK_WORDS, MODEL, WORDS
 from fl_core.methods import METHODS, build_method
-from fl_core.types.enums import Capability
+from fl_core.simulation.in_process import SiloShare, local_ports
+from fl_core.types.enums import Capability, TaskKind
+from fl_core.types.values import RoundContext
+from privacy.compiled_run import CompiledRun
+from privacy.secagg.keys import RunKeys
+from privacy.secagg.terms import BLOCKS
+from silo.storage.secagg_keys import MaskedRun
 from tests.support import until
 from tests.support.processes import World, world
 
@@ -30,6 +43,7 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         ("method=fedavg",),
         ("method=fednh", "secagg.min_contributors=2"),
         ("method=analytic", "rounds=1", "secagg.min_contributors=1"),
+        ("method=fedgela", "cohort=3", "secagg.class_sums=each", "rounds=3"),
     ],
 )
 def test_a_masked_run_ends_in_the_model_of_its_simulation(masked: World, overrides: tuple[str, ...]) -> None:
@@ -60,6 +74,97 @@ def test_t48_every_method_whose_server_needs_sums_alone_ends_in_the_model_of_its
         done[name] = run["model_digest"], runner.run(compose_spec(words)).summary()["model_digest"]
     assert len(done) >= 24
     assert {name: a == b for name, (a, b) in done.items()} == dict.fromkeys(done, True)
+
+
+_PIECE, _NEEDLE = 1 << 20, 32
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What the coordinator must not have: of each hospital runs of its words, and of the first one what hides them.
+
+    seen: something that it does have, which the search must find.
+    """
+
+    numbers: list[bytes]
+    seeds: list[bytes]
+    seen: bytes
+
+    @classmethod
+    def of(cls, masked: World, run_id: str, keys: RunKeys, terms: MaskedRun, words: tuple[str, ...]) -> Secrets:
+        run, home = terms.run, masked.home / "coordinator.sqlite"
+        with closing(sqlite3.connect(f"file:{home}?mode=ro", uri=True)) as db:
+            rows = db.execute("SELECT round, base_digest FROM rounds WHERE run_id = ?", (run_id,)).fetchall()
+        seeds = list(keys.chains)
+        for number, base in rows:
+            kind = "train" if number < run.rounds else "evaluate"
+            round = run.round(keys.keys_digest, kind, number, bytes.fromhex(base))
+            if round.position >= keys.position:
+                seeds += [keys.of(round).pair_seed(round, v, block) for v in (0, 1) for block in BLOCKS]
+        manifest = runner.run(compose_spec(words)).manifest
+        setup = CompiledRun.of(manifest)
+        shares = [SiloShare(data.train, data.test) for data in map(datasets.load, SITES)]
+        msg = setup.method.broadcast(setup.initial_state())
+        context = RoundContext(manifest.seed, len(manifest.schema.classes), manifest.rounds, 0, len(SITES))
+        numbers = []
+        for port in local_ports(setup, shares):
+            sent = port.round(msg, context, TaskKind.TRAIN)
+            raw = sent[MODEL].total[WORDS].numpy().tobytes()
+            numbers += [raw[at : at + _NEEDLE] for at in range(4 * CHECK_WORDS, len(raw) - _NEEDLE, len(raw) // 20)]
+        numbers = [n for n in numbers if len(set(n)) > 16]  # rows of zeros are everywhere
+        return cls(numbers, seeds, run.manifest_digest.hex().encode()[:_NEEDLE])
+
+
+def _known(home: Path, run_id: str) -> tuple[RunKeys, MaskedRun] | None:
+    """Read a hospital's keys of a run off its database, as soon as they are there."""
+    with closing(sqlite3.connect(f"file:{home / 'silo.db'}?mode=ro", uri=True)) as db:
+        db.row_factory = sqlite3.Row
+        row = db.execute("SELECT * FROM secagg_runs WHERE run_id = ? AND state = 'ready'", (run_id,)).fetchone()
+    if row is None:
+        return None
+    chains = tuple(row["chains"][k : k + 32] for k in range(0, len(row["chains"]), 32))
+    peers = tuple(row["peers"][k : k + 32] for k in range(0, len(row["peers"]), 32))
+    keys = RunKeys(row["place"], row["keys_digest"], row["sign"], peers, chains, row["position"])
+    return keys, MaskedRun.from_json(row["terms"])
+
+
+def _memory(pid: int) -> Iterator[bytes]:
+    """Read the heap, the stacks and whatever else a process allocated, in pieces that overlap."""
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            where, rights, _, _, file, *_ = line.split()
+            begin, end = (int(part, 16) for part in where.split("-"))
+            for at in range(begin, end if rights.startswith("rw") and file == "0" else begin, _PIECE):
+                memory.seek(at)
+                with suppress(OSError):
+                    yield memory.read(min(_PIECE + _NEEDLE, end - at))
+
+
+def _found(needles: set[bytes], pid: int) -> set[bytes]:
+    """Return which of the needles are in a process's memory."""
+    begins = np.array([int.from_bytes(n[:4], "little") for n in needles], np.uint32)
+    table = np.zeros(1 << 16, bool)
+    table[begins & 0xFFFF] = True
+    found = set()
+    for piece in filter(bytes.strip, _memory(pid)):
+        for shift in (0, 1):
+            pairs = np.frombuffer(piece, "<u2", (len(piece) - shift) // 2, shift)
+            at = np.flatnonzero(table[pairs[:-1]])
+            here = at[np.isin(pairs[at].astype(np.uint32) | pairs[at + 1].astype(np.uint32) << 16, begins)]
+            found |= {text for k in here if (text := piece[2 * k + shift :][:_NEEDLE]) in needles}
+    return found
+
+
+def test_t62_the_coordinators_memory_has_no_number_of_one_hospital_and_no_seed_after_a_run(masked: World) -> None:
+    words = (*SHORT, "method=fedavg", "rounds=5", "aggregator=mean")
+    run_id = masked.submit(*words)
+    keys, terms = until(lambda: _known(masked.folder / "hospital0", run_id), "its keys")
+    masked.wait(run_id)
+    secrets = Secrets.of(masked, run_id, keys, terms, words)
+    assert len(secrets.numbers) >= 20
+    assert len(secrets.seeds) >= 4 + 4 * 2
+    wanted = {n for n in (*secrets.numbers, *secrets.seeds, secrets.seen) if n[0] and n[1]}
+    assert _found(wanted, masked.running["coordinator"].pid) == {secrets.seen}
 
 
 def test_a_masked_run_goes_on_without_a_hospital_that_is_killed(masked: World) -> None:

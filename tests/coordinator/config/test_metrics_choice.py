@@ -17,7 +17,7 @@ from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 
 NAMES = ["a", "b", "c"]
-SMALL = ["method=fedavg", "data=digits", "model=digits_linear"]
+SMALL = ["method=fedavg", "data=digits", "model=digits_linear", "secagg=off"]
 
 
 def frozen(*words: str) -> RunManifest:

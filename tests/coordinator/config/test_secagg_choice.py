@@ -25,18 +25,22 @@ def made(*words: str, names: list[str] = NAMES, sizes: list[float] | None = None
     return manifest_from(compose_spec([*SMALL, *words]), names, found[: len(names)], examples=SIZES[: len(names)])
 
 
-def test_a_run_is_plain_unless_masks_are_asked_for() -> None:
-    plain = made()
+def test_a_run_has_masks_and_a_simulation_has_none_where_no_word_says_it() -> None:
+    assert made().digest() == made("secagg=auto").digest() == made("secagg=on").digest()
+    assert compose_simulation([*SMALL]).secagg == SecaggSpec()
+
+
+def test_a_run_is_plain_where_masks_are_not_wanted() -> None:
+    plain = made("secagg=off")
     assert plain.secagg is None
     assert '"secagg"' not in plain.to_json()
     assert all(m.units == 0 for m in plain.members)
     assert (plain.grid.ring, plain.grid.bounds) == ("ring64", {})
-    assert made("secagg=off").digest() == plain.digest()
 
 
 def test_a_configuration_without_the_key_is_one_without_masks() -> None:
     """Also a later version reads an older lead's so, and an older coordinator is sent no key that it does not know."""
-    spec = compose_spec([*SMALL])
+    spec = compose_spec([*SMALL, "secagg=off"])
     assert "secagg" not in spec.to_json()
     assert RunSpec.from_json(spec.to_json()).secagg.name == "off"
     masked = compose_spec([*SMALL, "secagg=auto", "secagg.collusion=0"])
@@ -120,7 +124,7 @@ def test_the_remedies_work(words: tuple[str, ...]) -> None:
 
 def test_terms_beside_no_masks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"E-CFG-02.*secagg=on.*found secagg=off"):
-        made("secagg.ring=ring64")
+        made("secagg=off", "secagg.ring=ring64")
     with pytest.raises(ConfigError, match=r"E-CFG-01.*secagg=yes.*valid: auto, off, on"):
         made("secagg=yes")
     with pytest.raises(ConfigError, match=r"E-CFG-0[12].*ring"):
@@ -130,7 +134,7 @@ def test_terms_beside_no_masks_are_refused() -> None:
 
 
 def test_exact_methods_take_the_wide_ring_and_its_grid_is_the_plain_runs() -> None:
-    run, plain = made("secagg=on", "method=analytic"), made("method=analytic")
+    run, plain = made("secagg=on", "method=analytic"), made("secagg=off", "method=analytic")
     assert run.grid.ring == "ring64"
     assert all(run.grid.bound(s) == plain.grid.bound(s) for part in run.layout for s in (part, f"{part}.weight"))
     assert made("secagg=on").grid.ring == "ring32"
@@ -176,7 +180,7 @@ def test_silos_whose_version_knows_no_masks_are_named(mode: str) -> None:
     silos = [silo("a"), silo("b", masks=False), silo("c")]
     with pytest.raises(ConfigError, match=rf"E-RUN-05.*secagg={mode}, found b: upgrade"):
         build_manifest(compose_spec([*SMALL, f"secagg={mode}"]).to_json(), silos)
-    assert build_manifest(compose_spec([*SMALL]).to_json(), silos).secagg is None
+    assert build_manifest(compose_spec([*SMALL, "secagg=off"]).to_json(), silos).secagg is None
     two = build_manifest(compose_spec([*SMALL, "secagg=auto"]).to_json(), silos[:2])
     assert two.secagg is None  # of two there are no masks anyway
 

@@ -24,10 +24,11 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import EACH, Secagg
+from fl_core.types.secagg import EACH, MAX_MASKED, Secagg
 from fl_core.types.values import Bundle, Part
 from privacy.compiled_run import MASKS
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.channel_options import MAX_MESSAGE_BYTES
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
 from service_core.audit_log.lines import REFUSED, Entry
@@ -169,6 +170,14 @@ def test_uploads_may_be_as_large_as_their_packages_make_them() -> None:
     agreed = masked()
     beyond = max_object_bytes(agreed) - max_object_bytes(replace(agreed, secagg=None))
     assert beyond == 3 * (66 * 3 + 16) + 64 * 3 + 32  # section 4 of the protocol: packages, commitments, salt
+
+
+def test_the_packages_of_the_most_members_fit_into_one_message() -> None:
+    n = MAX_MASKED
+    packages = [pb.SealedPackage(index=u, salt=bytes(32), package=bytes(66 * n + 16)) for u in range(n)]
+    confirmations = [pb.Confirmed(index=u, signature=bytes(64)) for u in range(n)]
+    largest = pb.SecaggOpen(run_id="r" * 200, seal_hash=bytes(32), confirmations=confirmations, packages=packages)
+    assert pb.CoordinatorMessage(secagg_open=largest).ByteSize() < MAX_MESSAGE_BYTES
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,15 @@ from tests.support.hospital import ScriptedSilo
 FOUR = (*NAMES, "west")
 
 
-SMALL = ["data=digits", "model=digits_linear", "method=fedproc", "rounds=1", "train.epochs=1", "threads=1"]
+SMALL = [
+    "secagg=off",
+    "data=digits",
+    "model=digits_linear",
+    "method=fedproc",
+    "rounds=1",
+    "train.epochs=1",
+    "threads=1",
+]
 
 
 @pytest.mark.fault("a hospital", "enrols after a run was submitted", "takes part in one that goes on from its model")

@@ -23,7 +23,7 @@ from tests.support import until
 from tests.support.coordinator import World, hospitals, join, online
 from tests.support.federations import same
 
-ANALYTIC = ["data=digits", "model=random_features", "model.width=48", "method=analytic", "threads=1"]
+ANALYTIC = ["secagg=off", "data=digits", "model=random_features", "model.width=48", "method=analytic", "threads=1"]
 FOUR = ("north", "east", "south", "west")
 
 
@@ -91,7 +91,15 @@ def test_of_a_run_by_gradients_rounds_and_readers_are_named_and_how_to_train_ane
 ) -> None:
     with hospitals(tmp_path) as (world, sites):
         join(world, sites, tmp_path, *FOUR[:3])
-        words = ["data=digits", "model=digits_linear", "rounds=2", "train.epochs=1", "train.lr=0.3", "threads=1"]
+        words = [
+            "data=digits",
+            "model=digits_linear",
+            "secagg=off",
+            "rounds=2",
+            "train.epochs=1",
+            "train.lr=0.3",
+            "threads=1",
+        ]
         run = ran(world, words, capsys)
         on = ran(world, ["silos=[north,south]", "rounds=1"], capsys, start_from=run.id)
         lead.export(run.id, out=tmp_path / "models", home=world.home)

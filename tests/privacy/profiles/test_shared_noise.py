@@ -326,6 +326,7 @@ def test_a_grid_without_room_for_moments_is_refused() -> None:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 WORDS = (
+    "secagg=off",
     "method=analytic",
     "data=digits",
     "federation=hospitals6",

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fl_core.types.secagg import Secagg, withstood
+from fl_core.errors import ConfigError
+from fl_core.types.secagg import MAX_MASKED, MAX_ROUNDS, Secagg, withstood
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature, vouch
 from privacy.secagg.terms import SecaggError, SecaggRun
 from service_core.pki import certificates
@@ -203,17 +204,24 @@ def test_thresholds_are_those_of_the_specification_and_two_sets_need_more_collud
     table = {3: (2, 3, 1), 4: (3, 3, 1), 6: (4, 4, 1), 10: (7, 7, 3), 20: (14, 14, 7), 50: (34, 34, 17)}
     for n, (t, m, c) in table.items():
         assert (*make_run(n).thresholds(n), withstood(n)) == (t, m, c)
-    for n in range(4, 256):
+    for n in range(4, MAX_MASKED + 1):
         t, m = make_run(n).thresholds(n)
         assert 2 * t > n + withstood(n)
         assert t <= m <= n
+
+
+def test_a_run_whose_last_round_would_take_a_hospital_minutes_to_step_to_is_refused() -> None:
+    names = ("a", "b", "c")
+    assert SecaggRun("run-1", bytes(32), names, MAX_ROUNDS, "ring32", Secagg()).rounds == MAX_ROUNDS
+    with pytest.raises(ConfigError, match="at most 10000 rounds"):
+        SecaggRun("run-1", bytes(32), names, MAX_ROUNDS + 1, "ring32", Secagg())
 
 
 @pytest.mark.parametrize(
     ("n", "ring", "terms"),
     [
         (2, "ring32", Secagg()),
-        (256, "ring32", Secagg()),
+        (MAX_MASKED + 1, "ring32", Secagg()),
         (4, "ring32", Secagg(collusion=2)),
         (4, "ring32", Secagg(min_contributors=0)),
         (4, "ring32", Secagg(min_contributors=5)),

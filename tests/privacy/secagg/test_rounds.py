@@ -11,9 +11,9 @@ import pytest
 
 from fl_core.errors import ConfigError, FederationError
 from privacy.secagg import silo_side
-from privacy.secagg.coordinator_side import SealedRound, UploadSum
+from privacy.secagg.coordinator_side import Opened, SealedRound, UploadSum
 from privacy.secagg.messages import Confirmation, Seal, Shares, Upload
-from privacy.secagg.terms import SecaggError
+from privacy.secagg.terms import Round, SecaggError
 from tests.privacy.secagg.federation import (
     BASE,
     Federation,
@@ -172,6 +172,48 @@ def test_t30_two_thousand_sampled_patterns_of_twenty_silos(class_sums: str) -> N
     assert sampled(2_000, 20, "ring32", class_sums) > 300
 
 
+def opened_sum(fed: Federation, round: Round, cohort: Iterable[int], senders: Iterable[int]) -> Opened:
+    """Open the sum of who sent, confirmed and answered by all of the cohort; a share is of an opened block alone."""
+    cohort, total = tuple(cohort), UploadSum(round, *(len(words) for words in fed.inputs[0]))
+    for u in senders:
+        upload = fed.silos[u].upload(round, *fed.inputs[u])
+        total.add(u, object_digest(upload), upload)
+    state = SealedRound(total, total.seal(signed_by_coordinator), fed.silos[0].keys.peers)
+    for u in cohort:
+        state.confirm(u, fed.silos[u].confirm(state.seal, cohort))
+    shared = set[int]()
+    for u in cohort:
+        answer = fed.silos[u].answer(state.opening(u), cohort)
+        shared |= {block for block, *_ in answer.shares}
+        state.answer(u, answer)
+    opened = state.finish()
+    assert shared == ({0} if opened.classes is None else {0, 1})
+    return opened
+
+
+def test_t60_with_complete_no_share_of_class_rows_is_given_in_a_round_with_an_absence() -> None:
+    fed = federation(5, class_sums="complete")
+    whole, part = _two_rounds(fed)
+    assert np.array_equal(whole, fed.plain(range(5), 1))
+    assert part is None
+
+
+def test_t60_with_each_they_are_opened_always_and_the_difference_tells() -> None:
+    fed = federation(5, class_sums="each")
+    whole, part = _two_rounds(fed)
+    assert part is not None
+    assert np.array_equal(whole - part, fed.inputs[4][1])
+
+
+def _two_rounds(fed: Federation) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the class sums of a round of all and of one without the last silo; all counts are the same in both."""
+    first, second = (fed.run.round(fed.round.keys_digest, "train", number, BASE) for number in (0, 1))
+    whole, part = opened_sum(fed, first, range(5), range(5)), opened_sum(fed, second, range(5), range(4))
+    assert np.array_equal(whole.model - part.model, fed.inputs[4][0])
+    assert whole.classes is not None
+    return whole.classes, part.classes
+
+
 @pytest.mark.parametrize("class_sums", ["complete", "each"])
 def test_class_rows_of_a_cohort_stay_closed_unless_each_round_opens_them_although_all_of_it_sent(
     class_sums: str,
@@ -179,19 +221,7 @@ def test_class_rows_of_a_cohort_stay_closed_unless_each_round_opens_them_althoug
     """Sums of two cohorts differ by a hospital's counts, as sums with and without an absence do."""
     fed = federation(7, class_sums=class_sums)
     cohort = (0, 2, 3, 6)
-    round = fed.run.round(fed.round.keys_digest, "train", 1, BASE, cohort)
-    total = UploadSum(round, *(len(words) for words in fed.inputs[0]))
-    for u in cohort:
-        upload = fed.silos[u].upload(round, *fed.inputs[u])
-        total.add(u, object_digest(upload), upload)
-    state = SealedRound(total, total.seal(signed_by_coordinator), fed.silos[0].keys.peers)
-    for u in cohort:
-        state.confirm(u, fed.silos[u].confirm(state.seal, cohort))
-    for u in cohort:
-        answer = fed.silos[u].answer(state.opening(u), cohort)
-        assert {block for block, *_ in answer.shares} == ({0, 1} if class_sums == "each" else {0})
-        state.answer(u, answer)
-    opened = state.finish()
+    opened = opened_sum(fed, fed.run.round(fed.round.keys_digest, "train", 1, BASE, cohort), cohort, cohort)
     assert np.array_equal(opened.model, fed.plain(cohort, 0))
     if class_sums == "each":
         assert np.array_equal(opened.classes, fed.plain(cohort, 1))
