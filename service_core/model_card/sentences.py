@@ -218,7 +218,7 @@ def _promise(p: Privacy) -> list[Sentence]:
     found = [
         Sentence(
             f"For {whom} epsilon is at most {p.epsilon:g} at delta {p.delta:g}: whoever tries to tell from all "
-            f"that left a hospital in this run whether its data were in training, and is wrong about 1 in "
+            f"that left a hospital in this run whether it was in training, and is wrong about 1 in "
             f"{round(1 / FALSE_ALARMS)} that were not, finds at most {_percent(most_found(p.epsilon, p.delta))} of "
             "those that were.",
             fields,
