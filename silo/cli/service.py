@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from fl_core.errors import ConfigError
 from service_core import startup
 from service_core.audit_log import commands as audit_log
 from service_core.audit_log.local_commands import record_commands
@@ -109,7 +110,14 @@ def _log_of(home: Path | None) -> audit_log.Side:
 
 
 def _authority_of(home: Path | None) -> str:
-    return SiloIdentity(Home.at(home).path).ca_fingerprint()
+    identity = SiloIdentity(Home.at(home).path)
+    if not identity.joined:
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected --authority FINGERPRINT, or the home of a hospital that has joined, found neither ({identity.home}"
+            "): ask the lead for the authority's fingerprint by telephone, or look it up by `silo fingerprint`",
+        )
+    return identity.ca_fingerprint()
 
 
 def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
