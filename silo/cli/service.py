@@ -114,8 +114,8 @@ def _authority_of(home: Path | None) -> str:
     if not identity.joined:
         raise ConfigError(
             "E-CFG-02",
-            f"expected --authority FINGERPRINT, or the home of a hospital that has joined, found neither ({identity.home}"
-            "): ask the lead for the authority's fingerprint by telephone, or look it up by `silo fingerprint`",
+            "expected --authority FINGERPRINT, or the home of a hospital that has joined, found neither at "
+            f"{identity.home}: ask the lead for the authority's fingerprint by telephone, or look it up by `silo fingerprint`",
         )
     return identity.ca_fingerprint()
 
