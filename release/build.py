@@ -32,9 +32,10 @@ def require_clean(root: Path) -> None:
     """Raise ReleaseError where a checkout has what no commit has."""
     changed = _git(root, "status", "--porcelain").decode()
     if changed:
+        lines = changed.splitlines()
         raise ReleaseError(
-            f"expected a checkout without changes, found {len(changed.splitlines())} ({changed.splitlines()[0].strip()}): "
-            "commit them, or put them aside (git stash --include-untracked)"
+            f"expected a checkout without changes, found {len(lines)} ({lines[0].strip()}): commit them, or "
+            "put them aside (git stash --include-untracked)"
         )
 
 
@@ -47,7 +48,11 @@ def make(root: Path, out: Path, commit: str = "HEAD") -> list[Path]:
     with TemporaryDirectory() as scratch:
         source, built = Path(scratch) / "source", Path(scratch) / "built"
         built.mkdir()
-        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", "--format=tar", commit))) as archive:
+        with tarfile.open(
+            fileobj=io.BytesIO(
+                _git(root, "-c", "tar.umask=0022", "-c", "core.autocrlf=false", "archive", "--format=tar", commit)
+            )
+        ) as archive:
             archive.extractall(source, filter="data")
         wheel = _wheel(source, built, made)
         for name in LOCKS:

@@ -115,7 +115,7 @@ def _authority_of(home: Path | None) -> str:
         raise ConfigError(
             "E-CFG-02",
             "expected --authority FINGERPRINT, or the home of a hospital that has joined, found neither at "
-            f"{identity.home}: ask the lead for the authority's fingerprint by telephone, or look it up by `silo fingerprint`",
+            f"{identity.home}: ask the lead for the authority's fingerprint by telephone",
         )
     return identity.ca_fingerprint()
 
