@@ -9,7 +9,7 @@ PACKAGES := consilium coordinator fl_core privacy protos service_core silo
 # Demo and tests start dozens of processes; without files of compiled code each would compile all of the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-ray check bench protos lock docs clean
+.PHONY: help setup demo test test-all test-ray check bench protos lock release docs clean
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -74,6 +74,9 @@ lock: setup  ## Resolve the dependencies anew
 	@$(PYTHON) -m uv pip compile pyproject.toml --python-version 3.11 --universal --generate-hashes \
 	  --no-emit-index-url -c requirements.lock -o requirements-cpu.lock --quiet \
 	  $$(grep -oE '^(nvidia|cuda|triton|torch)[a-z0-9-]*' requirements-silo.lock | sed 's/^/--no-emit-package /')
+
+release: setup  ## Wheel, locks, bill of materials (CycloneDX) and checksums of the commit, in dist/: the same bytes for everybody
+	@$(BIN)/python -m release dist
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) runs build dist *.egg-info

@@ -4,6 +4,7 @@ pki/        keys, certificates, names, the signed roster, invitations, signing b
 tls/        TLS 1.3, proxies, and why a connection fails
 storage/    bytes on disk: digests, private files, objects, SQLite
 audit_log/  who called or ordered what: lines in a chain, heads signed for the other side, the commands that read them
+model_card/ what a lead signs of an exported model, who checks it, and documents written from it
 operations/ checks of a machine, health, logs, exit statuses
 web/        pages on loopback
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "consortium": ("init", "invite", "revoke", "serve"),
     "operations": ("backup", "restore", "doctor", "health", "log", "page"),
-    "authority": ("ca", "leads"),
+    "authority": ("ca", "leads", "card"),
     "runs": (
         *("run", "watch", "status", "runs", "show", "abort", "resume"),
         *("exclude", "extend", "withdraw", "export", "silos"),
@@ -28,7 +28,7 @@ COMMANDS = {
 """Which module of `coordinator.cli` holds which command, in the order of the help: a command loads one module and the
 help none, since all of them take seconds and 800 MB."""
 READING = {command for module in ("runs", "reports", "research", "privacy") for command in COMMANDS[module]}
-READING = READING - {"export"} | {"serve", "leads list", "doctor", "health", "log", "page"}
+READING = READING - {"export"} | {"serve", "leads list", "card", "doctor", "health", "log", "page"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
 
 

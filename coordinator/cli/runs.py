@@ -21,7 +21,7 @@ from rich.table import Table
 from coordinator.cli.options import Extensions, Home, Place, Trackers, home_of
 from coordinator.lead import tables
 from coordinator.lead.as_json import detail_json, event_json, run_json, silos_json
-from coordinator.lead.client import LeadClient
+from coordinator.lead.client import LeadClient, credentials_of
 from coordinator.lead.watcher import Watcher
 from coordinator.lead.withdrawals import outcome, withdrawal_json, withdrawal_lines
 from fl_core.errors import ConfigError
@@ -29,6 +29,7 @@ from fl_core.types.records import judgements
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Depends, Json, command
 from service_core.console import ERR, Reply, counted, local_time, print_json
+from service_core.model_card.card import stated
 
 if TYPE_CHECKING:
     from coordinator.lead.trackers import Tracking
@@ -267,19 +268,29 @@ def export(
         list[str] | None,
         typer.Option("--format", help="Also as onnx, or as torch (a program of plain torch); may be repeated."),
     ] = None,
-    licence: Annotated[str, typer.Option(help="Of the model, in your words, for the files of --format.")] = "",
+    licence: Annotated[
+        str, typer.Option(help="Of the model, as an SPDX name or in your words; the card and files of --format say it.")
+    ] = "",
+    intended_use: Annotated[
+        str, typer.Option("--intended-use", help="What the model is for, in your words; the card says it.")
+    ] = "",
     extension: Extensions = None,
     *,
     home: Place,
 ) -> Reply:
-    """Write a run's newest model as safetensors, with a model card; with --format also for other programs."""
-    from coordinator.lead import portable
+    """Write a run's newest model as safetensors, with a model card; with --format also for other programs.
+
+    RUN.card.json is the card as one document, signed with your certificate, and RUN.card.html its page: whoever has the
+    authority's fingerprint can check both (card verify) and write documents from them (card write).
+    """
+    from coordinator.lead import board_card, portable
     from coordinator.lead.export import check_detail, export_model, frozen_weights, state_limit
     from fl_core.extensions import loading
 
     loading.load_distributions(extension)
     more = [name for name in formats or () if name != "safetensors"]
     portable.require(more)
+    purpose, terms = stated(intended_use, "--intended-use"), stated(licence, "--licence")
 
     with closing(LeadClient.open(home)) as client, TemporaryDirectory() as scratch:
         detail = client.show(run)
@@ -292,9 +303,12 @@ def export(
         if (weights := frozen_weights(manifest)) is not None:
             body = Path(scratch) / "weights"
             client.fetch(weights.object, body, weights.size)
-        tensors, card, others = export_model(detail, state, out, more, licence, body)
+        tensors, card, others = export_model(detail, state, out, more, terms, body, purpose)
+        given, own = [tensors, card, *others], credentials_of(home)
+        signed, page = board_card.write(detail, manifest, client.silos().silos, own, given, purpose, terms)
     files = {"model": str(tensors), "card": str(card), "others": [str(file) for file in others]}
-    shown = f"wrote {', '.join(map(str, (tensors, *others)))} and {card}"
+    files |= {"signed_card": str(signed), "card_page": str(page)}
+    shown = f"wrote {', '.join(map(str, (tensors, *others)))} and {card}; signed card {signed}, its page {page}"
     return Reply({**files, "model_digest": detail.info.model_digest}, [shown])
 
 

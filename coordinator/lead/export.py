@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from coordinator.lead import accuracy, portable
+from coordinator.lead import accuracy, portable, preprocessing
+from coordinator.lead.board_card import share_of
 from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
 from coordinator.lead.withdrawals import card_lines
 from fl_core.errors import ProtocolError, StateError
@@ -79,11 +81,13 @@ def export_model(
     formats: Sequence[str] = (),
     licence: str = "",
     weights_file: Path | None = None,
+    intended_use: str = "",
 ) -> tuple[Path, Path, list[Path]]:
     """Write `<out>/<run>.safetensors`, the card `<out>/<run>.md` and a file for each other format; return the paths.
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's: a whole
-    model also where the run trained a part of it. weights_file: the object that `frozen_weights` names.
+    model also where the run trained a part of it. weights_file: the object that `frozen_weights` names. licence,
+    intended_use: as the lead states them.
     Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; as `check_detail`.
     """
     info, manifest = detail.info, check_detail(detail)
@@ -109,7 +113,8 @@ def export_model(
         "model_digest": info.model_digest,
     }
     save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
-    text, others = model_card(info, manifest, detail.rounds, software_text(detail.software)), list[Path]()
+    text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence)
+    others = list[Path]()
     text += "\n".join(map(printable, card_lines(detail.withdrawals, info.run_id)))
     for kind in dict.fromkeys(formats):
         others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
@@ -120,7 +125,14 @@ def export_model(
     return tensors, card, others
 
 
-def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.RoundInfo], software: str = "") -> str:
+def model_card(
+    info: pb.RunInfo,
+    manifest: RunManifest,
+    rounds: Sequence[pb.RoundInfo],
+    software: str = "",
+    intended_use: str = "",
+    licence: str = "",
+) -> str:
     trained = [r for r in rounds if r.kind == pb.TRAIN]
     run = CompiledRun(manifest)
     method = run.method
@@ -142,12 +154,15 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "",
         "| | |",
         "|---|---|",
+        f"| intended use | {_cell(intended_use) or 'not stated'} |",
+        f"| licence | {_cell(licence) or 'not stated: this card grants nothing'} |",
         f"| method | {manifest.method.name} {_options(manifest.method.options)} |",
         *([f"| private form | {form} |"] if (form := private_form(manifest.to_json())) else []),
         *([f"| start | {start} |"] if (start := started_from(manifest.to_json())) else []),
         f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
         *([f"| trained | projection and head, on {_body(manifest)} |"] if run.frozen else []),
         f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
+        f"| preprocessing | {_cell(preprocessing.sentence(manifest))} |",
         f"| local training | {_words(asdict(manifest.train))} |",
         f"| seed | {manifest.seed} |",
         f"| configuration digest | `{info.manifest_digest}` |",
@@ -160,8 +175,7 @@ def model_card(info: pb.RunInfo, manifest: RunManifest, rounds: Sequence[pb.Roun
         "",
         "## Accuracy on the union of the hospitals' test sets",
         "",
-        f"Global: {_share(uncertainty.accuracy(last.correct, last.examples, noise))} (best over rounds: "
-        f"{_share(best)}; the best is a selection on test data).",
+        f"Global: {_with_luck(last, noise)} (best over rounds: {_share(best)}; the best is a selection on test data).",
         "",
         *_by_class(manifest, last, noise),
         "",
@@ -195,6 +209,8 @@ def _options(options: object) -> str:
 
 def _privacy(manifest: RunManifest) -> str:
     if manifest.privacy.name == "none":
+        if manifest.secagg is not None:
+            return "none: updates were sent without noise, under masks; the coordinator read sums over hospitals"
         return "none: updates were sent without noise or mask; the coordinator could read each one"
     return f"{manifest.privacy.name} {_options(manifest.privacy.options)}"
 
@@ -204,8 +220,13 @@ def _by_class(manifest: RunManifest, last: pb.RoundInfo, noise: EvaluationNoise 
     estimates = uncertainty.by_class(last.correct, last.examples, noise)
     found = zip(manifest.schema.classes, last.examples, estimates, strict=False)
     if noise is None:
-        rows = [f"| {name} | {n:.0f} | {_share(e)} |" for name, n, e in found]
-        return ["| class | test examples | accuracy |", "|---|---|---|", *rows]
+        shares = [share_of(right, of) for right, of in zip(last.correct, last.examples, strict=False)]
+        rows = [
+            f"| {name} | {n:.0f} | {share.text() if e.exact else _share(e)} |"
+            for (name, n, e), share in zip(found, shares, strict=False)
+        ]
+        note = "Intervals are exact, at 95 %, for independent examples: several of one patient make them too narrow."
+        return ["| class | test examples | accuracy |", "|---|---|---|", *rows, "", note]
     return [
         "| class | accuracy |",
         "|---|---|",
@@ -251,6 +272,18 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells] for cells in (head, *rows)]
     lines = [f"| {' | '.join(cells)} |" for cells in safe]
     return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def _with_luck(last: pb.RoundInfo, noise: EvaluationNoise | None) -> str:
+    """Write the accuracy over all classes, of counts with the interval of their luck."""
+    found = uncertainty.accuracy(last.correct, last.examples, noise)
+    if noise is not None or not found.exact:
+        return _share(found)
+    return share_of(math.fsum(last.correct), math.fsum(last.examples)).text()
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
 def _share(found: Estimate) -> str:

@@ -1,0 +1,363 @@
+"""The card of a run's model: what the coordinator knows of the run, as the document that a lead signs.
+
+Counts are those that the run released: sums over hospitals, with noise where it had noise, and then with the interval
+of that noise or not at all. Of a single hospital stands in it what the hospital declares to every lead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from safetensors import safe_open
+
+from coordinator.lead import accuracy, intervals, preprocessing
+from coordinator.lead.as_json import software_json
+from coordinator.lead.tables import private_form, started_from
+from coordinator.lead.withdrawals import outcome
+from fl_core.methods.fedavg import FedAvg, Traits
+from fl_core.methods.papers import paper_of
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.clinical import CLINICAL, ClinicalMetrics, macro_mean
+from fl_core.types.records import judgements
+from fl_core.types.secagg import withstood
+from privacy import profiles
+from privacy.accounting import uncertainty
+from privacy.accounting.projection import preview
+from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise
+from privacy.compiled_run import CompiledRun
+from privacy.profiles.base import PLACEMENTS
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.model_card.card import (
+    Card,
+    ClassFacts,
+    Hospital,
+    Masks,
+    Method,
+    Model,
+    Privacy,
+    Results,
+    Run,
+    Share,
+    Updates,
+    Withdrawal,
+)
+from service_core.model_card.documents import page
+from service_core.model_card.signed_card import SignedCard, file_sha256, utc
+from service_core.pki.identity import Identity, certificate_fingerprint, identity_of
+from service_core.storage.private_files import Credentials
+
+LUCK, NOISE = "the luck of the test examples", "the noise of privacy"
+NO_MODEL = "no model was evaluated"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What only the lead knows. lead: who signs   files: name -> SHA-256 of what is given away with the card."""
+
+    lead: Identity
+    intended_use: str = ""
+    licence: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def card_of(
+    detail: pb.RunDetail,
+    manifest: RunManifest,
+    silos: Sequence[pb.SiloInfo],
+    said: Statement,
+    parameters: int,
+    now: datetime | None = None,
+) -> Card:
+    """Write the card of a run's newest model.
+
+    silos: what hospitals declare at this moment   parameters: numbers in the exported model   now: UTC.
+    """
+    run, info = CompiledRun(manifest), detail.info
+    rounds = detail.rounds
+    return Card(
+        consortium=said.lead.consortium,
+        written=(now or datetime.now(UTC)).isoformat(timespec="seconds"),
+        written_by=said.lead.name,
+        intended_use=said.intended_use,
+        licence=said.licence,
+        run=Run(
+            id=info.run_id,
+            name=info.name,
+            state=info.state,
+            rounds=sum(r.kind == pb.TRAIN for r in rounds),
+            planned_rounds=info.rounds,
+            created=utc(info.created_unix),
+            ended=utc(info.ended_unix),
+            data=manifest.data,
+            manifest_digest=info.manifest_digest,
+            model_digest=info.model_digest,
+        ),
+        model=_model(run, manifest, parameters),
+        method=_method(run, manifest),
+        classes=_classes(manifest, rounds, silos),
+        hospitals=_hospitals(run, manifest, detail, silos),
+        results=_results(manifest, rounds),
+        privacy=_privacy(run, manifest),
+        masks=_masks(manifest),
+        updates=Updates(
+            aggregator=run.aggregator.name,
+            refused=judgements(rounds)["updates_refused"],
+            cut=judgements(rounds)["updates_cut"],
+            rows_cut=judgements(rounds)["cut_rows"],
+            unbounded_rounds=judgements(rounds)["unbounded_rounds"],
+            bytes_up=info.bytes_up,
+            bytes_down=info.bytes_down,
+        ),
+        withdrawals=tuple(
+            Withdrawal(w.silo, w.run_id, utc(w.at_unix), outcome(w), w.run_id == info.run_id or bool(w.reason))
+            for w in detail.withdrawals
+        ),
+        software=_software(detail, manifest),
+        files=dict(said.files),
+    )
+
+
+def _software(detail: pb.RunDetail, manifest: RunManifest) -> Mapping[str, str]:
+    found = software_json(detail.software)
+    ours = found["coordinator"] or manifest.software
+    return {"coordinator": str(ours), **{name: text for name, text in sorted(detail.software.items()) if name}}
+
+
+def _model(run: CompiledRun, manifest: RunManifest, parameters: int) -> Model:
+    weights = manifest.start.weights if manifest.start is not None else None
+    body = "" if not run.frozen else f"weights {weights}" if weights else "random weights, drawn from the run's seed"
+    return Model(
+        name=manifest.model.name,
+        options=manifest.model.options,
+        parameters=parameters,
+        input=tuple(manifest.schema.shape),
+        preprocessing=preprocessing.sentence(manifest),
+        start=started_from(manifest.to_json()),
+        frozen_body=body,
+    )
+
+
+def _method(run: CompiledRun, manifest: RunManifest) -> Method:
+    kind = type(run.method)
+    paper = paper_of(kind) if issubclass(kind, FedAvg) else None
+    return Method(
+        name=manifest.method.name,
+        options=manifest.method.options,
+        about=(kind.__doc__ or "").strip().partition("\n")[0],
+        paper="" if paper is None else f"{paper.authors}, {paper.title!r}, {paper.venue}",
+        training=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(manifest.train).items()),
+        seed=manifest.seed,
+        private_form=private_form(manifest.to_json()),
+    )
+
+
+def _hospitals(
+    run: CompiledRun, manifest: RunManifest, detail: pb.RunDetail, silos: Sequence[pb.SiloInfo]
+) -> tuple[Hospital, ...]:
+    trained = [r for r in detail.rounds if r.kind == pb.TRAIN]
+    took_part = Counter(name for r in trained for name in r.included)
+    asks = not isinstance(run.method, Traits) or "prototypes" in run.method.sends
+    declared = {silo.name: silo for silo in silos}
+    policies = {d.silo: d.stated.policy_digest for d in detail.declarations}
+    nobody = pb.SiloInfo()
+    return tuple(
+        Hospital(
+            name=member.name,
+            rounds=took_part[member.name],
+            missed=tuple(f"{r.round + 1}: {r.missing[member.name]}" for r in trained if member.name in r.missing),
+            prototypes=("yes" if member.prototypes else "no") if asks else "-",
+            size=float(member.units or declared.get(member.name, nobody).data.nominal_size),
+            policy=policies.get(member.name, ""),
+            fingerprint=declared.get(member.name, nobody).fingerprint,
+            software=detail.software.get(member.name, ""),
+        )
+        for member in manifest.members
+    )
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def share_of(right: float, of: float) -> Share:
+    """Give a share of counted examples with the exact interval of their luck."""
+    k, n = round(right), round(of)
+    if not 0 <= k <= n or abs(right - k) > 1e-3 or abs(of - n) > 1e-3:
+        return Share(withheld=uncertainty.IMPOSSIBLE)
+    if n == 0:
+        return Share()
+    low, high = intervals.proportion(k, n)
+    return Share(k / n, low, high, of=LUCK)
+
+
+def _noisy(found: Estimate) -> Share:
+    if found.withheld or found == NOTHING:
+        return Share(withheld=found.withheld)
+    return Share(found.point, found.low, found.high, of=NOISE)
+
+
+def _last(rounds: Sequence[pb.RoundInfo]) -> pb.RoundInfo:
+    return rounds[-1] if rounds else pb.RoundInfo()
+
+
+def _clinical(rounds: Sequence[pb.RoundInfo]) -> ClinicalMetrics | None:
+    return accuracy.clinical_of(_last(rounds))
+
+
+def _classes(
+    manifest: RunManifest, rounds: Sequence[pb.RoundInfo], silos: Sequence[pb.SiloInfo]
+) -> tuple[ClassFacts, ...]:
+    last, found = _last(rounds), _clinical(rounds)
+    noise = profiles.result_noise(manifest).of(last.included)
+    members = {member.name for member in manifest.members}
+    noisy = uncertainty.by_class(last.correct, last.examples, noise) if noise else []
+    made = []
+    for k, name in enumerate(manifest.schema.classes):
+        measured = k < len(last.examples)
+        auc = found.auc[k] if found else None
+        made.append(
+            ClassFacts(
+                name=name,
+                test_examples=round(last.examples[k]) if measured and not noise and _counts(last) else None,
+                recognised=_noisy(noisy[k])
+                if noise and measured
+                else share_of(last.correct[k], last.examples[k])
+                if measured
+                else Share(),
+                declared_by=tuple(sorted(s.name for s in silos if s.name in members and name in s.data.holds)),
+                specificity=found.specificity[k] if found else None,
+                auc_low=auc.low if auc else None,
+                auc_high=auc.high if auc else None,
+            )
+        )
+    return tuple(made)
+
+
+def _counts(last: pb.RoundInfo) -> bool:
+    """Tell whether all sums of an evaluation are counts: a hospital may have sent any numbers."""
+    return all(share_of(right, of).withheld == "" for right, of in zip(last.correct, last.examples, strict=False))
+
+
+def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
+    last, found = _last(rounds), _clinical(rounds)
+    noisy = profiles.result_noise(manifest)
+    noise = noisy.of(last.included)
+    auc = found.macro_auc if found else None
+    exact = noise is None and _counts(last)
+    tested = [c for c, n in enumerate(last.examples) if n > 0] if exact else []
+    return Results(
+        accuracy=_over_all(last, noise),
+        balanced=_balanced(last, noise),
+        best=_best(rounds, manifest),
+        test_examples=round(sum(last.examples)) if exact and rounds else None,
+        level_of_chance=1 / (len(tested) or len(manifest.schema.classes)),
+        of_exported_model=last.kind == pb.EVALUATE,
+        classes_tested=len(tested) if exact and rounds else None,
+        calibration_error=found.calibration_error if found else None,
+        macro_auc_low=auc.low if auc else None,
+        macro_auc_high=auc.high if auc else None,
+        confusion=found.confusion if found else (),
+        why_no_more="" if found else _why_basic(manifest),
+    )
+
+
+def _over_all(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
+    if noise is not None:
+        return _noisy(uncertainty.accuracy(last.correct, last.examples, noise))
+    return share_of(math.fsum(last.correct), math.fsum(last.examples)) if _counts(last) else _impossible()
+
+
+def _balanced(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
+    if noise is not None:
+        return _noisy(uncertainty.balanced(last.correct, last.examples, noise))
+    if not _counts(last):
+        return _impossible()
+    counts = [(round(k), round(n)) for k, n in zip(last.correct, last.examples, strict=False) if n > 0]
+    if not counts:
+        return Share()
+    low, high = intervals.mean_of_proportions(counts)
+    return Share(macro_mean(k / n for k, n in counts), low, high, of=LUCK)
+
+
+def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> Share:
+    noise = profiles.result_noise(manifest)
+    found = uncertainty.best([(r.correct, r.examples, noise.of(r.included)) for r in rounds])
+    return Share(found.point) if found.exact else _noisy(found)
+
+
+def _impossible() -> Share:
+    return Share(withheld=uncertainty.IMPOSSIBLE)
+
+
+def _why_basic(manifest: RunManifest) -> str:
+    if manifest.metrics == CLINICAL:
+        return "no hospital sent specificity, AUC or calibration"
+    if profiles.hides_evaluations(manifest.privacy):
+        return "specificity, AUC and calibration are not measured under differential privacy"
+    return "specificity, AUC and calibration were not measured (metrics=basic)"
+
+
+# ---- privacy ---------------------------------------------------------------------------------------------------------
+
+
+def _privacy(run: CompiledRun, manifest: RunManifest) -> Privacy:
+    terms = run.profile.terms
+    if terms is None:
+        return Privacy("none")
+    planned = preview(run)
+    shared = terms.placement == "distributed"
+    return Privacy(
+        profile=manifest.privacy.name,
+        subject=run.profile.subject,
+        epsilon=terms.epsilon,
+        delta=terms.delta,
+        planned=planned["epsilon"],
+        alone=max((s["epsilon_alone"] for s in planned["silos"]), default=None) if shared else None,
+        collusion=manifest.secagg.collusion if shared and manifest.secagg is not None else 0,
+        test_data=terms.test_data,
+        noise_from=terms.rng,
+        placement=PLACEMENTS[terms.placement],
+        options=json.loads(json.dumps(dict(manifest.privacy.options))),
+    )
+
+
+def _masks(manifest: RunManifest) -> Masks | None:
+    terms = manifest.secagg
+    return None if terms is None else Masks(withstood(manifest.cohort_size), terms.min_contributors)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write(
+    detail: pb.RunDetail,
+    manifest: RunManifest,
+    silos: Sequence[pb.SiloInfo],
+    own: Credentials,
+    files: Sequence[Path],
+    intended_use: str,
+    licence: str,
+) -> tuple[Path, Path]:
+    """Write `RUN.card.json`, signed, and its page `RUN.card.html` beside the exported files; return both.
+
+    own: the lead's key and certificate   files: the model first, as safetensors; their digests stand in the card.
+    """
+    named = {file.name: file_sha256(file) for file in files}
+    said = Statement(identity_of(own.cert_pem).identity, intended_use, licence, named)
+    card = card_of(detail, manifest, silos, said, _numbers(files[0]))
+    signed = SignedCard.sign(card, own)
+    verified, _ = signed.verify(certificate_fingerprint(own.ca_pem))
+    document, html = (files[0].with_name(f"{detail.info.run_id}.card.{ending}") for ending in ("json", "html"))
+    document.write_text(signed.to_json(), encoding="utf-8")
+    html.write_text(page(signed, verified), encoding="utf-8")
+    return document, html
+
+
+def _numbers(model: Path) -> int:
+    with safe_open(model, framework="numpy") as opened:
+        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - no mapping

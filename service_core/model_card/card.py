@@ -1,0 +1,286 @@
+"""What a card says of a model: plain values, so that its JSON is the document and everything else is made from it.
+
+Nothing in it identifies a record. What a hospital did not tell the coordinator is not in it: None, 0 or empty stand for
+"not known", and the documents say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from fl_core.converter import ConversionError, Option, structure
+from fl_core.errors import ConfigError
+
+FORMAT = "consilium.card.v1"
+MAX_TEXT_CHARS = 2_000
+"""Of what the lead states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share in [0, 1] with a 95 % interval; None: nothing was measured. withheld: why there is no number.
+
+    of: what the interval is of; empty without one.
+    """
+
+    point: float | None = None
+    low: float | None = None
+    high: float | None = None
+    withheld: str = ""
+    of: str = ""
+
+    @property
+    def possible(self) -> bool:
+        numbers = [v for v in (self.low, self.point, self.high) if v is not None]
+        whole = self.point is not None or not numbers
+        return whole and numbers == sorted(numbers) and all(0 <= v <= 1 for v in numbers)
+
+    def text(self) -> str:
+        if self.withheld:
+            return f"withheld: {self.withheld}"
+        if self.point is None:
+            return "not measured"
+        number = f"{100 * self.point:.1f} %"
+        if self.low is None or self.high is None:
+            return number
+        return f"{number} (95 %: {100 * self.low:.1f} to {100 * self.high:.1f} %)"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFacts:
+    """One class. test_examples: None where they are withheld   declared_by: hospitals that say that they have it."""
+
+    name: str
+    test_examples: int | None
+    recognised: Share
+    declared_by: tuple[str, ...] = ()
+    specificity: float | None = None
+    auc_low: float | None = None
+    auc_high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hospital:
+    """One member of the run.
+
+    rounds: training rounds whose model has its update   missed: the others, with what the coordinator noted
+    size: training examples or groups that it declares, rounded up, 0: not declared   policy: SHA-256 of its policy file
+    fingerprint: of its key.
+    """
+
+    name: str
+    rounds: int
+    missed: tuple[str, ...] = ()
+    prototypes: str = "-"
+    size: float = 0.0
+    policy: str = ""
+    fingerprint: str = ""
+    software: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Privacy:
+    """What was promised.
+
+    subject: whom epsilon is about   epsilon: the most that the run may spend on each of them   planned: what the
+    schedule spends if nothing is repeated, at the hospital that spends most   alone: epsilon where noise that hospitals
+    share out is one hospital's own   collusion: hospitals that may collude without effect on epsilon, where noise is
+    shared out   test_data: "private" or "public"   noise_from: "secure", or "test" which protects nobody
+    placement: who adds the noise.
+    """
+
+    profile: str
+    subject: str = ""
+    epsilon: float | None = None
+    delta: float | None = None
+    planned: float | None = None
+    alone: float | None = None
+    collusion: int = 0
+    test_data: str = ""
+    noise_from: str = ""
+    placement: str = ""
+    options: Mapping[str, Option] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Terms of secure aggregation. withstood: hospitals that may collude with the coordinator and still see sums alone.
+
+    min_contributors: hospitals that a row of a class is a sum over, at least.
+    """
+
+    withstood: int
+    min_contributors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """What became of updates. aggregator: the rule by which they became one."""
+
+    aggregator: str
+    refused: int
+    cut: int
+    rows_cut: int
+    unbounded_rounds: int
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Of the last model, on the union of the hospitals' test examples.
+
+    best: over rounds, a selection on test data   level_of_chance: of balanced accuracy   of_exported_model: else they
+    are of the model one round before it, which the run had not evaluated   classes_tested: with a test example
+    why_no_more: why there is no specificity, AUC or calibration; empty where there is.
+    """
+
+    accuracy: Share
+    balanced: Share
+    best: Share
+    test_examples: int | None
+    level_of_chance: float
+    of_exported_model: bool
+    classes_tested: int | None = None
+    calibration_error: float | None = None
+    macro_auc_low: float | None = None
+    macro_auc_high: float | None = None
+    confusion: tuple[tuple[int, ...], ...] = ()
+    why_no_more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """A hospital that has withdrawn. depends: whether this model still has its data in it."""
+
+    hospital: str
+    run: str
+    at: str
+    outcome: str
+    depends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The network, and where it came from. input: C, H, W or columns   parameters: numbers in the exported file."""
+
+    name: str
+    options: Mapping[str, Option]
+    parameters: int
+    input: tuple[int, ...]
+    preprocessing: str
+    start: str = ""
+    frozen_body: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How it was trained. about: the algorithm in a line   training: local training in words."""
+
+    name: str
+    options: Mapping[str, Option]
+    about: str
+    paper: str
+    training: str
+    seed: int
+    private_form: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Which training. Times are ISO 8601 in UTC; empty: not known."""
+
+    id: str
+    name: str
+    state: str
+    rounds: int
+    planned_rounds: int
+    created: str
+    ended: str
+    data: str
+    manifest_digest: str
+    model_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Everything. intended_use, licence: the lead's statements, empty: not stated   files: name -> SHA-256.
+
+    software: of a side of the run ("coordinator", or a hospital) -> version and build, as each said of itself.
+    """
+
+    consortium: str
+    written: str
+    written_by: str
+    intended_use: str
+    licence: str
+    run: Run
+    model: Model
+    method: Method
+    classes: tuple[ClassFacts, ...]
+    hospitals: tuple[Hospital, ...]
+    results: Results
+    privacy: Privacy
+    masks: Masks | None
+    updates: Updates
+    withdrawals: tuple[Withdrawal, ...]
+    software: Mapping[str, str]
+    files: Mapping[str, str]
+    format: str = FORMAT
+
+    def facts(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, raw: object) -> Card:
+        """Read a card of unknown origin; raises ConfigError (E-ID-34) on one of another format or with other fields."""
+        form = raw.get("format") if isinstance(raw, dict) else None
+        if form != FORMAT:
+            raise ConfigError(
+                "E-ID-34", f"expected a card of the format {FORMAT}, found {str(form)[:60]!r}: read it with its version"
+            )
+        try:
+            card = structure(cls, raw, "card")
+        except ConversionError as error:
+            raise ConfigError("E-ID-34", f"{error}: read the card with the version that wrote it") from error
+        card.require_possible()
+        return card
+
+    def require_possible(self) -> None:
+        """Raise ConfigError (E-ID-34) on numbers that no run gives: a lead can sign anything."""
+        r, p, n = self.results, self.privacy, len(self.classes)
+        shares = [r.accuracy, r.balanced, r.best, *(c.recognised for c in self.classes)]
+        parts = (*(c.specificity for c in self.classes), r.macro_auc_low, r.macro_auc_high, r.calibration_error)
+        ranges = (*((c.auc_low, c.auc_high) for c in self.classes), (r.macro_auc_low, r.macro_auc_high))
+        counts = [r.test_examples, *(c.test_examples for c in self.classes), *(k for row in r.confusion for k in row)]
+        wrong = {
+            "a share from 0 to 1 within its interval": not all(s.possible for s in shares),
+            "a number from 0 to 1": not all(v is None or 0 <= v <= 1 for v in (*parts, r.level_of_chance)),
+            "both ends of a range, in order": not all(
+                low is high is None or (low is not None and high is not None and low <= high) for low, high in ranges
+            ),
+            "counts of 0 or more": not all(k is None or k >= 0 for k in (*counts, *(h.rounds for h in self.hospitals))),
+            "a confusion matrix over its classes": r.confusion != ()
+            and (len(r.confusion) != n or any(len(row) != n for row in r.confusion)),
+            "an epsilon and a delta of a promise": (p.epsilon is None) != (p.delta is None)
+            or (p.epsilon is not None and p.delta is not None and not (p.epsilon > 0 and 0 < p.delta < 1)),
+        }
+        for expected, found in wrong.items():
+            if found:
+                raise ConfigError("E-ID-34", f"expected {expected}, found something else: rely on nothing in this card")
+
+
+def stated(text: str, what: str) -> str:
+    """Return what the lead states, without blanks around it; raises ConfigError (E-CFG-02) on a text that is no line.
+
+    what: the option, for the message.
+    """
+    found = text.strip()
+    if len(found) > MAX_TEXT_CHARS or not found.isprintable():
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected {what} of at most {MAX_TEXT_CHARS} visible characters on one line, found {len(found)}: shorten "
+            "it, and put no line breaks in",
+        )
+    return found

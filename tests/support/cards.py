@@ -1,0 +1,69 @@
+"""A model's card, and consortia whose leads sign one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coordinator.pki.authority import Authority
+from service_core.model_card.card import (
+    Card,
+    ClassFacts,
+    Hospital,
+    Method,
+    Model,
+    Privacy,
+    Results,
+    Run,
+    Share,
+    Updates,
+)
+from service_core.model_card.signed_card import SignedCard
+from service_core.storage.private_files import Credentials
+
+LUCKY = Share(0.75, 0.5, 0.9, of="the luck of the test examples")
+PRIVATE = Privacy(
+    "dp_record", "each record", 1.0, 1e-5, planned=0.8, test_data="private", noise_from="secure", placement="there"
+)
+
+
+def lead(home: Path, consortium: str = "skin") -> Credentials:
+    """Make a consortium and its lead."""
+    return Authority.create(home, consortium, ["127.0.0.1:8443"]).issue_lead("lead")
+
+
+def card(**other: object) -> Card:
+    """Make a card of a run without privacy; other: fields that differ."""
+    made = Card(
+        consortium="skin",
+        written=_now(),
+        written_by="lead",
+        intended_use="",
+        licence="",
+        run=Run("r1", "study", "finished", 2, 2, _now(), _now(), "digits", "1" * 64, "2" * 64),
+        model=Model("simple_cnn", {"width": 8}, 1234, (1, 8, 8), "Values are divided by 255."),
+        method=Method("fedavg", {}, "Average of locally trained models.", "", "lr 0.1", 0),
+        classes=(
+            ClassFacts("nevus", 3, Share(1.0, 0.29, 1.0, of="luck"), ("north",), 0.9, 0.8, 0.82),
+            ClassFacts("melanoma", 1, Share(0.0, 0.0, 0.98, of="luck")),
+        ),
+        hospitals=(Hospital("north", 2, (), "-", 30.0, "p" * 64, "f" * 64), Hospital("south", 1, ("2: offline",))),
+        results=Results(LUCKY, replace(LUCKY, point=0.5, low=0.2), Share(0.8), 4, 0.5, True, classes_tested=2),
+        privacy=Privacy("none"),
+        masks=None,
+        updates=Updates("norm_clipped", 1, 2, 0, 0, 1_500_000, 10),
+        withdrawals=(),
+        software={"coordinator": "fl 1+a", "north": "fl 1+a"},
+        files={},
+    )
+    return replace(made, **other)
+
+
+def signed(own: Credentials, **other: object) -> SignedCard:
+    return SignedCard.sign(card(**other), own)
+
+
+def _now() -> str:
+    """Return a time within the certificates of a consortium that a test has just made."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
