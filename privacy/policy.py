@@ -3,7 +3,8 @@
 A file that cannot be read, that others can change, or that has an unknown key, allows nothing. No message carries one;
 only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold, as with an empty
 one: any method of any lead, with or without privacy, with or without secure aggregation; private runs of at most
-epsilon 8 at delta 1e-5, with secret local noise and noisy evaluations; of other evaluations correct answers alone.
+epsilon 8 at delta 1e-5, with secret local noise and noisy evaluations; of other evaluations correct answers alone; no
+survey.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fl_core import validate
 from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
+from fl_core.types.survey import SURVEY
 from privacy.accounting.accountant import Filter
 from privacy.policy_terms import (
     SHARE_OF_UNITS,
@@ -33,6 +35,7 @@ from privacy.policy_terms import (
     Prototypes,
     Runs,
     SecureAggregation,
+    Surveys,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class Policy:
     evaluation: Evaluation = field(default_factory=Evaluation)
     secagg: SecureAggregation = field(default_factory=SecureAggregation)
     peers: Peers = field(default_factory=Peers)
+    survey: Surveys = field(default_factory=Surveys)
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
@@ -88,7 +92,7 @@ class Policy:
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
         digest = hashlib.sha256(raw).hexdigest()
         sections = found.runs, found.privacy, found.prototypes
-        return cls(*sections, budgets, digest, found.evaluation, found.secagg, found.peers)
+        return cls(*sections, budgets, digest, found.evaluation, found.secagg, found.peers, found.survey)
 
     def caps(self) -> dict[str, Filter]:
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
@@ -109,7 +113,8 @@ class Policy:
     def check_request(self, manifest: RunManifest) -> None:
         """Raise RefusedError on a run that it does not allow whatever it computes.
 
-        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for.
+        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for   E-POLICY-18:
+        a survey that it does not answer.
         """
         runs = self.runs
         if runs.methods and manifest.method.name not in runs.methods:
@@ -117,9 +122,11 @@ class Policy:
         if runs.leads and manifest.lead not in runs.leads:
             raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
         self.secagg.check(manifest)
+        if manifest.method.name == SURVEY:
+            self.survey.check(manifest)
 
     def check(self, run: CompiledRun) -> None:
-        """Raise RefusedError (E-POLICY-02 to -06, -09, -17) on a run that it does not allow; no data is near."""
+        """Raise RefusedError (E-POLICY-02 to -06, -09, -17, -18) on a run that it does not allow; no data is near."""
         manifest, terms, runs, floors = run.manifest, run.profile.terms, self.runs, self.privacy
         self.check_request(manifest)
         if runs.hide_size and (terms is None or terms.weights != "uniform"):

@@ -65,10 +65,10 @@ class RunLedger:
         tasks = {split: self._task(round, train, split, run) for split in self._versions}
         return max((self._ledger.times_charged(self._versions[s].collection, t) for s, t in tasks.items()), default=0)
 
-    def cached(self, purpose: str) -> Tensor | None:
+    def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Return what was released once per version of the data and label space; seeded noise is kept apart."""
         value = self._ledger.kept(*self._key(purpose))
-        return None if value is None else torch.tensor(json.loads(value), dtype=torch.float32)
+        return None if value is None else torch.tensor(json.loads(value), dtype=dtype)
 
     def cache(self, purpose: str, value: Tensor) -> None:
         """Keep a release for ever: it is on the disk when this returns."""

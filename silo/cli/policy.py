@@ -25,7 +25,7 @@ def show_policy(home: SiloHome) -> Reply:
     policy = in_force(home)
     facts = [("file", str(home.policy) if policy.digest else f"{home.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
-    for section in ("runs", "privacy", "prototypes", "evaluation", "secagg", "peers"):
+    for section in ("runs", "privacy", "prototypes", "evaluation", "secagg", "peers", "survey"):
         facts += [
             (f"{section}.{key}", _text(value, _EMPTY.get(f"{section}.{key}", "none")))
             for key, value in asdict(getattr(policy, section)).items()
@@ -37,6 +37,7 @@ def show_policy(home: SiloHome) -> Reply:
 _EMPTY = {
     "runs.methods": "any",
     "runs.leads": "any",
+    "survey.allow": "none: no survey is answered",
     "privacy.labels": "what the publisher of the data names, or --holds",
 }
 """What an empty list means; any other: none."""

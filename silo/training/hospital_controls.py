@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,24 +16,29 @@ from fl_core.extensions import loading, registry
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
+from fl_core.survey.method import Survey
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.interfaces import DataFactory
+from fl_core.types.values import Tensors
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
 from privacy.policy import Policy, check_labels
 from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING
 from privacy.profiles.prototype_filter import Withheld
+from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
 from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
+from silo.reports.run_request import RunRequest
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation, ledger_position
 from silo.training import policy_in_force
 from silo.training.run_request import request_of
+from silo.training.surveys import remembering, require_approved, survey_preview, surveyed_patients
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -148,12 +153,20 @@ class HospitalControls:
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
-    def admit(self, run_id: str, manifest: RunManifest, device: torch.device = CPU) -> CompiledRun | None:
+    def admit(
+        self,
+        run_id: str,
+        manifest: RunManifest,
+        device: torch.device = CPU,
+        data_of: Callable[[CompiledRun], SiloDataset] | None = None,
+    ) -> CompiledRun | None:
         """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
 
-        device: where it would train. Code of another distribution is imported here, and only here, once the policy has
-        allowed it (E-POLICY-15). Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot
-        be trained there), which the ledger records, and as `CompiledRun.of`. No data is near.
+        device: where it would train   data_of: loads what it would be about, for whoever decides about a survey.
+
+        Code of another distribution is imported here, and only here, once the policy has allowed it (E-POLICY-15).
+        Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot be trained there), which the
+        ledger records, and as `CompiledRun.of`. No data is near but for a survey that waits for a decision.
         """
         try:
             policy = self.policy()
@@ -172,7 +185,7 @@ class HospitalControls:
                 policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
                 return run
-            decided = self._decision(run_id, run, policy)
+            decided = self._decision(run_id, run, policy, data_of)
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
@@ -180,13 +193,18 @@ class HospitalControls:
             raise
         return run if decided else None
 
-    def _decision(self, run_id: str, run: CompiledRun, policy: Policy) -> bool | None:
+    def _decision(
+        self, run_id: str, run: CompiledRun, policy: Policy, data_of: Callable[[CompiledRun], SiloDataset] | None
+    ) -> bool | None:
         """Return what the hospital decided about a run; None while it has not. A new one is written down and waits."""
         digest = run.manifest.digest()
         if known := self.store.approvals.find(run_id, digest):
             return known.decided
         silo = SiloIdentity(self.home.path).load().identity.name
-        request = request_of(run, silo, policy.prototypes.submit).to_json()
+        survey = None
+        if data_of is not None and isinstance(run.method, Survey):
+            survey = survey_preview(run, data_of(run), _withheld(policy, run.manifest))
+        request = request_of(run, silo, policy.prototypes.submit, survey).to_json()
         return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
 
     def _compiled(self, manifest: RunManifest) -> CompiledRun:
@@ -203,11 +221,13 @@ class HospitalControls:
         not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
-        least = policy.prototypes
-        withheld = Withheld(_hidden_classes(policy, run.manifest), least.min_count, least.min_examples)
+        withheld = _withheld(policy, run.manifest)
         if not run.private:
-            _warn_of_few(run, len(dataset.train))
             factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
+            if isinstance(run.method, Survey):
+                factory = self._remembered(run, run.method, dataset, factory, policy)
+            else:
+                _warn_of_few(run, len(dataset.train))
             return factory, None, policy.prototypes.submit
         from privacy.ledger.registration import unit_of
         from privacy.ledger.run_ledger import RunLedger
@@ -223,6 +243,38 @@ class HospitalControls:
             self.record_refusal(run.manifest.name, error)
             raise
         return factory, ledger, policy.prototypes.submit
+
+    def paid(self, run: CompiledRun, index: int, ledger: RunLedger) -> bool:
+        """Tell whether a survey was released of these data before, so that its answer costs nothing."""
+        if not isinstance(run.profile, RecordProfile):
+            return False
+        name = run.profile.survey_release(index, _withheld(self.policy(), run.manifest))
+        return name is not None and ledger.cached(name) is not None
+
+    def _remembered(
+        self, run: CompiledRun, method: Survey, dataset: SiloDataset, factory: DataFactory, policy: Policy
+    ) -> DataFactory:
+        """Hold a survey without noise to what was answered before, and note it with what was approved.
+
+        Raises RefusedError (E-POLICY-19), which the ledger records.
+        """
+        manifest, least = run.manifest, policy.survey.min_patients
+        asked = [question for question in method.asked if question.name in policy.survey.allow]
+        patients = surveyed_patients(dataset)
+        try:
+            self.store.surveys.require(patients, asked, least)
+        except RefusedError as error:
+            self.record_refusal(manifest.name, error)
+            raise
+
+        def answered(found: Tensors) -> None:
+            for approval in self.store.approvals.approved(manifest.digest()):
+                request = RunRequest.from_json(approval.request)
+                if policy.runs.approve == BY_HAND and request is not None and request.survey is not None:
+                    require_approved(request.survey.digest, found)
+            self.store.surveys.record(manifest.name, patients, asked, least)
+
+        return remembering(factory, answered)
 
     def require_labels(self, run: CompiledRun, declared: Iterable[str]) -> None:
         """Hold a private run's label space against the declared one, and never against records.
@@ -281,6 +333,18 @@ def _warn_of_few(run: CompiledRun, examples: int) -> None:
             run.manifest.name,
             numbers,
         )
+
+
+def _withheld(policy: Policy, manifest: RunManifest) -> Withheld:
+    least, survey = policy.prototypes, policy.survey
+    hidden = _hidden_classes(policy, manifest)
+    return Withheld(
+        hidden,
+        least.min_count,
+        least.min_examples,
+        answered=frozenset(survey.allow),
+        least_patients=survey.min_patients,
+    )
 
 
 def _hidden_classes(policy: Policy, manifest: RunManifest) -> frozenset[int]:

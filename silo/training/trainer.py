@@ -172,7 +172,8 @@ class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
     ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends
-    data_version: see `DataSource.version`   device: where the model is.
+    data_version: see `DataSource.version`   device: where the model is   paid: a survey that is answered by what was
+    released before.
     """
 
     run: CompiledRun
@@ -185,13 +186,14 @@ class PreparedRun:
     broadcast: Mapping[str, object]
     data_version: str
     device: torch.device
+    paid: bool = False
 
     def require_whole_run(self, folder: Path) -> None:
         """Raise RefusedError unless the whole run fits here: E-BUDGET-01, E-BUDGET-02 or E-RUN-38.
 
         folder: where objects lie. Nothing is read of any record, charged or released.
         """
-        if self.ledger is not None:
+        if self.ledger is not None and not self.paid:
             first = self.ledger.cached("class counts") is None
             self.ledger.require(self.run.profile.charges(self.index, self.submits, first))
         need = OBJECTS * state_bytes(self.runtime.model)
@@ -307,9 +309,7 @@ class Trainer:
         with _hide_details(run.private, ConfigError, RefusedError):
             if run.private:
                 self._controls.require_labels(run, self._data.declared_classes)
-            if self._data.refresh():
-                self._prepared = None
-                self._features.forget()
+            self._refresh()
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             return self._prepared[1]
         if not _compatible(manifest.software, version()):
@@ -350,10 +350,32 @@ class Trainer:
                 raise
         broadcast = _signature(run.method.broadcast(run.initial_state()))
         prepared = PreparedRun(
-            run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device
+            run,
+            index,
+            dataset,
+            runtime,
+            factory,
+            ledger,
+            submits,
+            broadcast,
+            data_version,
+            self.device,
+            ledger is not None and self._controls.paid(run, index, ledger),
         )
         self._prepared = (policy, prepared)
         return prepared
+
+    def _refresh(self) -> None:
+        """Forget what was made of data that are others by now."""
+        if self._data.refresh():
+            self._prepared = None
+            self._features.forget()
+
+    def data_of(self, run: CompiledRun) -> SiloDataset:
+        """Load what a run would be about, as it is now."""
+        self._refresh()
+        schema = run.manifest.schema
+        return self._data.load(DataRequest(schema.classes, run.manifest.image_size, schema.window))
 
     def require_memory(self, prepared: PreparedRun) -> None:
         """Raise as `PreparedRun.require_memory`; once for each, since rounds leave this process what they took."""
