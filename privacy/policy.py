@@ -4,7 +4,7 @@ A file that cannot be read, that others can change, or that has an unknown key, 
 only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold, as with an empty
 one: any method of any lead, with or without privacy, with or without secure aggregation; private runs of at most
 epsilon 8 at delta 1e-5, with secret local noise and noisy evaluations; of other evaluations correct answers alone; no
-survey.
+number of a survey.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from fl_core import validate
 from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
-from fl_core.types.survey import SURVEY
 from privacy.accounting.accountant import Filter
 from privacy.policy_terms import (
     SHARE_OF_UNITS,
@@ -113,8 +112,7 @@ class Policy:
     def check_request(self, manifest: RunManifest) -> None:
         """Raise RefusedError on a run that it does not allow whatever it computes.
 
-        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for   E-POLICY-18:
-        a survey that it does not answer.
+        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for.
         """
         runs = self.runs
         if runs.methods and manifest.method.name not in runs.methods:
@@ -122,11 +120,9 @@ class Policy:
         if runs.leads and manifest.lead not in runs.leads:
             raise RefusedError("E-POLICY-03", f"expected a lead of {runs.leads}, found {manifest.lead or 'no name'!r}")
         self.secagg.check(manifest)
-        if manifest.method.name == SURVEY:
-            self.survey.check(manifest)
 
     def check(self, run: CompiledRun) -> None:
-        """Raise RefusedError (E-POLICY-02 to -06, -09, -17, -18) on a run that it does not allow; no data is near."""
+        """Raise RefusedError (E-POLICY-02 to -06, -09, -17) on a run that it does not allow; no data is near."""
         manifest, terms, runs, floors = run.manifest, run.profile.terms, self.runs, self.privacy
         self.check_request(manifest)
         if runs.hide_size and (terms is None or terms.weights != "uniform"):

@@ -12,7 +12,7 @@ from fl_core import validate
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.secagg import CLASS_SUMS, COMPLETE, EACH, MAX_MASKED
-from fl_core.types.survey import MIN_PATIENTS, QUESTIONS, parse_questions
+from fl_core.types.survey import MIN_PATIENTS, QUESTIONS
 from fl_core.validate import Count, NonNegative, Positive, at_most, between, bounded, one_of
 from privacy.accounting.record_config import COUPLED, Delta, DpConfig, RecordDpConfig, Rng
 
@@ -211,7 +211,7 @@ class SecureAggregation:
 
 @dataclass(frozen=True, slots=True)
 class Surveys:
-    """[survey] allow: questions about the records that are answered (empty: none, and no survey is taken part in).
+    """[survey] allow: questions about the records that are answered; all others are held back (empty: every one).
 
     min_patients: of the smallest number that leaves without noise; fewer than 10 are never told
     by_hospital: also answers that the coordinator keeps apart, and not in a sum alone.
@@ -226,20 +226,9 @@ class Surveys:
         for name in self.allow:
             validate.one_of("E-POLICY-01", "survey", tuple(QUESTIONS), allow=name)
 
-    def check(self, manifest: RunManifest) -> None:
-        """Raise RefusedError (E-POLICY-18) on a survey of which nothing may be answered."""
-        options = manifest.method.options
-        asked = parse_questions(str(options.get("questions", "")))
-        if not {question.name for question in asked} & set(self.allow):
-            found = ", ".join(question.name for question in asked)
-            raise RefusedError(
-                "E-POLICY-18",
-                f"[survey]: expected one of the questions {', '.join(self.allow) or '(none)'}, found {found}",
-            )
-        if options.get("by_hospital") and not self.by_hospital:
-            raise RefusedError(
-                "E-POLICY-18", "[survey]: expected answers in a sum alone, found method.by_hospital=true"
-            )
+    def answered(self, by_hospital: bool) -> frozenset[str]:
+        """Name the questions that are answered. by_hospital: the run keeps answers apart."""
+        return frozenset(self.allow) if self.by_hospital or not by_hospital else frozenset()
 
 
 def _open_run(expected: str, found: str) -> RefusedError:

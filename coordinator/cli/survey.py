@@ -25,17 +25,19 @@ _IMAGES = {"folder", "manifest", "isic2019"}
 _MAX_STATE = 64 << 20
 """Bytes of a survey's state: far more than answers take."""
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="QUESTION... [KEY=VALUE...]",
+        help=f"Questions, with the width of bins where they have any (ages:5), of {', '.join(QUESTIONS)}; and what "
+        'they are about, as for `run`: data=folder "data.classes=[nevus,melanoma]", secagg=on, privacy=dp_record.',
+    ),
+]
+
 
 @command
 def survey(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="QUESTION... [KEY=VALUE...]",
-            help=f"Questions, with the width of bins where they have any (ages:5), of {', '.join(QUESTIONS)}; and what "
-            'they are about, as for `run`: data=folder "data.classes=[nevus,melanoma]", secagg=on, privacy=dp_record.',
-        ),
-    ] = None,
+    words: Words = None,
     of: Annotated[
         str | None, typer.Option("--of", metavar="RUN", help="Show what was answered to an earlier survey.")
     ] = None,

@@ -113,12 +113,12 @@ def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
 
     columns = min(3, len(found.answers))
     rows = math.ceil(len(found.answers) / columns)
-    figure = Figure(figsize=(1 + 4.2 * columns, 0.6 + 3.6 * rows), layout="constrained")
+    figure = Figure(figsize=(1 + 4.2 * columns, 0.8 + 4.0 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, answer in zip(panels, found.answers, strict=False):
         _draw_answer(axes, answer, noisy=found.epsilon is not None)
     for axes in panels[len(found.answers) :]:
-        axes.set_visible(False)
+        figure.delaxes(axes)
     hospitals = f"{found.hospitals} hospitals" if found.hospitals != 1 else "1 hospital"
     noise = "" if found.epsilon is None else f", with noise (epsilon {found.epsilon:g})"
     figure.suptitle(f"Answers of {hospitals}{noise}; hatched: some hold back, x: all do", fontsize="medium")

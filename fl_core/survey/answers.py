@@ -78,6 +78,12 @@ def refused_cells(query: SurveySums) -> Tensor:
     return torch.cat([torch.full((n,), held, dtype=torch.float64) for n, held in counts])
 
 
+def nothing_told(query: SurveySums) -> Tensors:
+    """Return an answer that holds everything back."""
+    found = blank_answers(query)
+    return {**found, HELD: torch.ones_like(found[HELD])}
+
+
 def blank_answers(query: SurveySums) -> Tensors:
     """Return the form of an answer, as zeros."""
     names = (PATIENTS, HELD) if query.private else (IMAGES, PATIENTS, HELD)

@@ -91,7 +91,7 @@ class Survey(FedAvg):
     def init_server(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         blank = blank_answers(self.query(context.n_classes))
         n = (context.n_silos,) if self.by_hospital else ()
-        empty = {name: value.new_zeros(*n, *value.shape) for name, value in blank.items()}
+        empty = {name: value.new_zeros((*n, *value.shape)) for name, value in blank.items()}
         return {"w": {}, ANSWERS: {**empty, HOSPITALS: blank["held"].new_zeros(n)}}
 
     def broadcast(self, server: State) -> State:  # noqa: ARG002

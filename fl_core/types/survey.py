@@ -78,7 +78,7 @@ QUESTIONS: Mapping[str, Kind] = {
     "bits": Kind("Bits of a value", ("1 to 8", "9 to 10", "11 to 12", "13 to 16", NOT_STATED)),
     "makes": Kind("Device make", (*MAKES, NOT_STATED)),
     "missing": Kind("Missing values of a row", ("0", "1", "2", "3 to 5", "6 or more", NOT_STATED)),
-    "intensity": Kind("Pixels by grey value", bins=Bins(0, 256, 16, 8), unit="grey value"),
+    "intensity": Kind("Pixels by grey value", bins=Bins(0, 256, 16, 8), unit="of 8 bits"),
     "ages": Kind("Age", bins=Bins(0, 120, 10, 5), unit="years"),
     "sex": Kind("Sex", ("female", "male", "another", NOT_STATED)),
 }

@@ -37,8 +37,9 @@ class Withheld:
 
     def of(self, query: SurveySums) -> SurveySums:
         """Return what of a survey is answered."""
-        asked = frozenset(q.name for q in query.questions)
-        answered = asked if self.answered is None else asked & self.answered
+        answered = frozenset(q.name for q in query.questions if query.answers(q))
+        if self.answered is not None:
+            answered &= self.answered
         if self.hidden:
             answered -= {"classes"}
         return replace(query, allowed=answered, least=max(query.least, self.least_patients))

@@ -3,15 +3,16 @@
 The difference of two answers about data that differ by a few patients is an answer about these few. So the hospital
 remembers of each version of its data that it answered about who was in it, as digests under a salt of its own: names
 (whose records) and contents (what records, of which class, in which split). A survey of data in which fewer than
-`least` patients differ from a version that was answered before, by name or by content, is refused, whatever it asks and
-whoever asks; so is another form of a question (narrower bins) about the same data. The same questions about the same
-data have the same answer.
+`least` patients differ from a version that was answered before, by name or else by content, is held back as a whole,
+whatever it asks and whoever asks; so is another form of a question (other bins) about the same data. The same questions
+about the same data have the same answer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
-from fl_core.errors import RefusedError
 from fl_core.types.survey import Question
 from service_core.storage.sqlite import Database
 from silo.storage.schema import surveys
 
 _BYTES = 16
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,57 +47,65 @@ class SurveyMemory:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
 
-    def require(self, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> None:
-        """Raise RefusedError (E-POLICY-19) on questions whose answer would tell of fewer than `least` patients."""
+    def answerable(self, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> frozenset[str]:
+        """Name the questions whose answers would tell of no fewer than `least` patients beside what was answered."""
         with self._database.read() as db:
-            _same_version(db, patients, questions, least)
+            return _looked_up(db, patients, questions, least).answerable
 
-    def record(self, run: str, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> None:
-        """Note that questions are answered, before anything leaves; raises as `require`."""
-        asked = {question.name: str(question) for question in questions}
+    def claim(self, run: str, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> frozenset[str]:
+        """Note that those that `answerable` names are answered, and name them: before any number is made."""
         with self._database.write() as db:
-            known = _same_version(db, patients, questions, least)
-            if known is not None:
-                answered = json.loads(known.questions) | asked
-                db.execute(update(surveys).where(surveys.c.number == known.number).values(questions=_text(answered)))
-                return
-            first = db.execute(select(surveys.c.salt).limit(1)).first()
-            salt = os.urandom(_BYTES) if first is None else first.salt
-            names, contents = patients.digests(salt)
-            row = {"names": _joined(names), "contents": _joined(contents), "questions": _text(asked)}
-            db.execute(insert(surveys).values(run=run, salt=salt, answered=self._clock(), **row))
+            known = _looked_up(db, patients, questions, least)
+            asked = {question.name: str(question) for question in questions if question.name in known.answerable}
+            if known.same is not None:
+                answered = json.loads(known.same.questions) | asked
+                this = surveys.c.number == known.same.number
+                db.execute(update(surveys).where(this).values(questions=_text(answered)))
+            elif asked:
+                salt = os.urandom(_BYTES) if known.salt is None else known.salt
+                names, contents = patients.digests(salt)
+                row = {"names": _joined(names), "contents": _joined(contents), "questions": _text(asked)}
+                db.execute(insert(surveys).values(run=run, salt=salt, answered=self._clock(), **row))
+        return known.answerable
 
 
-def _same_version(
-    db: Connection, patients: SurveyedPatients, questions: Sequence[Question], least: int
-) -> Row[Any] | None:
-    """Return the row of data that are the same, None without one; raises RefusedError on data that are nearly so."""
-    same = None
-    salted: dict[bytes, tuple[frozenset[bytes], frozenset[bytes]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is remembered of data. same: the row of an equal version   salt: of earlier rows, None without any."""
+
+    answerable: frozenset[str]
+    same: Row[Any] | None = None
+    salt: bytes | None = None
+
+
+def _looked_up(db: Connection, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> _Known:
+    same, salt, near = None, None, False
+    names, contents = frozenset[bytes](), frozenset[bytes]()
     for row in db.execute(select(surveys)):
-        if row.salt not in salted:
-            salted[row.salt] = patients.digests(row.salt)
-        names, contents = salted[row.salt]
+        if row.salt != salt:  # one for all rows
+            salt = row.salt
+            names, contents = patients.digests(row.salt)
         others = len(names ^ _split(row.names))
         changed = (len(contents ^ _split(row.contents)) - others) // 2  # one digest before and one after
-        if 0 < others < least or (not others and 0 < changed < least):
-            raise RefusedError(
-                "E-POLICY-19",
-                f"expected the data that a survey was answered about before, or at least {least} other patients, found "
-                "fewer that differ: the difference of the two answers would tell of them",
-            )
-        if not others and not changed:
+        if others == changed == 0:
             same = row
-    if same is not None:
-        answered = json.loads(same.questions)
-        for question in questions:
-            if (before := answered.get(question.name, str(question))) != str(question):
-                raise RefusedError(
-                    "E-POLICY-19",
-                    f"expected {before}, as it was answered about these data before, found {question}: other bins of "
-                    "the same records would tell of fewer patients",
-                )
-    return same
+        elif others < least if others else changed < least:
+            near = True
+            log.warning(
+                "a survey is held back: %d patients are others than in data that were surveyed before, and the "
+                "difference of two answers would tell of so few",
+                others or changed,
+            )
+    answered = {} if same is None else json.loads(same.questions)
+    free = {q.name for q in questions if answered.get(q.name, str(q)) == str(q)}
+    for question in questions:
+        if question.name not in free:
+            log.warning(
+                "%s is held back: the same records were surveyed as %s, and other bins would tell of fewer patients",
+                question,
+                answered[question.name],
+            )
+    return _Known(frozenset() if near else frozenset(free), same, salt)
 
 
 def _digest(salt: bytes, *parts: bytes) -> bytes:

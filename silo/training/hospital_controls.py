@@ -21,7 +21,6 @@ from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.interfaces import DataFactory
-from fl_core.types.values import Tensors
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
@@ -32,13 +31,13 @@ from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
 from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
-from silo.reports.run_request import RunRequest
+from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation, ledger_position
 from silo.training import policy_in_force
 from silo.training.run_request import request_of
-from silo.training.surveys import remembering, require_approved, survey_preview, surveyed_patients
+from silo.training.surveys import RememberedSurvey, survey_preview, surveyed_patients
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -203,7 +202,7 @@ class HospitalControls:
         silo = SiloIdentity(self.home.path).load().identity.name
         survey = None
         if data_of is not None and isinstance(run.method, Survey):
-            survey = survey_preview(run, data_of(run), _withheld(policy, run.manifest))
+            survey = self._survey_preview(run, run.method, data_of(run), policy)
         request = request_of(run, silo, policy.prototypes.submit, survey).to_json()
         return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
 
@@ -221,7 +220,7 @@ class HospitalControls:
         not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
-        withheld = _withheld(policy, run.manifest)
+        withheld = _withheld(policy, run)
         if not run.private:
             factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
             if isinstance(run.method, Survey):
@@ -248,33 +247,35 @@ class HospitalControls:
         """Tell whether a survey was released of these data before, so that its answer costs nothing."""
         if not isinstance(run.profile, RecordProfile):
             return False
-        name = run.profile.survey_release(index, _withheld(self.policy(), run.manifest))
+        name = run.profile.survey_release(index, _withheld(self.policy(), run))
         return name is not None and ledger.cached(name) is not None
 
     def _remembered(
         self, run: CompiledRun, method: Survey, dataset: SiloDataset, factory: DataFactory, policy: Policy
     ) -> DataFactory:
-        """Hold a survey without noise to what was answered before, and note it with what was approved.
+        """Hold a survey without noise to what was answered before, and to what was approved."""
+        name, digest, patients = run.manifest.name, run.manifest.digest(), surveyed_patients(dataset)
+        answered = policy.survey.answered(method.by_hospital)
+        asked = [question for question in method.asked if question.name in answered]
 
-        Raises RefusedError (E-POLICY-19), which the ledger records.
-        """
-        manifest, least = run.manifest, policy.survey.min_patients
-        asked = [question for question in method.asked if question.name in policy.survey.allow]
-        patients = surveyed_patients(dataset)
-        try:
-            self.store.surveys.require(patients, asked, least)
-        except RefusedError as error:
-            self.record_refusal(manifest.name, error)
-            raise
+        def claim() -> frozenset[str]:
+            return self.store.surveys.claim(name, patients, asked, policy.survey.min_patients)
 
-        def answered(found: Tensors) -> None:
-            for approval in self.store.approvals.approved(manifest.digest()):
-                request = RunRequest.from_json(approval.request)
-                if policy.runs.approve == BY_HAND and request is not None and request.survey is not None:
-                    require_approved(request.survey.digest, found)
-            self.store.surveys.record(manifest.name, patients, asked, least)
+        def approved() -> frozenset[str] | None:
+            if policy.runs.approve != BY_HAND:
+                return None
+            found = [RunRequest.from_json(approval.request) for approval in self.store.approvals.approved(digest)]
+            return frozenset(r.survey.digest for r in found if r is not None and r.survey is not None)
 
-        return remembering(factory, answered)
+        return lambda data: RememberedSurvey(factory(data), claim, approved)
+
+    def _survey_preview(self, run: CompiledRun, method: Survey, dataset: SiloDataset, policy: Policy) -> SurveyPreview:
+        """Compute what would leave of a survey; nothing is noted as answered."""
+        answerable = None
+        if not run.private:
+            patients = surveyed_patients(dataset)
+            answerable = self.store.surveys.answerable(patients, method.asked, policy.survey.min_patients)
+        return survey_preview(run, dataset, _withheld(policy, run), answerable)
 
     def require_labels(self, run: CompiledRun, declared: Iterable[str]) -> None:
         """Hold a private run's label space against the declared one, and never against records.
@@ -335,14 +336,13 @@ def _warn_of_few(run: CompiledRun, examples: int) -> None:
         )
 
 
-def _withheld(policy: Policy, manifest: RunManifest) -> Withheld:
+def _withheld(policy: Policy, run: CompiledRun) -> Withheld:
     least, survey = policy.prototypes, policy.survey
-    hidden = _hidden_classes(policy, manifest)
     return Withheld(
-        hidden,
+        _hidden_classes(policy, run.manifest),
         least.min_count,
         least.min_examples,
-        answered=frozenset(survey.allow),
+        answered=survey.answered(isinstance(run.method, Survey) and run.method.by_hospital),
         least_patients=survey.min_patients,
     )
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from blake3 import blake3
 
 from fl_core.datasets import SiloDataset
-from fl_core.errors import RefusedError
-from fl_core.survey.answers import HELD, IMAGES, PATIENTS, exact_answers, patient_vectors, places, refused_cells
+from fl_core.survey.answers import (
+    HELD,
+    IMAGES,
+    PATIENTS,
+    exact_answers,
+    nothing_told,
+    patient_vectors,
+    places,
+    refused_cells,
+)
 from fl_core.survey.facts import patient_names, surveyed
 from fl_core.survey.method import Survey
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Split
-from fl_core.types.interfaces import DataFactory, LocalData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Examples, Query, SurveySums, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.registration import content_names
@@ -25,6 +35,8 @@ from privacy.profiles.record import RecordProfile
 from service_core.storage.digests import file_digest
 from silo.reports.run_request import HELD_BACK, LEAVES, NOT_ANSWERED, SurveyPreview, SurveyRow
 from silo.storage.surveys import SurveyedPatients
+
+log = logging.getLogger(__name__)
 
 
 def surveyed_patients(dataset: SiloDataset) -> SurveyedPatients:
@@ -59,39 +71,41 @@ def answers_digest(found: Tensors) -> str:
 
 
 class RememberedSurvey(LocalDataWrapper):
-    """Notes the answer to a survey before it leaves. answered: takes what leaves, and may refuse."""
+    """Answers of a survey without noise what the hospital's memory allows, and nothing that was not approved.
 
-    def __init__(self, data: LocalData, answered: Callable[[Tensors], None]) -> None:
+    claim: names the questions that may be answered, and notes that they are   approved: digests of the numbers that
+    the hospital approved, None where nobody is asked.
+    """
+
+    def __init__(
+        self, data: LocalData, claim: Callable[[], frozenset[str]], approved: Callable[[], frozenset[str] | None]
+    ) -> None:
         super().__init__(data)
-        self._answered = answered
+        self._claim, self._approved = claim, approved
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
-        found = super().sum(query, bound=bound, split=split)
-        if isinstance(query, SurveySums):
-            self._answered(found)
-        return found
+        """Sum a query; numbers of a survey that are others than the approved ones are all held back."""
+        if not isinstance(query, SurveySums):
+            return super().sum(query, bound=bound, split=split)
+        found = super().sum(replace(query, allowed=self._claim()))
+        approved = self._approved()
+        if approved is None or answers_digest(found) in approved:
+            return found
+        log.warning("a survey is held back: its numbers are others than this hospital approved; ask in a new survey")
+        return nothing_told(query)
 
 
-def remembering(factory: DataFactory, answered: Callable[[Tensors], None]) -> DataFactory:
-    return lambda data: RememberedSurvey(factory(data), answered)
+def survey_preview(
+    run: CompiledRun, dataset: SiloDataset, withheld: Withheld, answerable: frozenset[str] | None
+) -> SurveyPreview:
+    """Compute what would leave, cell by cell. With noise the numbers are the true ones, of which nothing leaves.
 
-
-def require_approved(digest: str, found: Tensors) -> None:
-    """Raise RefusedError (E-POLICY-19) unless the numbers that leave are those that the hospital approved."""
-    if answers_digest(found) != digest:
-        raise RefusedError(
-            "E-POLICY-19",
-            "expected the numbers that this hospital approved, found others: its data or its policy have changed; "
-            "ask again in a new survey",
-        )
-
-
-def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: Withheld) -> SurveyPreview:
-    """Compute what would leave, cell by cell. With noise the numbers are the true ones, of which nothing leaves."""
+    answerable: the questions that the hospital's memory leaves; None: all.
+    """
     method, profile = run.method, run.profile
     assert isinstance(method, Survey)
     classes = run.manifest.schema.classes
-    query = withheld.of(method.query(len(classes)))
+    query = withheld.of(replace(method.query(len(classes)), allowed=answerable))
     records = surveyed(query.questions, dataset.train, dataset.test, query.n_classes)
     if isinstance(profile, RecordProfile):
         patients, held = patient_vectors(query, records).sum(0), refused_cells(query)
