@@ -151,7 +151,11 @@ class SurveyAnswers:
                 )
                 for cell in shown
             ]
-            yield make_table(f"{answer.title}{unit}{whose}", ("", *images, "patients", "held back by"), rows)
+            title = f"{answer.title}{unit}{whose}"
+            if all(cell.held == hospitals for cell in answer.cells):
+                yield f"{title}: held back by {'all hospitals' if hospitals > 1 else 'it'}"
+                continue
+            yield make_table(title, ("", *images, "patients", "held back by"), rows)
             if answer.quantiles:
                 said = ", ".join(f"{name} {text}" for name, text in answer.quantiles.items())
                 yield f"quantiles, to a bin: {said}"

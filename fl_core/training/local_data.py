@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.errors import ConfigError, DataError
-from fl_core.survey.answers import exact_answers
+from fl_core.survey.answers import exact_answers, nothing_told
 from fl_core.survey.facts import surveyed
 from fl_core.training import optimizers
 from fl_core.training.compilation import compiled
@@ -207,8 +207,10 @@ class PlainLocalData:
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
         """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here.
 
-        A survey is over both splits.
+        A survey is over both splits; its noisy form is held back as a whole, since nothing adds noise here.
         """
+        if isinstance(query, SurveySums) and query.private:
+            return nothing_told(query)
         if isinstance(query, SurveySums):
             train, test = self._examples[Split.TRAIN], self._examples[Split.TEST]
             return exact_answers(query, surveyed(query.questions, train, test, query.n_classes, self._progress))

@@ -132,7 +132,7 @@ def test_an_answer_is_charged_to_both_splits_once_and_then_given_again():
 def test_the_noise_uses_the_budget_up():
     plan = planned(RecordDpConfig(epsilon=1.0, delta=DELTA, reserve_rounds=0))
     spent = epsilon_rdp([r.mechanism for r in plan.releases(0, True) if r.collection == "train"], DELTA)
-    assert 0.97 < spent <= 1.0
+    assert 0.9 < spent <= 1.0
     assert math.isclose(plan.survey[0].mechanism.rate, 1.0)
 
 
