@@ -135,7 +135,8 @@ def _draw_answer(axes: Axes, answer: Answer, noisy: bool) -> None:
         widths = [cell.half_width if cell.patients is not None else 0.0 for cell in cells]
         axes.errorbar(places, patients, yerr=widths, fmt="none", ecolor="#333333", capsize=2, linewidth=1)
     untold = [place for place, cell in zip(places, cells, strict=True) if cell.patients is None]
-    axes.plot(untold, [0.0] * len(untold), "x", color=LINES[1][0], clip_on=False)
+    if untold:
+        axes.plot(untold, [0.0] * len(untold), "x", color=LINES[1][0])
     axes.set_xticks(places, [printable(cell.name)[:20] for cell in cells], rotation=45, ha="right", fontsize="small")
     for label in axes.get_xticklabels():
         label.set_parse_math(False)  # a name is no formula

@@ -60,7 +60,7 @@ class SurveyPreview:
                 f"Numbers of patients leave with noise of standard deviation {self.noise:.3g} on each; what is shown "
                 "here are the true ones, which stay."
             )
-        return f"Exactly these numbers leave; none is of fewer than {self.least} patients."
+        return f"Exactly these numbers leave; none is of 1 to {self.least - 1} patients."
 
     def cells(self) -> list[tuple[str, str, str, str, str]]:
         """Return the rows as text: question, cell, images, patients, what becomes of them."""
