@@ -66,7 +66,7 @@ def test_answers_are_kept_apart_only_where_the_run_says_so_and_never_under_masks
 
 @pytest.mark.parametrize("more", [{"aggregator": "norm_clipped"}, {"train__freeze": "features"}])
 def test_what_would_change_numbers_on_their_way_is_refused(more):
-    with pytest.raises(ConfigError, match="survey|frozen|freeze"):
+    with pytest.raises(ConfigError, match=r"survey|frozen|freeze"):
         asked(**more)
 
 
