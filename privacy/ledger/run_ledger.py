@@ -34,7 +34,7 @@ class RunLedger:
     """The `ReleaseLog` of one run at one hospital, over its ledger. One task at a time.
 
     caps: the policy's budgets by collection   most: what the policy allows one run, beside `PrivacyProfile.bounds`
-    coordinator: who asks.
+    coordinator: who asks   once: the name of the one release that the run makes and keeps; empty for others.
     Raises RefusedError (E-BUDGET-04) when a split is not registered in the ledger as it is.
     """
 
@@ -55,6 +55,12 @@ class RunLedger:
         self._about = [list(run.manifest.schema.classes), SEEDED if self._seeded else ""]
         self._run, self._coordinator = "", coordinator
         self._open: list[str] = []
+        self.once = ""
+
+    @property
+    def paid(self) -> bool:
+        """Whether all that the run releases was released before, of these data, and costs nothing again."""
+        return bool(self.once) and self.cached(self.once) is not None
 
     def begin(self, run: str) -> None:
         """Start a task of a run; what an earlier one left open stays charged."""

@@ -233,6 +233,8 @@ class HospitalControls:
 
         limit = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
         ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit, self.coordinator)
+        if isinstance(profile, RecordProfile):
+            ledger.once = profile.survey_release(index, withheld) or ""
         try:
             if hidden_size := policy.runs.hide_size and not typed:
                 policy.check_hidden_size(size)
@@ -242,13 +244,6 @@ class HospitalControls:
             self.record_refusal(run.manifest.name, error)
             raise
         return factory, ledger, policy.prototypes.submit
-
-    def paid(self, run: CompiledRun, index: int, ledger: RunLedger) -> bool:
-        """Tell whether a survey was released of these data before, so that its answer costs nothing."""
-        if not isinstance(run.profile, RecordProfile):
-            return False
-        name = run.profile.survey_release(index, _withheld(self.policy(), run))
-        return name is not None and ledger.cached(name) is not None
 
     def _remembered(
         self, run: CompiledRun, method: Survey, dataset: SiloDataset, factory: DataFactory, policy: Policy

@@ -172,8 +172,7 @@ class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
     ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends
-    data_version: see `DataSource.version`   device: where the model is   paid: a survey that is answered by what was
-    released before.
+    data_version: see `DataSource.version`   device: where the model is.
     """
 
     run: CompiledRun
@@ -186,14 +185,13 @@ class PreparedRun:
     broadcast: Mapping[str, object]
     data_version: str
     device: torch.device
-    paid: bool = False
 
     def require_whole_run(self, folder: Path) -> None:
         """Raise RefusedError unless the whole run fits here: E-BUDGET-01, E-BUDGET-02 or E-RUN-38.
 
         folder: where objects lie. Nothing is read of any record, charged or released.
         """
-        if self.ledger is not None and not self.paid:
+        if self.ledger is not None and not self.ledger.paid:
             first = self.ledger.cached("class counts") is None
             self.ledger.require(self.run.profile.charges(self.index, self.submits, first))
         need = OBJECTS * state_bytes(self.runtime.model)
@@ -350,17 +348,7 @@ class Trainer:
                 raise
         broadcast = _signature(run.method.broadcast(run.initial_state()))
         prepared = PreparedRun(
-            run,
-            index,
-            dataset,
-            runtime,
-            factory,
-            ledger,
-            submits,
-            broadcast,
-            data_version,
-            self.device,
-            ledger is not None and self._controls.paid(run, index, ledger),
+            run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device
         )
         self._prepared = (policy, prepared)
         return prepared
