@@ -7,6 +7,7 @@ training/     a silo's local work: access to examples, optimizers, evaluation, d
 simulation/   whole federations in one process or on Ray
 methods/      the algorithms, one file each, by family
 models/       the networks, one file per family
+survey/       counts of what records are, as a run that trains nothing
 datasets/     data by reference, readers of sources, how examples are divided among silos
 extensions/   methods, models, data sets and partitions of other distributions
 errors/       the error classes, and what each code means

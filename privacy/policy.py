@@ -3,7 +3,8 @@
 A file that cannot be read, that others can change, or that has an unknown key, allows nothing. No message carries one;
 only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold, as with an empty
 one: any method of any lead, with or without privacy, with or without secure aggregation; private runs of at most
-epsilon 8 at delta 1e-5, with secret local noise and noisy evaluations; of other evaluations correct answers alone.
+epsilon 8 at delta 1e-5, with secret local noise and noisy evaluations; of other evaluations correct answers alone; no
+number of a survey.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from privacy.policy_terms import (
     Prototypes,
     Runs,
     SecureAggregation,
+    Surveys,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class Policy:
     evaluation: Evaluation = field(default_factory=Evaluation)
     secagg: SecureAggregation = field(default_factory=SecureAggregation)
     peers: Peers = field(default_factory=Peers)
+    survey: Surveys = field(default_factory=Surveys)
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
@@ -88,7 +91,7 @@ class Policy:
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
         digest = hashlib.sha256(raw).hexdigest()
         sections = found.runs, found.privacy, found.prototypes
-        return cls(*sections, budgets, digest, found.evaluation, found.secagg, found.peers)
+        return cls(*sections, budgets, digest, found.evaluation, found.secagg, found.peers, found.survey)
 
     def caps(self) -> dict[str, Filter]:
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}

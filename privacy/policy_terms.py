@@ -12,6 +12,7 @@ from fl_core import validate
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.secagg import CLASS_SUMS, COMPLETE, EACH, MAX_MASKED
+from fl_core.types.survey import MIN_PATIENTS, QUESTIONS
 from fl_core.validate import Count, NonNegative, Positive, at_most, between, bounded, one_of
 from privacy.accounting.record_config import COUPLED, Delta, DpConfig, RecordDpConfig, Rng
 
@@ -120,7 +121,7 @@ class Floors:
         declared: the hospital's own size; the manifest may name a smaller one.
         """
         most = SHARE_OF_UNITS / max(plan.units, declared)
-        if plan.steps_per_call or plan.moment_round >= 0:
+        if plan.steps_per_call or plan.moment_round >= 0 or plan.survey_round >= 0:
             self.check_update(plan.noise)
         if not plan.rate <= self.max_rate:
             raise RefusedError("E-POLICY-05", f"expected a rate <= {self.max_rate:g}, found {plan.rate:.4g}")
@@ -208,6 +209,28 @@ class SecureAggregation:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Surveys:
+    """[survey] allow: questions about the records that are answered; all others are held back (empty: every one).
+
+    min_patients: of the smallest number that leaves without noise; fewer than 10 are never told
+    by_hospital: also answers that the coordinator keeps apart, and not in a sum alone.
+    """
+
+    allow: tuple[str, ...] = ()
+    min_patients: Annotated[int, bounded(between, MIN_PATIENTS, 1_000_000)] = MIN_PATIENTS
+    by_hospital: bool = False
+
+    def __post_init__(self) -> None:
+        validate.declared("E-POLICY-01", "survey", self)
+        for name in self.allow:
+            validate.one_of("E-POLICY-01", "survey", tuple(QUESTIONS), allow=name)
+
+    def answered(self, by_hospital: bool) -> frozenset[str]:
+        """Name the questions that are answered. by_hospital: the run keeps answers apart."""
+        return frozenset(self.allow) if self.by_hospital or not by_hospital else frozenset()
+
+
 def _open_run(expected: str, found: str) -> RefusedError:
     return RefusedError("E-POLICY-17", f"[secagg]: expected {expected}, found {found}")
 
@@ -241,3 +264,4 @@ class PolicyFile:
     secagg: SecureAggregation = field(default_factory=SecureAggregation)
     peers: Peers = field(default_factory=Peers)
     budget: Mapping[str, Budget] = field(default_factory=dict)
+    survey: Surveys = field(default_factory=Surveys)

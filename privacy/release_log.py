@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from privacy.accounting.release_plan import Release
@@ -13,7 +14,7 @@ from privacy.accounting.release_plan import Release
 class ReleaseLog(Protocol):
     """The releases of one member of a run: in memory for simulations, in the ledger at a hospital."""
 
-    def cached(self, purpose: str) -> Tensor | None:
+    def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Return a release that is made once per version of the data; None before it was made."""
         ...
 
@@ -31,8 +32,9 @@ class InMemoryReleaseLog:
         self.releases: list[Release] = []
         self.cached_releases: dict[str, Tensor] = {}
 
-    def cached(self, purpose: str) -> Tensor | None:
-        return self.cached_releases.get(purpose)
+    def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        found = self.cached_releases.get(purpose)
+        return None if found is None else found.to(dtype)
 
     def cache(self, purpose: str, value: Tensor) -> None:
         self.cached_releases[purpose] = value

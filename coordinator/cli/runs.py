@@ -120,6 +120,22 @@ def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, 
     return _follow(client, info.run_id if tracker else run, as_json, tracking)
 
 
+def follow(client: LeadClient, run: str, quiet: bool) -> None:
+    """Follow a run to its end, with a line for what happens unless `quiet`; Ctrl-C leaves it running, and exits."""
+    try:
+        with nullcontext() if quiet else Watcher() as watcher:
+            for event in client.watch(run):
+                if watcher is not None:
+                    watcher.show(event)
+    except KeyboardInterrupt:
+        raise _interrupted(run) from None
+
+
+def _interrupted(run: str) -> typer.Exit:
+    ERR.print(f"the run goes on; follow it again with: coordinator watch {run}")
+    return typer.Exit(130)
+
+
 def _follow(client: LeadClient, run: str, as_json: bool, tracking: Tracking | None = None) -> Reply:
     try:
         with nullcontext() if as_json else Watcher() as watcher:
@@ -131,8 +147,7 @@ def _follow(client: LeadClient, run: str, as_json: bool, tracking: Tracking | No
                 if tracking is not None and event.HasField("closed"):
                     tracking.note(event.closed)
     except KeyboardInterrupt:
-        ERR.print(f"the run goes on; follow it again with: coordinator watch {run}")
-        raise typer.Exit(130) from None
+        raise _interrupted(run) from None
     info = client.show(run).info
     if tracking is not None:
         tracking.end(info.state)

@@ -1,4 +1,4 @@
-"""Curves of runs as a picture."""
+"""Curves of runs, and the answers to a survey, as a picture."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from service_core.console import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from coordinator.lead.surveys import Answer, SurveyAnswers
 
 FORMATS = ("png", "svg")
 TITLES = {
@@ -39,11 +42,7 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
     What noise hides is a gap; other noisy values have the band of their interval.
     Raises ConfigError (E-CFG-02) on another kind of file, too many runs, or a measure that no run has.
     """
-    kind = out.suffix.lower().lstrip(".")
-    if kind not in FORMATS or not out.parent.is_dir():
-        raise ConfigError(
-            "E-CFG-02", f"--out: expected a .png or .svg file in a folder that is there, found {out}: name another file"
-        )
+    kind = require_file(out, "--out")
     if len({detail.info.run_id for detail in details}) < len(details) or len(details) > MAX_RUNS:
         raise ConfigError("E-CFG-02", f"expected at most {MAX_RUNS} runs, each once, found {len(details)}: name fewer")
     found = [curves(detail.rounds) for detail in details]
@@ -58,6 +57,17 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
     names = [_name(detail.info) for detail in details]
     out.write_bytes(picture(drawn, names, found, kind))
     return drawn
+
+
+def require_file(out: Path, option: str) -> str:
+    """Return the kind of a picture's file; raises ConfigError (E-CFG-02) on another kind, or where no folder is."""
+    kind = out.suffix.lower().lstrip(".")
+    if kind not in FORMATS or not out.parent.is_dir():
+        raise ConfigError(
+            "E-CFG-02",
+            f"{option}: expected a .png or .svg file in a folder that is there, found {out}: name another file",
+        )
+    return kind
 
 
 def _name(info: pb.RunInfo) -> str:
@@ -77,9 +87,7 @@ def picture(measures: Sequence[str], names: Sequence[str], found: Sequence[dict[
             if measure in of_run:
                 _draw(axes, of_run[measure], name, number)
         _dress(axes, measure)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return buffer.getvalue()
+    return _bytes_of(figure, kind)
 
 
 def _draw(axes: Axes, curve: Curve, name: str, number: int) -> None:
@@ -92,6 +100,55 @@ def _draw(axes: Axes, curve: Curve, name: str, number: int) -> None:
     axes.plot(curve.rounds, middle, dash, color=colour, linewidth=2, label=label, marker="." if len(low) < 2 else "")
     if any(not value.exact for value in curve.values):
         axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
+    """Draw a panel for each question of a survey. kind: png or svg.
+
+    A cell that some hospitals held back is hatched, and one that nobody told has a mark and no bar: neither looks like
+    a small number. Noise has the bar of its interval.
+    """
+    require("matplotlib", "plots", "pictures of surveys")
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(found.answers))
+    rows = math.ceil(len(found.answers) / columns)
+    figure = Figure(figsize=(1 + 4.2 * columns, 0.8 + 4.0 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, answer in zip(panels, found.answers, strict=False):
+        _draw_answer(axes, answer, noisy=found.epsilon is not None)
+    for axes in panels[len(found.answers) :]:
+        figure.delaxes(axes)
+    hospitals = f"{found.hospitals} hospitals" if found.hospitals != 1 else "1 hospital"
+    noise = "" if found.epsilon is None else f", with noise (epsilon {found.epsilon:g})"
+    figure.suptitle(f"Answers of {hospitals}{noise}; hatched: some hold back, x: all do", fontsize="medium")
+    return _bytes_of(figure, kind)
+
+
+def _draw_answer(axes: Axes, answer: Answer, noisy: bool) -> None:
+    cells = [cell for cell in answer.cells if cell.held or cell.patients or cell.images or not answer.unit]
+    patients = [0.0 if cell.patients is None else cell.patients for cell in cells]
+    hatches = ["///" if cell.held and cell.patients is not None else "" for cell in cells]
+    places = list(range(len(cells)))
+    axes.bar(places, patients, color=LINES[0][0], alpha=0.75, hatch=hatches, edgecolor="white", linewidth=0.5)
+    if noisy:
+        widths = [cell.half_width if cell.patients is not None else 0.0 for cell in cells]
+        axes.errorbar(places, patients, yerr=widths, fmt="none", ecolor="#333333", capsize=2, linewidth=1)
+    untold = [place for place, cell in zip(places, cells, strict=True) if cell.patients is None]
+    if untold:
+        axes.plot(untold, [0.0] * len(untold), "x", color=LINES[1][0])
+    axes.set_xticks(places, [printable(cell.name)[:20] for cell in cells], rotation=45, ha="right", fontsize="small")
+    for label in axes.get_xticklabels():
+        label.set_parse_math(False)  # a name is no formula
+    axes.set_title(f"{answer.title}, {answer.unit}" if answer.unit else answer.title)
+    axes.set_ylabel("patients")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _bytes_of(figure: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
 
 
 def _dress(axes: Axes, measure: str) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from coordinator.config.hydra_config import GROUPS, compose_simulation
 from coordinator.config.run_spec import RunSpec
+from coordinator.lead.surveys import SurveyAnswers
 from coordinator.simulate import results, runner
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result, ResultFolder
@@ -114,6 +115,11 @@ class Simulation:
         if not run.method.has_global_model:
             raise ConfigError("E-CFG-08", f"expected a method with a global model, found {self.manifest.method.name}")
         return run.classifier(self.result.server).eval()
+
+    @property
+    def survey(self) -> SurveyAnswers:
+        """Return the answers to a survey, `method="survey"`; raises ConfigError (E-CFG-08) of a method that trains."""
+        return SurveyAnswers.of(self.manifest, self.result.server, self.result.records[0].included)
 
     def save(self, folder: str | Path) -> None:
         """Write what `coordinator simulate --out` writes; raises as `ResultFolder.claim`."""

@@ -1,5 +1,7 @@
 """The registry of methods, and a method is one file: in the family of its paper, below `fedavg.py`.
 
+A survey (`fl_core.survey`) runs as a method does, and trains nothing.
+
 disjoint/         for class-disjoint and label-skewed data; most are made for what this software is for
 drift/            against client drift
 personal/         with private parts or personal models
@@ -41,6 +43,7 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.methods.personal.fedrod import FedROD
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.methods.personal.map_ import Map
+from fl_core.survey.method import Survey
 
 METHODS: Mapping[str, type[FedAvg]] = {
     "fedavg": FedAvg,
@@ -73,6 +76,10 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "analytic": Analytic,
 }
 
+"""What trains; `coordinator methods` lists these."""
+TOOLS: Mapping[str, type[FedAvg]] = {Survey.name: Survey}
+"""What runs as a method does, and trains nothing."""
+
 
 def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     """Make a method from its registered name and options.
@@ -94,7 +101,7 @@ def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
 
 def method_class(name: str) -> type[FedAvg]:
     """Return a method of ours, or a loaded one (`fl_core.extensions.registry`); raises ConfigError (E-CFG-01)."""
-    found = METHODS.get(name) or registry.loaded("method", name)
+    found = METHODS.get(name) or TOOLS.get(name) or registry.loaded("method", name)
     if not isinstance(found, type):
         raise registry.unknown("method", name, list(METHODS))
     return found

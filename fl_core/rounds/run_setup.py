@@ -36,6 +36,7 @@ from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import FEATURES, Schema
 from fl_core.types.secagg import EACH, Secagg
+from fl_core.types.survey import SURVEY
 from fl_core.types.values import Examples, Layout, PartRule, RoundContext, State, Tensors
 
 
@@ -295,6 +296,12 @@ class RunSetup:
         """
         chosen = self.manifest.aggregator
         found = aggregators.read_written(chosen.name, chosen.options)
+        if self.manifest.method.name == SURVEY and (self.frozen or not isinstance(found, aggregators.Mean)):
+            raise ConfigError(
+                "E-CFG-08",
+                "expected aggregator=mean and train.freeze=none in a survey, whose numbers are added unchanged, found "
+                f"{found.name} and {self.manifest.train.freeze}: set both",
+            )
         if not isinstance(found, aggregators.Mean | aggregators.NormClipped):
             if self.masked:
                 raise ConfigError(

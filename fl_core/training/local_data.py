@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.errors import ConfigError, DataError
+from fl_core.survey.answers import exact_answers, nothing_told
+from fl_core.survey.facts import surveyed
 from fl_core.training import optimizers
 from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
@@ -28,6 +30,7 @@ from fl_core.types.values import (
     PenaltyFn,
     Query,
     SgdOptions,
+    SurveySums,
     Tensors,
 )
 
@@ -202,7 +205,15 @@ class PlainLocalData:
         return x.to(self._device), y.to(self._device)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
-        """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here."""
+        """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here.
+
+        A survey is over both splits; its noisy form is held back as a whole, since nothing adds noise here.
+        """
+        if isinstance(query, SurveySums) and query.private:
+            return nothing_told(query)
+        if isinstance(query, SurveySums):
+            train, test = self._examples[Split.TRAIN], self._examples[Split.TEST]
+            return exact_answers(query, surveyed(query.questions, train, test, query.n_classes, self._progress))
         total: dict[str, Tensor] = {}
         with torch.no_grad():
             batches = torch.split(torch.arange(len(self._examples[split])), self._read_at_once(split))
@@ -274,6 +285,9 @@ class LocalDataWrapper:
 
 
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
+    """Sum a query over one batch; raises TypeError on a survey, which no batch answers."""
+    if isinstance(query, SurveySums):
+        raise TypeError("expected a query over a batch, found a survey, which is over all records")
     if isinstance(query, BatchSums):
         return query.sums(x, y)
     if isinstance(query, ExampleSums):

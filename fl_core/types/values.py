@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.enums import Weighing
+from fl_core.types.survey import MIN_PATIENTS, Question
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
@@ -224,7 +225,30 @@ class MomentSums:
     second: bool = True
 
 
-Query = ExampleSums | ClassSums | BatchSums | MomentSums
+@dataclass(frozen=True, slots=True)
+class SurveySums:
+    """A `sum` query over all records of a hospital, of both splits: how they divide among the cells of questions.
+
+    allowed: names of the questions that are answered, None: all   least: patients of the smallest number that leaves
+    without noise. Cells of all questions lie one behind the other (cells,). Result in float64, plain:
+    {"images", "patients", "held"}, in private data {"patients", "held", "variance"}: see `fl_core.survey.answers`.
+    """
+
+    questions: tuple[Question, ...]
+    n_classes: int
+    allowed: frozenset[str] | None = None
+    least: int = MIN_PATIENTS
+    private: bool = False
+
+    @property
+    def cells(self) -> int:
+        return sum(question.count(self.n_classes) for question in self.questions)
+
+    def answers(self, question: Question) -> bool:
+        return self.allowed is None or question.name in self.allowed
+
+
+Query = ExampleSums | ClassSums | BatchSums | MomentSums | SurveySums
 LossFn = Callable[[nn.Module, Tensor, Tensor], Losses]
 PenaltyFn = Callable[[nn.Module], Tensor]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from fl_core.survey.answers import blank_answers
 from fl_core.training.local_data import sum_batch
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Coupling, Split
@@ -22,6 +23,7 @@ from fl_core.types.values import (
     Query,
     RoundContext,
     SgdOptions,
+    SurveySums,
     Tensors,
 )
 from privacy.mechanisms.record.independence import blanks, check_independence, check_rows
@@ -38,7 +40,8 @@ class DataRequirements:
     """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
 
     closing: steps of each training in the closing evaluation   weights: of the parts that one number weighs, for a silo
-    of `SIZE` examples   moments: the round in which second moments are asked for, -1 for none.
+    of `SIZE` examples   moments: the round in which second moments are asked for, -1 for none   survey: the same of a
+    survey.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -47,6 +50,7 @@ class DataRequirements:
     example_sums: int = 0
     counts: bool = False
     moments: int = -1
+    survey: int = -1
     weights: dict[str, float] = field(default_factory=dict)
 
 
@@ -74,6 +78,9 @@ class _RecordingLocalData:
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         del bound
+        if isinstance(query, SurveySums):
+            self._needs.survey = self._round
+            return blank_answers(query)
         x, y = blanks(self._schema, 2, 0)
         if isinstance(query, ClassSums):
             if self._probe:
@@ -121,7 +128,11 @@ def dry_run(
     probe = probe and subject not in _PROBED
     server, silo = method.init_server(model, context), method.init_silo(model, context)
     for t in range(max(2, method.exchanges)):
-        needs = DataRequirements(counts=needs.counts, moments=needs.moments) if method.exchanges else DataRequirements()
+        needs = (
+            DataRequirements(counts=needs.counts, moments=needs.moments, survey=needs.survey)
+            if method.exchanges
+            else DataRequirements()
+        )
         at_server = replace(context, round=t)
         at_silo = at_server.for_silo(0, 0)
         data = _RecordingLocalData(schema, train, steps_of, needs, probe, t)

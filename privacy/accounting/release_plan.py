@@ -97,7 +97,8 @@ class ReleasePlan:
     evaluates_global_model: the model received is evaluated, where the method has a global model   personal: personal
     models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
     of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated there, and in no round
-    moment_round: the round that releases second moments; -1 for none   shared: how their noise is shared out.
+    moment_round: the round that releases second moments; -1 for none   shared: how their noise is shared out
+    survey_round: the round that answers a survey, of records of both splits; -1 for none.
     """
 
     terms: RecordDpConfig
@@ -113,6 +114,7 @@ class ReleasePlan:
     personal_at_end: bool = False
     moment_round: int = -1
     shared: SharedNoise | None = None
+    survey_round: int = -1
 
     @classmethod
     def of(
@@ -161,6 +163,7 @@ class ReleasePlan:
             method.personal_at_end,
             needs.moments,
             shared,
+            needs.survey,
         )
 
     @property
@@ -191,7 +194,7 @@ class ReleasePlan:
 
     @cached_property
     def noise(self) -> float:
-        """Return z of the training steps, or of the moments: the least with which the whole run fits the budget."""
+        """Return z of the training steps, the moments or the survey: the least with which the run fits the budget."""
         return solve_noise(self.terms.epsilon, self.terms.delta, self._history)
 
     @property
@@ -231,6 +234,15 @@ class ReleasePlan:
         return Release("moments", TRAIN, Mechanism(self.noise if noise is None else noise), self.shared)
 
     @property
+    def survey(self) -> tuple[Release, ...]:
+        """The one answer to a survey, charged to both splits: a patient is in one of them."""
+        return self._survey(None)
+
+    def _survey(self, noise: float | None) -> tuple[Release, ...]:
+        mechanism = Mechanism(self.noise if noise is None else noise)
+        return Release("survey", TRAIN, mechanism), Release("survey", TEST, mechanism)
+
+    @property
     def class_counts(self) -> Release:
         return Release("class counts", TRAIN, Mechanism(self.terms.count_noise))
 
@@ -242,19 +254,27 @@ class ReleasePlan:
         return round % self.terms.prototype_every == 0
 
     def releases(
-        self, round: int, train: bool, prototypes: bool = True, counts: bool = True, public: bool = False
+        self,
+        round: int,
+        train: bool,
+        prototypes: bool = True,
+        counts: bool = True,
+        public: bool = False,
+        surveys: bool = True,
     ) -> list[Release]:
         """List what one round releases.
 
-        prototypes: the hospital submits any; counts: not released before; public: there is a public test set.
+        prototypes: the hospital submits any; counts, surveys: not released before; public: there is a public test set.
         """
         needed = (self.needs_class_counts and train) or (self._measures_personal(train) and public)
-        return self._releases(round, train, prototypes, counts and needed, None)
+        return self._releases(round, train, prototypes, counts and needed, None, surveys)
 
     def _measures_personal(self, train: bool) -> bool:
         return self.personal and train != self.personal_at_end
 
-    def _releases(self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None) -> list[Release]:
+    def _releases(
+        self, round: int, train: bool, prototypes: bool, counts: bool, noise: float | None, surveys: bool = True
+    ) -> list[Release]:
         models = self.evaluates_global_model + self._measures_personal(train)
         planned = [self.metrics] * models if self.terms.test_data == "private" else []
         for steps in self.steps_per_call if train else self.closing_steps:
@@ -263,6 +283,8 @@ class ReleasePlan:
             planned += [self.prototypes] * self.prototype_sums
         if train and prototypes and round == self.moment_round:
             planned.append(self._moments(noise))
+        if train and surveys and round == self.survey_round:
+            planned += self._survey(noise)
         if counts:
             planned.append(self.class_counts)
         return planned
@@ -275,7 +297,7 @@ class ReleasePlan:
 
     @property
     def _costliest_round(self) -> int:
-        return max(0, self.moment_round)
+        return max(0, self.moment_round, self.survey_round)
 
     def _history(self, noise: float) -> History:
         """List the whole run on the training records at training noise z: every round, its end, and the reserve."""

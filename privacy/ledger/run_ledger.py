@@ -34,7 +34,7 @@ class RunLedger:
     """The `ReleaseLog` of one run at one hospital, over its ledger. One task at a time.
 
     caps: the policy's budgets by collection   most: what the policy allows one run, beside `PrivacyProfile.bounds`
-    coordinator: who asks.
+    coordinator: who asks   once: the name of the one release that the run makes and keeps; empty for others.
     Raises RefusedError (E-BUDGET-04) when a split is not registered in the ledger as it is.
     """
 
@@ -55,6 +55,12 @@ class RunLedger:
         self._about = [list(run.manifest.schema.classes), SEEDED if self._seeded else ""]
         self._run, self._coordinator = "", coordinator
         self._open: list[str] = []
+        self.once = ""
+
+    @property
+    def paid(self) -> bool:
+        """Whether all that the run releases was released before, of these data, and costs nothing again."""
+        return bool(self.once) and self.cached(self.once) is not None
 
     def begin(self, run: str) -> None:
         """Start a task of a run; what an earlier one left open stays charged."""
@@ -65,10 +71,10 @@ class RunLedger:
         tasks = {split: self._task(round, train, split, run) for split in self._versions}
         return max((self._ledger.times_charged(self._versions[s].collection, t) for s, t in tasks.items()), default=0)
 
-    def cached(self, purpose: str) -> Tensor | None:
+    def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Return what was released once per version of the data and label space; seeded noise is kept apart."""
         value = self._ledger.kept(*self._key(purpose))
-        return None if value is None else torch.tensor(json.loads(value), dtype=torch.float32)
+        return None if value is None else torch.tensor(json.loads(value), dtype=dtype)
 
     def cache(self, purpose: str, value: Tensor) -> None:
         """Keep a release for ever: it is on the disk when this returns."""

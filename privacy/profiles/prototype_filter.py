@@ -1,4 +1,4 @@
-"""What a hospital does not submit of single classes: prototypes, or sums over examples, of named and of small ones."""
+"""What a hospital does not submit: prototypes and sums of named and of small classes, answers to a survey."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import DataFactory, LocalData
-from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, Tensors
+from fl_core.types.survey import MIN_PATIENTS
+from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, SurveySums, Tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Withheld:
-    """What a hospital does not submit of single classes.
+    """What a hospital does not submit.
 
     Attributes:
         hidden: positions of classes of which nothing leaves
@@ -23,12 +24,25 @@ class Withheld:
         min_examples: least examples of a class that is part of exact sums of products (BatchSums): a sum over one
             example is that example. Fewer are left out of all that is summed, as if the hospital had none
         noise_leaves: rows of hidden classes keep their noise, which the other silos count on
+        answered: names of a survey's questions that are answered; None: all. Hidden classes keep back `classes`
+        least_patients: of the smallest number that a survey tells without noise
     """
 
     hidden: frozenset[int] = frozenset()
     min_count: float = 0.0
     min_examples: int = 0
     noise_leaves: bool = False
+    answered: frozenset[str] | None = None
+    least_patients: int = MIN_PATIENTS
+
+    def of(self, query: SurveySums) -> SurveySums:
+        """Return what of a survey is answered."""
+        answered = frozenset(q.name for q in query.questions if query.answers(q))
+        if self.answered is not None:
+            answered &= self.answered
+        if self.hidden:
+            answered -= {"classes"}
+        return replace(query, allowed=answered, least=max(query.least, self.least_patients))
 
 
 NOTHING_WITHHELD = Withheld()
@@ -39,11 +53,14 @@ class PrototypeFilter(LocalDataWrapper):
 
     def __init__(self, data: LocalData, withheld: Withheld) -> None:
         super().__init__(data)
+        self._withheld = withheld
         self._hidden, self._least = sorted(withheld.hidden), withheld.min_count
         self._least_exact, self._noise_leaves = withheld.min_examples, withheld.noise_leaves
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Sum a query; hidden classes are rows of zeros with weight 0, as if they had no example."""
+        if isinstance(query, SurveySums):
+            return super().sum(self._withheld.of(query))
         if split is not Split.TRAIN:
             return super().sum(query, bound=bound, split=split)
         if isinstance(query, BatchSums):
@@ -99,6 +116,7 @@ class PrototypeFilter(LocalDataWrapper):
 
 
 def with_prototype_filter(factory: DataFactory, withheld: Withheld) -> DataFactory:
-    if not withheld.hidden and withheld.min_count <= 0 and withheld.min_examples <= 1:
+    surveys = withheld.answered is not None or withheld.least_patients > MIN_PATIENTS
+    if not withheld.hidden and withheld.min_count <= 0 and withheld.min_examples <= 1 and not surveys:
         return factory
     return lambda data: PrototypeFilter(factory(data), withheld)

@@ -15,6 +15,7 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import RunSetup
+from fl_core.survey.method import Survey
 from fl_core.training import optimizers
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.types.enums import Capability
@@ -36,6 +37,7 @@ from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
 from privacy.mechanisms.record.class_sums import ROWS
 from privacy.mechanisms.record.moments import MOST_SENSITIVE, ReleaseGrid
+from privacy.mechanisms.record.survey import release_name
 from privacy.profiles.base import PLACEMENTS, MadeUpStep, PrivateProfile, Projection, mechanisms, one_step
 from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
 from privacy.release_log import ReleaseLog
@@ -144,12 +146,22 @@ class RecordProfile(PrivateProfile):
 
             context, first = data.context, log.cached("class counts") is None
             training, has_public = context.round < rounds, data.public is not None and len(data.public) > 0
-            planned = plan.releases(context.round, training, context.prototypes, first, has_public)
+            asks = self.survey_release(index, withheld)
+            fresh = asks is None or log.cached(asks) is None
+            planned = plan.releases(context.round, training, context.prototypes, first, has_public, fresh)
             log.reserve(context.round, training, planned)
             on = self._sum_grid if plan.shared else None
             return DpSgdLocalData(data, plan, ReleaseAllowance(planned), self._source(context), log, on)
 
-        return with_prototype_filter(open_private, Withheld(withheld.hidden, noise_leaves=plan.shared is not None))
+        kept = replace(withheld, min_count=0.0, min_examples=0, noise_leaves=plan.shared is not None)
+        return with_prototype_filter(open_private, kept)
+
+    def survey_release(self, index: int, withheld: Withheld = NOTHING_WITHHELD) -> str | None:
+        """Name the one release of a survey, under which its answer is kept; None in a run that is none."""
+        if not isinstance(method := self.run.method, Survey):
+            return None
+        query = withheld.of(method.query(len(self.run.manifest.schema.classes)))
+        return release_name(query, self.plan(index).survey[0].mechanism.noise)
 
     def _source(self, context: RoundContext) -> NoiseSource:
         if self.terms.rng == "secure":
@@ -166,7 +178,8 @@ class RecordProfile(PrivateProfile):
     def project(self) -> list[Projection]:
         found = []
         for k in range(len(self.run.manifest.members)):
-            steps = [r.mechanism for r in self.releases(k) if r.purpose in ("training", "moments")]
+            main = ("training", "moments", "survey")
+            steps = [r.mechanism for r in self.releases(k) if r.purpose in main and r.collection == TRAIN]
             rate, least = (steps[0].rate, min(m.noise for m in steps)) if steps else (0.0, 0.0)
             number = sum(m.steps for m in steps)
             found.append(self.projection(k, epsilon_prv, self.plan(k).costliest, rate, number, least))
@@ -193,6 +206,8 @@ class RecordProfile(PrivateProfile):
         at_end = 1 + again if self.run.method.personal_at_end else manifest.rounds + again
         times = (manifest.rounds + again) * measured + at_end * personal + measured
         released = [Mechanism(terms.metric_noise, 1.0, times)] if times and terms.test_data == "private" else []
+        if isinstance(self.run.method, Survey):
+            released += [Mechanism(self.plan(0).survey[0].mechanism.noise, 1.0, 1 + again)]
         more = (policy,) if policy else ()
         return {TRAIN: (own, *more), TEST: (RdpBound.of(released, own.order), *more)}
 

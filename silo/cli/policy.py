@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from fl_core.extensions import registry
 from service_core.command_line import command
 from service_core.console import Facts, Reply, Rows, local_time
 from silo.cli.options import SiloHome, open_store
+
+if TYPE_CHECKING:
+    from silo.reports.run_request import SurveyPreview
 
 app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml in the silo's home.")
 
@@ -25,7 +28,7 @@ def show_policy(home: SiloHome) -> Reply:
     policy = in_force(home)
     facts = [("file", str(home.policy) if policy.digest else f"{home.policy}: none, the defaults hold")]
     facts += [("digest", policy.digest or "-")]
-    for section in ("runs", "privacy", "prototypes", "evaluation", "secagg", "peers"):
+    for section in ("runs", "privacy", "prototypes", "evaluation", "secagg", "peers", "survey"):
         facts += [
             (f"{section}.{key}", _text(value, _EMPTY.get(f"{section}.{key}", "none")))
             for key, value in asdict(getattr(policy, section)).items()
@@ -37,6 +40,7 @@ def show_policy(home: SiloHome) -> Reply:
 _EMPTY = {
     "runs.methods": "any",
     "runs.leads": "any",
+    "survey.allow": "none: every number of a survey is held back",
     "privacy.labels": "what the publisher of the data names, or --holds",
 }
 """What an empty list means; any other: none."""
@@ -95,7 +99,8 @@ def approve(
         found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
     waiting = any(a.decided is None for a in found)
     known = PolicyAndLedger.of(home) if waiting else None
-    spends = {a: Question.of(a, known).all_spends for a in found if known and a.decided is None}
+    asked = {a: Question.of(a, known) for a in found if known and a.decided is None}
+    spends = {a: question.all_spends for a, question in asked.items()}
     word = {None: "waits", True: "approved", False: "denied"}
     value = [
         {
@@ -106,10 +111,22 @@ def approve(
             "asked": a.asked,
             "decided": word[a.decided],
             "spends": spends.get(a, ""),
+            **({} if a not in asked or (survey := asked[a].survey) is None else {"survey": asdict(survey)}),
         }
         for a in found
     ]
     none = "No run has asked for a decision. One that has just been started asks within a minute."
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in found]
     head = ("run", "name", "decision", "asked", "what it asks for", "what it would spend")
-    return Reply({"runs": value}, [Rows("Runs", head, rows) if found else none])
+    shown: list[str | Rows] = [Rows("Runs", head, rows) if found else none]
+    for a, question in asked.items():
+        if question.survey is not None:
+            shown += _survey(a.run_id, question.survey)
+    return Reply({"runs": value}, shown)
+
+
+def _survey(run: str, found: SurveyPreview) -> list[str | Rows]:
+    """Show what would leave of a survey, cell by cell."""
+    head = ("question", "cell", "images", "patients", "becomes")
+    title = f"What would leave of {run}"
+    return [Rows(title, head, found.cells(), headings=True, titled=True), found.sentence()]

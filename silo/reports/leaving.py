@@ -28,6 +28,7 @@ WORDS: Mapping[str, str] = {
     "hyper": "by how much training changed what makes a head from shares of classes",
     "generator": "by how much training changed what makes up features of each class",
     "fine": "how the model's answers divide into finer classes",
+    "survey": "how records here divide among the cells of questions, and what of it is held back",
 }
 """Parts of updates in plain words; others are named as they are."""
 NO_PRIVACY = "no privacy"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fl_core.errors import ConfigError, FederationError, RefusedError
 from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import UpdateContents
-from silo.reports.run_request import Comparison, RunRequest
+from silo.reports.run_request import Comparison, RunRequest, SurveyPreview
 from silo.reports.spending import Preview, preview
 from silo.storage.approvals import Approval
 from silo.storage.home import Home
@@ -98,6 +98,11 @@ class Question:
     @property
     def leaves(self) -> UpdateContents | None:
         return None if self.request is None else self.request.leaves
+
+    @property
+    def survey(self) -> SurveyPreview | None:
+        """What would leave of a survey, cell by cell."""
+        return None if self.request is None else self.request.survey
 
     @property
     def all_spends(self) -> str:

@@ -26,6 +26,53 @@ class Comparison(NamedTuple):
     policy: str
 
 
+LEAVES, HELD_BACK, NOT_ANSWERED = "leaves", "held back: too few patients", "held back: not answered"
+"""What becomes of a number of a survey."""
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyRow:
+    """A cell of a survey's question, as it would leave this hospital; numbers that are held back are 0."""
+
+    question: str
+    cell: str
+    images: float
+    patients: float
+    becomes: str
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyPreview:
+    """What of a survey would leave. noise: standard deviation of what is added to each number of patients; 0: none.
+
+    digest: of the numbers, which are held to it when they leave; empty where noise makes others   least: patients of
+    the smallest number that leaves without noise.
+    """
+
+    rows: tuple[SurveyRow, ...]
+    digest: str = ""
+    noise: float = 0.0
+    least: int = 0
+
+    def sentence(self) -> str:
+        if self.noise:
+            return (
+                f"Numbers of patients leave with noise of standard deviation {self.noise:.3g} on each; what is shown "
+                "here are the true ones, which stay."
+            )
+        return f"Exactly these numbers leave; none is of 1 to {self.least - 1} patients."
+
+    def cells(self) -> list[tuple[str, str, str, str, str]]:
+        """Return the rows as text: question, cell, images, patients, what becomes of them."""
+        found = []
+        for row in self.rows:
+            there = row.becomes == LEAVES
+            images = f"{row.images:.10g}" if there and not self.noise else "-"
+            patients = f"{row.patients:.10g}" if there else "-"
+            found.append((row.question, row.cell, images, patients, row.becomes))
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class RunRequest:
     """A run as a hospital decides about it.
@@ -39,6 +86,7 @@ class RunRequest:
         masked, sums_of, others: of a run whose updates are masked: as `UpdateContents.masked`, hospitals in the
             smallest sum, the other members
         shared: what noise that hospitals share out comes to; None where all of it is the hospital's own
+        survey: what would leave of a survey; None of other runs
     """
 
     method: str
@@ -64,6 +112,7 @@ class RunRequest:
     sums_of: int = 0
     others: tuple[str, ...] = ()
     shared: SharedFigures | None = None
+    survey: SurveyPreview | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -108,6 +157,10 @@ class RunRequest:
         ]
         if self.sums_of or policy.secagg.require:
             rows.append(self._sums(policy, confirmed))
+        if self.survey is not None:
+            allowed = f"{', '.join(policy.survey.allow) or 'none'}, from {policy.survey.min_patients} patients on"
+            asked = ", ".join(dict.fromkeys(row.question for row in self.survey.rows))
+            rows.append(Comparison("Questions", asked, allowed))
         if self.extensions:
             allowed = ", ".join(runs.extensions) or "none"
             rows.append(Comparison("Code of others", "; ".join(self.extensions), allowed))

@@ -393,7 +393,7 @@ class TaskRunner:
                 "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
         path = self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING))
-        run = self.controls.admit(run_id, _read_manifest(path, digest), self.trainer.device)
+        run = self.controls.admit(run_id, _read_manifest(path, digest), self.trainer.device, self.trainer.data_of)
         if run is None:
             raise _AwaitingApprovalError
         return run

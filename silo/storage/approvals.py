@@ -47,6 +47,12 @@ class Approvals:
             row = db.execute(select(approvals).where(_is(run_id, manifest_digest))).first()
             return Approval(**row._mapping) if row else None
 
+    def approved(self, manifest_digest: str) -> list[Approval]:
+        """Return the questions about runs of this manifest that were answered with yes."""
+        this = and_(approvals.c.manifest_digest == manifest_digest, approvals.c.decided.is_(True))
+        with self._database.read() as db:
+            return [Approval(**row._mapping) for row in db.execute(select(approvals).where(this))]
+
     def ask(self, run_id: str, manifest_digest: str, name: str, about: str, request: str = "") -> bool | None:
         """Return the decision about a run; one that nobody was asked about waits from now on.
 

@@ -148,6 +148,18 @@ secagg_rounds = Table(  # of open rounds: the one update that was masked, and th
     Column("inside", String, nullable=False, default="[]"),  # members of that set, as JSON
 )
 
+surveys = Table(  # answered without noise: about which patients, as digests, for ever (`silo.storage.surveys`)
+    "surveys",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("run", String, nullable=False, default=""),
+    Column("salt", LargeBinary, nullable=False),
+    Column("names", LargeBinary, nullable=False),
+    Column("contents", LargeBinary, nullable=False),
+    Column("questions", String, nullable=False),  # name -> as it was asked, as JSON
+    Column("answered", Double, nullable=False, default=0.0),
+)
+
 
 def _tables_of_masked_runs(db: sqlite3.Connection) -> None:
     db.execute(
@@ -162,6 +174,13 @@ def _tables_of_masked_runs(db: sqlite3.Connection) -> None:
     )
 
 
+def _table_of_surveys(db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE surveys (number INTEGER NOT NULL, run VARCHAR NOT NULL, salt BLOB NOT NULL, names BLOB NOT NULL, "
+        "contents BLOB NOT NULL, questions VARCHAR NOT NULL, answered DOUBLE NOT NULL, PRIMARY KEY (number))"
+    )
+
+
 FIRST_VERSION = 7
 """That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = (_tables_of_masked_runs,)
+MIGRATIONS: tuple[Step, ...] = (_tables_of_masked_runs, _table_of_surveys)

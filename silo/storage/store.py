@@ -54,6 +54,7 @@ from silo.storage.schema import (
     unprotected,
 )
 from silo.storage.secagg_keys import SecaggStore
+from silo.storage.surveys import SurveyMemory
 from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate, ledger_position
 
 ASKED = "asked"
@@ -127,6 +128,7 @@ class Store:
         )
         self.approvals = Approvals(self.database, clock)
         self.secagg = SecaggStore(self.database)
+        self.surveys = SurveyMemory(self.database, clock)
         self._clock = clock
 
     def close_database(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from fl_core.extensions import loading, registry
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
+from fl_core.survey.method import Survey
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
@@ -26,14 +27,17 @@ from privacy.ledger.event_chain import ChainHead
 from privacy.policy import Policy, check_labels
 from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING
 from privacy.profiles.prototype_filter import Withheld
+from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
 from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
+from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation, ledger_position
 from silo.training import policy_in_force
 from silo.training.run_request import request_of
+from silo.training.surveys import RememberedSurvey, survey_preview, surveyed_patients
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -148,12 +152,20 @@ class HospitalControls:
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
-    def admit(self, run_id: str, manifest: RunManifest, device: torch.device = CPU) -> CompiledRun | None:
+    def admit(
+        self,
+        run_id: str,
+        manifest: RunManifest,
+        device: torch.device = CPU,
+        data_of: Callable[[CompiledRun], SiloDataset] | None = None,
+    ) -> CompiledRun | None:
         """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
 
-        device: where it would train. Code of another distribution is imported here, and only here, once the policy has
-        allowed it (E-POLICY-15). Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot
-        be trained there), which the ledger records, and as `CompiledRun.of`. No data is near.
+        device: where it would train   data_of: loads what it would be about, for whoever decides about a survey.
+
+        Code of another distribution is imported here, and only here, once the policy has allowed it (E-POLICY-15).
+        Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot be trained there), which the
+        ledger records, and as `CompiledRun.of`. No data is near but for a survey that waits for a decision.
         """
         try:
             policy = self.policy()
@@ -172,7 +184,7 @@ class HospitalControls:
                 policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
                 return run
-            decided = self._decision(run_id, run, policy)
+            decided = self._decision(run_id, run, policy, data_of)
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
@@ -180,13 +192,18 @@ class HospitalControls:
             raise
         return run if decided else None
 
-    def _decision(self, run_id: str, run: CompiledRun, policy: Policy) -> bool | None:
+    def _decision(
+        self, run_id: str, run: CompiledRun, policy: Policy, data_of: Callable[[CompiledRun], SiloDataset] | None
+    ) -> bool | None:
         """Return what the hospital decided about a run; None while it has not. A new one is written down and waits."""
         digest = run.manifest.digest()
         if known := self.store.approvals.find(run_id, digest):
             return known.decided
         silo = SiloIdentity(self.home.path).load().identity.name
-        request = request_of(run, silo, policy.prototypes.submit).to_json()
+        survey = None
+        if data_of is not None and isinstance(run.method, Survey):
+            survey = self._survey_preview(run, run.method, data_of(run), policy)
+        request = request_of(run, silo, policy.prototypes.submit, survey).to_json()
         return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
 
     def _compiled(self, manifest: RunManifest) -> CompiledRun:
@@ -203,17 +220,21 @@ class HospitalControls:
         not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
-        least = policy.prototypes
-        withheld = Withheld(_hidden_classes(policy, run.manifest), least.min_count, least.min_examples)
+        withheld = _withheld(policy, run)
         if not run.private:
-            _warn_of_few(run, len(dataset.train))
             factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
+            if isinstance(run.method, Survey):
+                factory = self._remembered(run, run.method, dataset, factory, policy)
+            else:
+                _warn_of_few(run, len(dataset.train))
             return factory, None, policy.prototypes.submit
         from privacy.ledger.registration import unit_of
         from privacy.ledger.run_ledger import RunLedger
 
         limit = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
         ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit, self.coordinator)
+        if isinstance(profile, RecordProfile):
+            ledger.once = profile.survey_release(index, withheld) or ""
         try:
             if hidden_size := policy.runs.hide_size and not typed:
                 policy.check_hidden_size(size)
@@ -223,6 +244,33 @@ class HospitalControls:
             self.record_refusal(run.manifest.name, error)
             raise
         return factory, ledger, policy.prototypes.submit
+
+    def _remembered(
+        self, run: CompiledRun, method: Survey, dataset: SiloDataset, factory: DataFactory, policy: Policy
+    ) -> DataFactory:
+        """Hold a survey without noise to what was answered before, and to what was approved."""
+        name, digest, patients = run.manifest.name, run.manifest.digest(), surveyed_patients(dataset)
+        answered = policy.survey.answered(method.by_hospital)
+        asked = [question for question in method.asked if question.name in answered]
+
+        def claim() -> frozenset[str]:
+            return self.store.surveys.claim(name, patients, asked, policy.survey.min_patients)
+
+        def approved() -> frozenset[str] | None:
+            if policy.runs.approve != BY_HAND:
+                return None
+            found = [RunRequest.from_json(approval.request) for approval in self.store.approvals.approved(digest)]
+            return frozenset(r.survey.digest for r in found if r is not None and r.survey is not None)
+
+        return lambda data: RememberedSurvey(factory(data), claim, approved)
+
+    def _survey_preview(self, run: CompiledRun, method: Survey, dataset: SiloDataset, policy: Policy) -> SurveyPreview:
+        """Compute what would leave of a survey; nothing is noted as answered."""
+        answerable = None
+        if not run.private:
+            patients = surveyed_patients(dataset)
+            answerable = self.store.surveys.answerable(patients, method.asked, policy.survey.min_patients)
+        return survey_preview(run, dataset, _withheld(policy, run), answerable)
 
     def require_labels(self, run: CompiledRun, declared: Iterable[str]) -> None:
         """Hold a private run's label space against the declared one, and never against records.
@@ -281,6 +329,17 @@ def _warn_of_few(run: CompiledRun, examples: int) -> None:
             run.manifest.name,
             numbers,
         )
+
+
+def _withheld(policy: Policy, run: CompiledRun) -> Withheld:
+    least, survey = policy.prototypes, policy.survey
+    return Withheld(
+        _hidden_classes(policy, run.manifest),
+        least.min_count,
+        least.min_examples,
+        answered=survey.answered(isinstance(run.method, Survey) and run.method.by_hospital),
+        least_patients=survey.min_patients,
+    )
 
 
 def _hidden_classes(policy: Policy, manifest: RunManifest) -> frozenset[int]:

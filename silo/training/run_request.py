@@ -10,7 +10,7 @@ from fl_core.types.records import FEATURES
 from fl_core.types.secagg import bytes_beside
 from privacy.compiled_run import CompiledRun
 from silo.reports.leaving import NO_PRIVACY, UpdateContents
-from silo.reports.run_request import RunRequest
+from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
 
 
@@ -46,8 +46,8 @@ def _noise_of(run: CompiledRun) -> str:
     return said if terms.test_data == "private" else f"{said}; test images are counted exactly"
 
 
-def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
-    """Say what a run asks for. submits: the policy lets prototypes leave.
+def request_of(run: CompiledRun, silo: str, submits: bool, survey: SurveyPreview | None = None) -> RunRequest:
+    """Say what a run asks for. submits: the policy lets prototypes leave; survey: what would leave of one.
 
     The charges are the most that the run takes: class counts that were released before cost nothing again.
     """
@@ -85,4 +85,5 @@ def request_of(run: CompiledRun, silo: str, submits: bool) -> RunRequest:
         sums_of=0 if manifest.secagg is None else manifest.secagg.smallest_sum(manifest.cohort_size),
         others=() if manifest.secagg is None else tuple(m.name for m in manifest.members if m.name != silo),
         shared=shared,
+        survey=survey,
     )

@@ -191,7 +191,7 @@ class PreparedRun:
 
         folder: where objects lie. Nothing is read of any record, charged or released.
         """
-        if self.ledger is not None:
+        if self.ledger is not None and not self.ledger.paid:
             first = self.ledger.cached("class counts") is None
             self.ledger.require(self.run.profile.charges(self.index, self.submits, first))
         need = OBJECTS * state_bytes(self.runtime.model)
@@ -307,9 +307,7 @@ class Trainer:
         with _hide_details(run.private, ConfigError, RefusedError):
             if run.private:
                 self._controls.require_labels(run, self._data.declared_classes)
-            if self._data.refresh():
-                self._prepared = None
-                self._features.forget()
+            self._refresh()
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             return self._prepared[1]
         if not _compatible(manifest.software, version()):
@@ -354,6 +352,18 @@ class Trainer:
         )
         self._prepared = (policy, prepared)
         return prepared
+
+    def _refresh(self) -> None:
+        """Forget what was made of data that are others by now."""
+        if self._data.refresh():
+            self._prepared = None
+            self._features.forget()
+
+    def data_of(self, run: CompiledRun) -> SiloDataset:
+        """Load what a run would be about, as it is now."""
+        self._refresh()
+        schema = run.manifest.schema
+        return self._data.load(DataRequest(schema.classes, run.manifest.image_size, schema.window))
 
     def require_memory(self, prepared: PreparedRun) -> None:
         """Raise as `PreparedRun.require_memory`; once for each, since rounds leave this process what they took."""

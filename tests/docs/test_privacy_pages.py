@@ -222,7 +222,7 @@ def test_what_is_written_as_code_exists() -> None:
             beside = {"bit_noise": 1.0} if key == "clipping" else {}
             chosen = {**beside, key: math.inf if value == "inf" else value}
             assert any(accepts(kind, chosen) for kind in made), where
-        elif re.fullmatch(r"(runs|privacy|prototypes|evaluation|secagg|peers)\.\w+( = .+)?", code):
+        elif re.fullmatch(r"(runs|privacy|prototypes|evaluation|secagg|peers|survey)\.\w+( = .+)?", code):
             section, key = code.split(" ")[0].split(".")
             terms = (getattr(Policy(), section), RecordDpConfig(), SiloDpConfig())
             assert any(hasattr(kind, key) for kind in terms), where

@@ -14,6 +14,7 @@ from coordinator.lead.page.run_record import MAX_ROUNDS, TITLES, RunRecord
 from coordinator.lead.page.service_watch import FollowedRun
 from fl_core.converter import ConversionError, parse_json
 from fl_core.types.records import judgements
+from fl_core.types.survey import SURVEY
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import span
@@ -86,6 +87,8 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     """Say how the run stands: in one sentence, and what explains it."""
     newest = accuracy.newest(info)
     reached = "" if newest == NOTHING else f"Newest accuracy: {newest.text()}."
+    if info.state == "finished" and info.method == SURVEY:
+        return "Hospitals have answered", f"The answers, as tables: coordinator survey --of {info.run_id}"
     if info.state == "finished":
         if newest.withheld:
             return "Finished", f"How good the model is, is withheld: {newest.withheld}."

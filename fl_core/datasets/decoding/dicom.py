@@ -1,4 +1,6 @@
-"""DICOM images (PS3.3 C.11, C.7.6.3): one frame of grey or colour. Only the tags of its pixels are ever read.
+"""DICOM images (PS3.3 C.11, C.7.6.3): one frame of grey or colour. No tag about a patient is ever read.
+
+What is read are the tags of the pixels, and for a survey those of how the image was made (`described`).
 
 Grey values of every file take the same way, so that hospitals train on the same pixels:
 
@@ -47,7 +49,10 @@ _TAGS = (
     *(f"Segmented{c}PaletteColorLookupTableData" for c in _CHANNELS),
     *_ENHANCED,
 )
-"""All that is read of a file; no other tag, and so nothing about a patient, is ever in memory."""
+"""All that is read of an image; no other tag, and so nothing about a patient, is ever in memory."""
+_SPACINGS = ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
+_DESCRIPTION = ("Rows", "Columns", "BitsStored", "Manufacturer", *_SPACINGS)
+"""All that a survey reads of a file."""
 _GREY, _COLOUR = ("MONOCHROME1", "MONOCHROME2"), ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
 _PREAMBLE = 128
 
@@ -86,6 +91,31 @@ def is_dicom(path: Path) -> bool:
             return file.read(4) == b"DICM"
     except (OSError, ValueError):
         return False
+
+
+class Description(NamedTuple):
+    """What a file's header says of how an image was made; None: it does not.
+
+    size: width and height   bits: of a stored value   spacing: mm between rows   make: the manufacturer, as stated.
+    """
+
+    size: tuple[int, int]
+    bits: int
+    spacing: float | None = None
+    make: str | None = None
+
+
+def described(path: Path) -> Description:
+    """Read what a survey asks for of a header; no pixel is decoded. Raises UnreadableError as `rendered`."""
+    with _without_contents():
+        from pydicom import dcmread
+
+        _silence()
+        tags = dcmread(path, specific_tags=list(_DESCRIPTION), stop_before_pixels=True)
+        frame = _Frame(tags, np.zeros(0))
+        size = (int(frame.number("Columns", 0)), int(frame.number("Rows", 0)))
+        spacing = next((frame.number(name, 0) for name in _SPACINGS if frame.get(name) not in (None, "")), None)
+        return Description(size, int(frame.number("BitsStored", 0)), spacing, str(frame.get("Manufacturer") or ""))
 
 
 def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fl_core.datasets.decoding import dicom
-from fl_core.datasets.decoding.dicom import Window
+from fl_core.datasets.decoding.dicom import Description, Window
 from fl_core.datasets.decoding.limits import MAX_BYTES, MAX_PIXELS, UnreadableError, require_pixels
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", *dicom.SUFFIXES})
@@ -65,6 +65,14 @@ def open_image(path: Path, window: Window | None = None) -> Image.Image:
         return upright.convert("RGB") if image.mode in _EIGHT_BIT else _grey(upright, image)
 
 
+def described(path: Path) -> Description:
+    """Say what a header says of an image, as it is stored; no pixel is decoded. Raises UnreadableError."""
+    if dicom.is_dicom(path):
+        return dicom.described(path)
+    with _readable(path), Image.open(path, formats=_FORMATS) as file:
+        return Description((file.width, file.height), 8 if file.mode in _EIGHT_BIT else 16 if "16" in file.mode else 32)
+
+
 def content(path: Path) -> Content:
     """Identify an image by its pixels; raises UnreadableError as `open_image`."""
     if dicom.is_dicom(path):
@@ -88,17 +96,23 @@ def _content(kind: str, size: tuple[int, int], numbers: bytes, depth: int) -> Co
 @contextmanager
 def _decoded(path: Path) -> Iterator[Image.Image]:
     """Open a file, check what its header says, and decode it; errors inside become UnreadableError as well."""
+    with _readable(path), Image.open(path, formats=_FORMATS) as file:
+        if file.mode not in _EIGHT_BIT | _DEEP:
+            raise UnreadableError(f"pixels of mode {file.mode}, for which there is no rule: convert the file")
+        require_pixels(file.width, file.height)
+        if file.format != "MPO" and _has_second_frame(file):
+            raise UnreadableError("several frames or pages: store each as a file of its own")
+        file.load()
+        yield file
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what is raised while a file is read into UnreadableError."""
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise UnreadableError(f"{size} bytes, more than {MAX_BYTES}: make it smaller")
-        with Image.open(path, formats=_FORMATS) as file:
-            if file.mode not in _EIGHT_BIT | _DEEP:
-                raise UnreadableError(f"pixels of mode {file.mode}, for which there is no rule: convert the file")
-            require_pixels(file.width, file.height)
-            if file.format != "MPO" and _has_second_frame(file):
-                raise UnreadableError("several frames or pages: store each as a file of its own")
-            file.load()
-            yield file
+        yield
     except UnreadableError:
         raise
     except (*_BROKEN, MemoryError, Image.DecompressionBombError) as error:

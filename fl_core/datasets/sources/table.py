@@ -33,11 +33,21 @@ TEST_SHARE = 0.2
 
 
 class TableExamples(TensorExamples):
-    """Rows as numbers. content_names: what each row is, whatever the schema or the label space of a run."""
+    """Rows as numbers. content_names: what each row is, whatever the schema or the label space of a run.
 
-    def __init__(self, x: Tensor, y: Tensor, groups: tuple[str, ...] | None, content_names: tuple[str, ...]) -> None:
+    columns: what the numbers of a row are.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        groups: tuple[str, ...] | None,
+        content_names: tuple[str, ...],
+        columns: tuple[Column, ...] = (),
+    ) -> None:
         super().__init__(x, y, groups)
-        self.content_names = content_names
+        self.content_names, self.columns = content_names, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +139,8 @@ class TableIndex:
     def _examples(self, kept: Sequence[int]) -> TableExamples:
         y = torch.tensor([self.classes.index(self.labels[k]) for k in kept], dtype=torch.int64)
         groups = tuple(self.groups[k] for k in kept) if self.groups else None
-        return TableExamples(
-            self.x[torch.tensor(kept, dtype=torch.int64)], y, groups, tuple(self.names[k] for k in kept)
-        )
+        names = tuple(self.names[k] for k in kept)
+        return TableExamples(self.x[torch.tensor(kept, dtype=torch.int64)], y, groups, names, self.schema.columns)
 
 
 def scan(file: Path, classes: Sequence[str] | None) -> TableIndex:

@@ -12,7 +12,7 @@ import pytest
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from fl_core.aggregation import options as aggregators
-from fl_core.methods import METHODS, build_method
+from fl_core.methods import METHODS, TOOLS, build_method
 from fl_core.models import MODELS, model_options
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import TrainConfig
@@ -35,7 +35,12 @@ def plain(options: object) -> object:
 
 
 def test_every_entry_of_every_registry_has_its_frozen_defaults() -> None:
-    registries = {"method": METHODS, "model": MODELS, "aggregator": aggregators.AGGREGATORS, "privacy": PROFILES}
+    registries = {
+        "method": {**METHODS, **TOOLS},
+        "model": MODELS,
+        "aggregator": aggregators.AGGREGATORS,
+        "privacy": PROFILES,
+    }
     assert {group: sorted(names) for group, names in WRITTEN.items()} == {g: sorted(r) for g, r in registries.items()}
 
 

@@ -1,0 +1,122 @@
+"""`coordinator survey`: ask hospitals about their records before anything is trained."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator.cli.options import Place
+from coordinator.lead.client import LeadClient
+from fl_core.errors import ConfigError, StateError
+from fl_core.types.survey import QUESTIONS, parse_questions
+from service_core.command_line import Json, command
+from service_core.console import ERR, Reply
+
+if TYPE_CHECKING:
+    from coordinator.lead.surveys import SurveyAnswers
+    from protos.consilium.v1 import federation_pb2 as pb
+
+_IMAGES = {"folder", "manifest", "isic2019"}
+_MAX_STATE = 64 << 20
+"""Bytes of a survey's state: far more than answers take."""
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="QUESTION... [KEY=VALUE...]",
+        help=f"Questions, with the width of bins where they have any (ages:5), of {', '.join(QUESTIONS)}; and what "
+        'they are about, as for `run`: data=folder "data.classes=[nevus,melanoma]", secagg=off, privacy=dp_record.',
+    ),
+]
+
+
+@command
+def survey(
+    words: Words = None,
+    of: Annotated[
+        str | None, typer.Option("--of", metavar="RUN", help="Show what was answered to an earlier survey.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the answers: a .png or a .svg file.")] = None,
+    by_hospital: Annotated[
+        bool, typer.Option("--by-hospital", help="Keep answers apart, where policies allow it; not under masks.")
+    ] = False,
+    as_json: Json = False,
+    *,
+    home: Place,
+) -> Reply:
+    """Ask hospitals for counts of their records: classes, patients, sizes, ages. Each decides question by question.
+
+    Nothing is asked of a hospital whose policy.toml names no questions ([survey] allow). Numbers of fewer than 10
+    patients are held back; with privacy=dp_record numbers are noisy, and each hospital's ledger pays for them once.
+    """
+    from coordinator.lead import plots
+
+    if picture is not None:
+        plots.require_file(picture, "--picture")
+    if (of is None) == (not words):
+        raise ConfigError("E-CFG-02", "expected questions, or --of RUN, found both or none: name one of them")
+    with closing(LeadClient.open(home)) as client:
+        run_id = of or _asked(client, words or [], by_hospital, as_json)
+        detail = client.show(run_id)
+        if of is None and detail.info.state != "finished":
+            raise StateError(
+                "E-RUN-11",
+                f"expected answers, found that {detail.info.run_id} is {detail.info.state}: "
+                f"{detail.info.reason or 'it gave no reason'}",
+            )
+        found = answers_of(client, detail)
+    if picture is not None:
+        picture.write_bytes(plots.survey_picture(found, picture.suffix.lower().lstrip(".")))
+    value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **found.as_json()}
+    notes = [f"wrote {picture}"] if picture is not None else []
+    return Reply(value, found.lines(), notes)
+
+
+def _asked(client: LeadClient, words: list[str], by_hospital: bool, as_json: bool) -> str:
+    """Submit a survey and wait for its end; return its run's id."""
+    from coordinator.cli.runs import follow
+    from coordinator.config.hydra_config import compose_spec
+
+    info = client.submit(compose_spec(survey_words(words, by_hospital)).to_json(), uuid.uuid4().hex)
+    if not as_json:
+        ERR.print(f"asked as {info.run_id}; manifest {info.manifest_digest[:16]}", soft_wrap=True)
+    follow(client, info.run_id, quiet=as_json)
+    return info.run_id
+
+
+def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
+    """Turn questions and `key=value` words into the words of a run; raises ConfigError as `parse_questions`.
+
+    A run has a model, which a survey never trains or sends: of images a small one stands for it.
+    """
+    asked = parse_questions(",".join(word for word in words if "=" not in word))
+    more = [word for word in words if "=" in word]
+    keys = {word.lstrip("+").partition("=")[0] for word in more}
+    data = next((word.partition("=")[2] for word in more if word.startswith("data=")), "")
+    small = ["model=simple_cnn", "data.image_size=32"] if data in _IMAGES else []
+    own = ["method=survey", f"method.questions='{','.join(map(str, asked))}'", "aggregator=mean", *small]
+    own += ["method.by_hospital=true", "secagg=off"] if by_hospital else []
+    return [word for word in own if word.partition("=")[0] not in keys] + more
+
+
+def answers_of(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
+    """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) before there are any."""
+    from coordinator.lead.export import check_detail
+    from coordinator.lead.surveys import SurveyAnswers
+    from protos.wire.codec import read_state
+
+    if not detail.info.model_object or not detail.rounds:
+        raise ConfigError(
+            "E-RUN-11",
+            f"expected a survey with answers, found {detail.info.run_id} in state {detail.info.state}: wait for it",
+        )
+    manifest = check_detail(detail)
+    with TemporaryDirectory() as scratch:
+        file = Path(scratch) / "state"
+        client.fetch(detail.info.model_object, file, _MAX_STATE)
+        return SurveyAnswers.of(manifest, read_state(file), detail.rounds[0].included)

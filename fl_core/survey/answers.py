@@ -1,0 +1,105 @@
+"""From records to the numbers of each cell, and what of them a hospital holds back.
+
+Without noise, of each cell
+
+    images     sum of the records' shares: how many records, or of how many records' pixels
+    patients   patients with a record that has a share in the cell
+    held       1 where the number is held back; both numbers are 0 then, and tell nothing
+
+A cell of 1 to `least` - 1 patients is held back. So that what is held back cannot be subtracted from the sum of a
+question, which other questions have too, more cells are: those of the fewest patients, until the cells that are held
+back have `least` patients together, or nothing is left. A question with fewer than `least` patients in all is held back
+as a whole, with its empty cells. An empty cell of another question is 0: that is a number about nobody.
+
+With noise (in private data) a patient adds the mean of its records' shares, so cells have patients, not images, and
+those of a question sum to the patients in all; nothing is held back but questions that the hospital does not answer.
+
+Guarantees: which cells are held back, and all numbers, follow from patients; a patient with any number of records
+counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fl_core.survey.facts import SurveyedRecords
+from fl_core.types.survey import Question
+from fl_core.types.values import SurveySums, Tensors
+
+IMAGES, PATIENTS, HELD, VARIANCE = "images", "patients", "held", "variance"
+
+
+def exact_answers(query: SurveySums, records: SurveyedRecords) -> Tensors:
+    """Answer without noise: images, patients, held (cells,), float64."""
+    found: dict[str, list[Tensor]] = {IMAGES: [], PATIENTS: [], HELD: []}
+    for question, shares in zip(query.questions, records.shares, strict=True):
+        touched = _touched(records, shares)
+        patients = touched.sum(0).double()
+        held = held_back(touched, query.least) if query.answers(question) else torch.ones_like(patients).bool()
+        found[HELD].append(held.double())
+        found[IMAGES].append(shares.sum(0).masked_fill(held, 0.0))
+        found[PATIENTS].append(patients.masked_fill(held, 0.0))
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def held_back(touched: Tensor, least: int) -> Tensor:
+    """Return which cells (cells,) are held back. touched: (patients, cells) bool, who has a record in which cell."""
+    patients = touched.sum(0)
+    if int(touched.any(1).sum()) < least:
+        return torch.ones_like(patients).bool()
+    held = (patients > 0) & (patients < least)
+    while bool(held.any()) and int(touched[:, held].any(1).sum()) < least:
+        rest = torch.where(held | (patients == 0), torch.iinfo(patients.dtype).max, patients)
+        if bool((held | (patients == 0)).all()):
+            break
+        held[int(rest.argmin())] = True
+    return held
+
+
+def patient_vectors(query: SurveySums, records: SurveyedRecords) -> Tensor:
+    """Return what each patient adds in private data (patients, cells), float64: of each question 1 in all.
+
+    Columns of questions that are not answered are zeros.
+    """
+    number = torch.bincount(records.patient, minlength=records.patients).double().unsqueeze(1)
+    parts = []
+    for question, shares in zip(query.questions, records.shares, strict=True):
+        total = shares.new_zeros(records.patients, shares.shape[1]).index_add_(0, records.patient, shares)
+        parts.append(total / number if query.answers(question) else torch.zeros_like(total))
+    return torch.cat(parts, dim=1)
+
+
+def refused_cells(query: SurveySums) -> Tensor:
+    """Return 1 for each cell of a question that is not answered (cells,), else 0; no record is looked at."""
+    counts = ((q.count(query.n_classes), float(not query.answers(q))) for q in query.questions)
+    return torch.cat([torch.full((n,), held, dtype=torch.float64) for n, held in counts])
+
+
+def nothing_told(query: SurveySums) -> Tensors:
+    """Return an answer that holds everything back."""
+    found = blank_answers(query)
+    return {**found, HELD: torch.ones_like(found[HELD])}
+
+
+def blank_answers(query: SurveySums) -> Tensors:
+    """Return the form of an answer, as zeros."""
+    names = (PATIENTS, HELD) if query.private else (IMAGES, PATIENTS, HELD)
+    found = {name: torch.zeros(query.cells, dtype=torch.float64) for name in names}
+    return found | ({VARIANCE: torch.zeros((), dtype=torch.float64)} if query.private else {})
+
+
+def places(questions: tuple[Question, ...], n_classes: int) -> Iterator[tuple[Question, slice]]:
+    """Say where the cells of each question lie."""
+    start = 0
+    for question in questions:
+        stop = start + question.count(n_classes)
+        yield question, slice(start, stop)
+        start = stop
+
+
+def _touched(records: SurveyedRecords, shares: Tensor) -> Tensor:
+    total = shares.new_zeros(records.patients, shares.shape[1]).index_add_(0, records.patient, shares)
+    return total > 0

@@ -1,0 +1,170 @@
+"""What may be asked about hospitals' records before anything is trained: questions by name, with public bins.
+
+Every question divides records into cells that are fixed before any record is read: a record has a share in each cell of
+a question, 1 in all. Ranges are the table's, so no least and no greatest value is ever told; quantiles are read off the
+bins. There are no expressions: what is not in the table cannot be asked.
+
+| question  | of each record                                                     | range, bin (least bin)      |
+|-----------|--------------------------------------------------------------------|-----------------------------|
+| classes   | its class, of the run's label space                                |                             |
+| images    | whether it is for training or for test                             |                             |
+| patients  | how many images its patient has                                    |                             |
+| sizes     | the shorter side of the image as it is stored                      | 0 to 4096 pixels, 256 (64)  |
+| spacing   | the distance of pixels that DICOM states                           | 0 to 2000 um, 100 (50)      |
+| bits      | bits of a stored value                                             |                             |
+| makes     | the manufacturer that DICOM states, of a list                      |                             |
+| missing   | how many declared values of a table's row are missing              |                             |
+| intensity | the shares of its pixels, by grey value of 8 bits                  | 0 to 256, 16 (8)            |
+| ages      | a table's column `age`, in years                                   | 0 to 120 years, 10 (5)      |
+| sex       | a table's column `sex`                                             |                             |
+
+A bin that is narrower than the least one is refused wherever a question is read, at the hospital too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from blake3 import blake3
+
+from fl_core.converter import shown
+from fl_core.errors import ConfigError
+from fl_core.suggest import suggest
+
+SURVEY = "survey"
+"""The name of the method (`fl_core.survey.method`), for those who do not load it."""
+MIN_PATIENTS = 10
+"""Patients of the smallest number that leaves without noise, whatever a policy says."""
+NOT_STATED = "not stated"
+MAKES = ("Siemens", "GE", "Philips", "Canon", "Fujifilm", "Hologic", "Agfa", "Samsung", "another")
+AGE_COLUMNS, SEX_COLUMNS = ("age", "age_years", "age_approx", "patient_age"), ("sex", "gender")
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Equal bins of a range, and a cell above it; width: the usual one   least: the narrowest that is answered."""
+
+    low: int
+    high: int
+    width: int
+    least: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths that divide the range and are made of least bins."""
+        span = self.high - self.low
+        return tuple(w for w in range(self.least, span + 1, self.least) if span % w == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of a question by its name. cells: names of fixed cells, none of bins and of classes."""
+
+    title: str
+    cells: tuple[str, ...] = ()
+    bins: Bins | None = None
+    unit: str = ""
+
+
+QUESTIONS: Mapping[str, Kind] = {
+    "classes": Kind("Class"),
+    "images": Kind("Images", ("training", "test")),
+    "patients": Kind("Images of the patient", ("1", "2", "3 to 4", "5 to 8", "9 to 16", "17 or more")),
+    "sizes": Kind("Shorter side", bins=Bins(0, 4096, 256, 64), unit="pixels"),
+    "spacing": Kind("Distance of pixels", bins=Bins(0, 2000, 100, 50), unit="um"),
+    "bits": Kind("Bits of a value", ("1 to 8", "9 to 10", "11 to 12", "13 to 16", NOT_STATED)),
+    "makes": Kind("Device make", (*MAKES, NOT_STATED)),
+    "missing": Kind("Missing values of a row", ("0", "1", "2", "3 to 5", "6 or more", NOT_STATED)),
+    "intensity": Kind("Pixels by grey value", bins=Bins(0, 256, 16, 8), unit="of 8 bits"),
+    "ages": Kind("Age", bins=Bins(0, 120, 10, 5), unit="years"),
+    "sex": Kind("Sex", ("female", "male", "another", NOT_STATED)),
+}
+_WORD = re.compile(r"([a-z]{1,20})(?::(\d{1,6}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question. width: of its bins, 0 where it has none.
+
+    Raises ConfigError: E-CFG-01 on another name, E-CFG-02 on bins that are too narrow or do not divide the range.
+    """
+
+    name: str
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in QUESTIONS:
+            raise ConfigError("E-CFG-01", f"there is no question {shown(self.name)}: {suggest(self.name, QUESTIONS)}")
+        bins = self.kind.bins
+        if bins is None and self.width:
+            raise ConfigError("E-CFG-02", f"{self.name}: expected no width, since its cells are fixed: leave it out")
+        if bins is not None and self.width not in bins.widths:
+            raise ConfigError(
+                "E-CFG-02",
+                f"{self.name}: expected bins of {', '.join(map(str, bins.widths))} {self.kind.unit}, none narrower, "
+                f"found {self.width}: ask for one of these",
+            )
+
+    @classmethod
+    def of(cls, word: str) -> Question:
+        """Read `name` or `name:width`; raises as the class."""
+        found = _WORD.fullmatch(word.strip())
+        if found is None:
+            raise ConfigError("E-CFG-01", f"expected a question like classes or ages:10, found {shown(word)}: correct")
+        kind = QUESTIONS.get(found[1])
+        usual = kind.bins.width if kind is not None and kind.bins is not None else 0
+        return cls(found[1], int(found[2]) if found[2] else usual)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.width}" if self.width else self.name
+
+    @property
+    def kind(self) -> Kind:
+        return QUESTIONS[self.name]
+
+    def count(self, n_classes: int) -> int:
+        """Return how many cells it has."""
+        return n_classes if self.name == "classes" else len(self.cells(()))
+
+    def cells(self, classes: Sequence[str]) -> tuple[str, ...]:
+        """Name the cells, in order. classes: the label space."""
+        bins = self.kind.bins
+        if self.name == "classes":
+            return tuple(classes)
+        if bins is None:
+            return self.kind.cells
+        edges = range(bins.low, bins.high, self.width)
+        return (*(f"{low} to {low + self.width}" for low in edges), f"{bins.high} or more", NOT_STATED)
+
+    def edges(self) -> tuple[int, ...]:
+        """Return the ends of its bins; empty where it has none."""
+        bins = self.kind.bins
+        return () if bins is None else tuple(range(bins.low, bins.high + 1, self.width))
+
+
+def parse_questions(text: str) -> tuple[Question, ...]:
+    """Read questions with commas between, and put them into the table's order.
+
+    Raises ConfigError: E-CFG-02 on none, or on one that is asked twice; as `Question.of`.
+    """
+    found = [Question.of(word) for word in text.split(",")] if text.strip() else []
+    names = [question.name for question in found]
+    if not found or len(set(names)) != len(names):
+        what = "none" if not found else f"{max(names, key=names.count)!r} twice"
+        raise ConfigError(
+            "E-CFG-02", f"expected questions, each once, of {', '.join(QUESTIONS)}, found {what}: correct the list"
+        )
+    return tuple(sorted(found, key=lambda question: list(QUESTIONS).index(question.name)))
+
+
+def document(questions: Sequence[Question]) -> str:
+    """Write the question document: canonical JSON, equal for equal questions."""
+    return json.dumps({"questions": [asdict(q) for q in questions]}, sort_keys=True, separators=(",", ":"))
+
+
+def document_digest(questions: Sequence[Question]) -> str:
+    """Name a question document: its BLAKE3, in hex."""
+    return blake3(document(questions).encode()).hexdigest()

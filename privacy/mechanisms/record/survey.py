@@ -1,0 +1,60 @@
+"""The noisy answer to a survey: one release over all questions and all patients of both splits.
+
+A patient adds, to the cells of each question, shares that are 1 in all: with Q questions a vector v with |v|^2 <= Q,
+whatever records it has. Adding or removing it moves the sum of truncated vectors by no more, so discrete Gaussian noise
+of standard deviation z sqrt(Q) on every number of it is a Gaussian mechanism of noise multiplier z. Bins may be as
+narrow as questions allow: noise does not follow them. A question that the hospital does not answer is zeros without
+noise, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fl_core.survey.answers import HELD, PATIENTS, VARIANCE, patient_vectors, refused_cells
+from fl_core.survey.facts import surveyed
+from fl_core.types.survey import document_digest
+from fl_core.types.values import Examples, Progress, SurveySums, Tensors
+from privacy.mechanisms.noise import grid
+from privacy.mechanisms.noise.sources import NoiseSource
+
+
+def sensitivity(query: SurveySums) -> float:
+    """Return how far one patient moves the sum: the root of the number of questions, answered or not."""
+    return math.sqrt(len(query.questions))
+
+
+def release_name(query: SurveySums, noise_multiplier: float) -> str:
+    """Name a release: equal questions, of which the hospital answers the same, with equal noise have one answer."""
+    answered = ",".join(q.name for q in query.questions if query.answers(q))
+    return f"survey {document_digest(query.questions)} of {answered} with noise {noise_multiplier!r}"
+
+
+def survey_release(
+    query: SurveySums,
+    train: Examples,
+    test: Examples,
+    noise_multiplier: float,
+    noise: NoiseSource,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Return the noisy number of patients in each cell (cells,), float64, which may be below 0.
+
+    Guarantees: adding or removing all records of a patient moves the sum, before the noise, by at most `sensitivity`.
+    """
+    records = surveyed(query.questions, train, test, query.n_classes, progress)
+    bound = sensitivity(query)
+    vectors = grid.contributions(patient_vectors(query, records), bound)
+    g = grid.step(bound, query.cells)
+    total = grid.truncated(vectors, g).sum(0)
+    noisy = grid.add_noise(total, g, noise_multiplier * bound, noise)
+    return torch.where(refused_cells(query) > 0, 0.0, noisy)
+
+
+def as_answers(query: SurveySums, released: Tensor, noise_multiplier: float) -> Tensors:
+    """Lay a release out as an answer; variance: of the noise on each number."""
+    variance = torch.tensor((noise_multiplier * sensitivity(query)) ** 2, dtype=torch.float64)
+    return {PATIENTS: released, HELD: refused_cells(query), VARIANCE: variance}
