@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from contextlib import suppress
@@ -220,6 +221,10 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         raise ProtocolError(
             "E-WIRE-06", f"expected at most {_MAX_OFFER} bytes of names and numbers about data, found {length}: shorten"
         )
+    if not re.fullmatch("([0-9a-f]{64})?", data.labels_digest):
+        raise ProtocolError(
+            "E-WIRE-06", f"expected a digest of labels in 64 hex digits or none, found {data.labels_digest[:80]!r}"
+        )
     for size in (data.nominal_size, data.train_examples, data.test_examples):
         if not 0 <= size < _MAX_SIZE:
             raise ProtocolError("E-WIRE-06", f"expected a nominal size of 0 or more and below 2**53, found {size:g}")
@@ -233,4 +238,6 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         data.test_examples,
         tuple(kind for kind in METRICS_KINDS if kind in data.metrics),
         data.masks,
+        data.labels_digest,
+        data.coarse_labels,
     )

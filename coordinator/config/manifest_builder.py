@@ -22,7 +22,7 @@ from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
+from fl_core.rounds.manifest import Dictionary, Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.frozen_features import check_shared, trained_part
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
@@ -93,11 +93,13 @@ def manifest_from(
     sizes: Sequence[float] | None = None,
     basic_only: Sequence[str] = (),
     examples: Sequence[DeclaredSize] = (),
+    dictionaries: Mapping[str, Dictionary] | None = None,
 ) -> RunManifest:
     """Freeze a run over the silos `names`, in this order.
 
     sizes: what they declare of their size, for private runs   basic_only: those whose version knows no clinical metrics
-    examples: what they declare of their examples, for masked runs, 0 where one says nothing.
+    examples: what they declare of their examples, for masked runs, 0 where one says nothing
+    dictionaries: what they tell of their label dictionaries, by name.
 
     A run with record-level privacy takes the private form of its method, and the manifest says so.
     Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
@@ -129,7 +131,7 @@ def manifest_from(
         model=model,
         data=str(spec.data["name"]),
         schema=schema,
-        members=_members(spec, names, sizes, examples),
+        members=_members(spec, names, sizes, examples, dictionaries),
         layout={**own, **profiles.extra_parts(privacy)},
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
@@ -270,6 +272,7 @@ def _members(
     names: Sequence[str],
     sizes: Sequence[float] | None = None,
     examples: Sequence[DeclaredSize] = (),
+    dictionaries: Mapping[str, Dictionary] | None = None,
 ) -> tuple[Member, ...]:
     """Draw who submits prototypes. Only a private or masked run keeps the declared sizes; 0: no usable one."""
     declared = None
@@ -277,7 +280,7 @@ def _members(
         declared = [_units(n) for n in sizes]
     elif examples and _secagg(spec, len(names)) is not None:
         declared = [round_to_two_digits(_units(e.train)) if _units(e.train) else 0 for e in examples]
-    return make_members(names, spec.seed, spec.prototype_share, declared)
+    return make_members(names, spec.seed, spec.prototype_share, declared, dictionaries)
 
 
 def _units(declared: float) -> int:
@@ -310,7 +313,8 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
         )
     sizes = [data[name].nominal_size for name in names]
     examples = [DeclaredSize(data[n].train_examples or data[n].nominal_size, data[n].test_examples) for n in names]
-    return manifest_from(spec, names, sizes, older, examples)
+    told = {n: Dictionary(data[n].labels_digest, data[n].coarse_labels) for n in names if data[n].labels_digest}
+    return manifest_from(spec, names, sizes, older, examples, told)
 
 
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:

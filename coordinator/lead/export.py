@@ -19,7 +19,7 @@ from coordinator.lead.tables import aggregator_text, private_form, software_text
 from coordinator.lead.withdrawals import card_lines
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods.fedavg import Traits
-from fl_core.rounds.manifest import RunManifest, Weights
+from fl_core.rounds.manifest import Member, RunManifest, Weights
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.records import FEATURES, judgements
@@ -140,7 +140,7 @@ def model_card(
     took_part = Counter(name for r in trained for name in r.included)
     last = rounds[-1] if rounds else pb.RoundInfo()
     noisy = profiles.result_noise(manifest)
-    noise = noisy.of(last.included)
+    noise, told = noisy.of(last.included), any(member.labels for member in manifest.members)
     best = (
         accuracy.best(info)
         if noise is None
@@ -182,13 +182,15 @@ def model_card(
         *_clinical(manifest, last),
         "## Who took part",
         "",
-        "| hospital | rounds | submits prototypes | missed rounds |",
-        "|---|---|---|---|",
+        f"| hospital | rounds | submits prototypes | missed rounds |{' label dictionary |' * told}",
+        f"|---|---|---|---|{'---|' * told}",
         *(
             f"| {m.name} | {took_part[m.name]} | {'-' if not asks else 'yes' if m.prototypes else 'no'} | "
             f"{', '.join(f'{r.round + 1} ({r.missing[m.name]})' for r in trained if m.name in r.missing) or '-'} |"
+            f"{f' {_dictionary(m)} |' * told}"
             for m in manifest.members
         ),
+        *(_DICTIONARIES if told else ()),
         "",
     ]
     return "\n".join(map(printable, lines))
@@ -197,6 +199,19 @@ def model_card(
 def _body(manifest: RunManifest) -> str:
     weights = frozen_weights(manifest)
     return f"a frozen body of {weights}" if weights else "a frozen body of random weights, drawn from the seed"
+
+
+_DICTIONARIES = (
+    "",
+    "A label dictionary is a hospital's own table from its names and codes to the classes. Its digest is in the run's "
+    "manifest; the table stays there, and who is shown it can compute the digest again (`silo data check`).",
+)
+
+
+def _dictionary(member: Member) -> str:
+    if not member.labels:
+        return "none told"
+    return f"`{member.labels}`{', with coarse labels' if member.coarse else ''}"
 
 
 def _words(options: Mapping[str, object]) -> str:

@@ -26,15 +26,16 @@ from coordinator.simulate.sweep import folder_name
 from fl_core import datasets
 from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.errors import ConfigError
+from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.engine import Observer
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import Dictionary, RunManifest
 from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_test, with_features
 from fl_core.simulation.measures import BestHistory, GlobalTestEvaluator, LatestPersonal, fine_tuned
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import SUGGESTED_CLASSES
 from fl_core.types.columns import Column, difference
-from fl_core.types.enums import TaskKind
+from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
 from privacy import profiles
@@ -194,7 +195,12 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
     examples = [DeclaredSize(*(round_to_two_digits(len(half)) for half in (s.train, s.test))) for s in sets]
     spec, taken = weights.take(spec)
     names = [f"hospital{k}" for k in range(len(sets))]
-    return weights.begin(manifest_from(spec, names, sizes, examples=examples), taken), sets
+    told = {name: Dictionary(s.dictionary.digest, s.coarse) for name, s in zip(names, sets, strict=True)}
+    told = {name: of for name, of in told.items() if of.labels}
+    run = weights.begin(manifest_from(spec, names, sizes, examples=examples, dictionaries=told), taken)
+    if any(s.coarse for s in sets):
+        check_supported(run.method, {Capability.COARSE_LABELS})
+    return run, sets
 
 
 def _with_columns(spec: RunSpec, own: Sequence[Column]) -> RunSpec:

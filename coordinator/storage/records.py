@@ -53,6 +53,8 @@ class DataOffer:
         train_examples, test_examples: at most so many; 0 where it does not say
         metrics: what its evaluations can send beside correct answers
         masks: whether its version sends updates under masks
+        labels_digest: of its label dictionary, where it says so
+        coarse_labels: whether that has names that stand for one of several classes
     """
 
     name: str = ""
@@ -64,6 +66,8 @@ class DataOffer:
     test_examples: float = 0.0
     metrics: tuple[str, ...] = ()
     masks: bool = False
+    labels_digest: str = ""
+    coarse_labels: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,7 @@ class UpdateCheck:
         noise: in a private run the standard deviation of counts by part; infinite: they are not checked
         noisy_rows: in a private run what parts with a weight per class hold, where that is known
         signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
+        coarse: silos of which it does not, since they train on coarse labels that no test example has
         updates: how many updates what is checked is the sum of; the ranges of a sum are the sums of theirs
     """
 
@@ -145,6 +146,7 @@ class UpdateCheck:
     noisy_rows: NoisyRows | None = None
     signs: bool = False
     updates: int = 1
+    coarse: frozenset[str] = frozenset()
 
     def of(self, layout: Layout) -> UpdateCheck:
         """Return the check of updates that have only a part of the run's layout: those of one kind of round."""
@@ -185,7 +187,8 @@ class UpdateCheck:
                 rows[name] = torch.where(weight > 0, square.sqrt() / weight, math.nan)
             elif weight > 0:
                 norms |= {block: math.sqrt(v) / float(weight) for block, v in _by_block(name, squares).items()}
-        counted = float(update["delta"].weight) if bias is not None and self.signs else 0.0
+        signs = self.signs and silo not in self.coarse
+        counted = float(update["delta"].weight) if bias is not None and signs else 0.0
         if bias is None or not counted > 0:
             return Measured(norms, rows)
         change = bias.detach().cpu().double() * self._scale("delta", "head.bias", bias) / counted

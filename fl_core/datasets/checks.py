@@ -19,8 +19,9 @@ from fl_core.datasets.decoding.pixels import content, open_image
 from fl_core.datasets.examples import SPLITS, SiloDataset, fingerprint
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import ImageLoader, cores
+from fl_core.datasets.label_dictionary import FILE, TABLE, Translator
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
-from fl_core.errors import DataError
+from fl_core.errors import ConfigError, DataError
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 
@@ -95,6 +96,7 @@ class SourceIndex:
     """All that a source says of itself, before any pixel is read; items of unknown classes are left in.
 
     public: the official test images, where a silo's own test images were held out of its training images
+    labels: what made the items' labels of the hospital's own
     """
 
     origin: str
@@ -104,6 +106,7 @@ class SourceIndex:
     notes: tuple[str, ...] = ()
     public: tuple[Item, ...] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
+    labels: Translator = field(default_factory=Translator)
 
     def report(self) -> CheckReport:
         """Count, and find what every kind of source can have wrong: unknown classes, empty splits, split groups."""
@@ -113,8 +116,8 @@ class SourceIndex:
             self.origin,
             self.classes,
             counts,
-            (*self.problems, *self._unknown(), *self._empty(counts), *self._ungrouped()),
-            (*self.notes, *self._without_images(counts)),
+            (*self.problems, *dictionary_problems(self.labels), *self._unknown(), *self._empty(), *self._ungrouped()),
+            (*self.notes, *self.labels.notes(), *self._without_images(counts)),
             groups=len(groups) or None,
             fingerprint=self._fingerprint(),
             unread=self.unread,
@@ -156,13 +159,17 @@ class SourceIndex:
             self._examples([item for item in self.items if item.split is split], transform, loader) for split in SPLITS
         )
         public = self._examples(self.public, transform, loader) if self.public else None
-        return SiloDataset(Schema((3, size, size), self.classes), train, test, self.origin, report.fingerprint, public)
+        schema, dictionary = Schema((3, size, size), self.classes), self.labels.dictionary
+        return SiloDataset(schema, train, test, self.origin, report.fingerprint, public, dictionary)
 
     def has_problems(self) -> bool:
         """Tell what `report` would say, without looking at a file."""
-        return bool(self.problems or self._unknown() or self._empty(self._counts()) or self._ungrouped())
+        faults = self.labels.dictionary.faults
+        return bool(self.problems or faults or self._unknown() or self._empty() or self._ungrouped())
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
+        """Divide the items; raises ConfigError (E-CFG-23) on coarse labels, which belong to no class."""
+        require_one_class(self.labels)
         labels = [
             np.array([self.classes.index(i.label) for i in self.items if i.split is split], dtype=np.int64)
             for split in SPLITS
@@ -178,7 +185,7 @@ class SourceIndex:
         return replace(self, origin=origin, items=tuple(kept), public=public)
 
     def _examples(self, items: Sequence[Item], transform: ImageTransform, loader: ImageLoader | None) -> ImageExamples:
-        labels = torch.tensor([self.classes.index(item.label) for item in items], dtype=torch.int64)
+        labels = torch.tensor([self.labels.target(item.label, self.classes) for item in items], dtype=torch.int64)
         groups = tuple(item.group for item in items if item.group is not None)
         whole = groups if len(groups) == len(items) else None
         return ImageExamples([i.path for i in items], labels, transform, whole, loader=loader)
@@ -202,17 +209,12 @@ class SourceIndex:
         return (*notes, *((f"classes without a test image: {_listed(untested)}",) if untested else ()))
 
     def _unknown(self) -> tuple[CheckProblem, ...]:
-        unknown = Counter(item.label for item in self.items if item.label not in self.classes)
-        return problem(
-            "E-DATA-05",
-            f"images of classes outside the label space ({', '.join(self.classes)})",
-            [f"{label!r}: {count}" for label, count in sorted(unknown.items())],
-            "Remove or rename these classes, or start a run whose `classes` name them",
-            sum(unknown.values()),
-        )
+        unknown = Counter(item.label for item in self.items)
+        return unknown_labels(unknown, self.labels, self.classes, "images")
 
-    def _empty(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[CheckProblem, ...]:
-        empty = [split.value for split in SPLITS if not sum(counts[split])]
+    def _empty(self) -> tuple[CheckProblem, ...]:
+        there = {item.split for item in self.items if self.labels.fits(item.label, self.classes)}
+        empty = [split.value for split in SPLITS if split not in there]
         return problem("E-DATA-08", "splits without any usable image", empty, "Give both splits images")
 
     def _ungrouped(self) -> tuple[CheckProblem, ...]:
@@ -232,6 +234,35 @@ def problem(
         if names
         else ()
     )
+
+
+def unknown_labels(
+    counts: Mapping[str, int], labels: Translator, classes: Sequence[str], what: str
+) -> tuple[CheckProblem, ...]:
+    """Find translated labels outside a label space, with the lines of the dictionary that gave them."""
+    unknown = {label: n for label, n in counts.items() if not labels.fits(label, classes)}
+    return problem(
+        "E-DATA-05",
+        f"{what} of classes outside the label space ({', '.join(classes)})",
+        [f"{label[:40]!r}: {n}{labels.where(label, classes)}" for label, n in sorted(unknown.items())],
+        f"Map or leave them out in {FILE}, rename them, or start a run whose `classes` name them",
+        sum(unknown.values()),
+    )
+
+
+def dictionary_problems(labels: Translator) -> tuple[CheckProblem, ...]:
+    remedy = f'Write NAME = "class", NAME = ["class", "class"] or NAME = [] under [{TABLE}]'
+    return problem("E-DATA-07", f"lines of {FILE} that say nothing", labels.dictionary.faults, remedy)
+
+
+def require_one_class(labels: Translator) -> None:
+    """Raise ConfigError (E-CFG-23) where records of coarse labels would have to be divided by class."""
+    if labels.coarse:
+        raise ConfigError(
+            "E-CFG-23",
+            f"expected a class for each record that is divided among simulated hospitals, found the coarse label "
+            f"{next(iter(labels.coarse))!r}: take it out of {FILE}, or serve the data undivided",
+        )
 
 
 def groups_in_both_splits(items: Sequence[Item]) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_core.datasets.augmentation import Augmentation, augmented
+from fl_core.datasets.label_dictionary import NO_DICTIONARY, LabelDictionary
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 from fl_core.types.values import Examples
@@ -25,6 +26,7 @@ class SiloDataset:
     origin:      the canonical reference it was loaded from
     fingerprint: SHA-256 (hex) over what identifies the data; the same after a move to another folder
     public:      the official test set, where the silo's own test examples were held out of its training data
+    dictionary:  what made the classes of the hospital's own names
     """
 
     schema: Schema
@@ -33,6 +35,12 @@ class SiloDataset:
     origin: str
     fingerprint: str
     public: Examples | None = None
+    dictionary: LabelDictionary = NO_DICTIONARY
+
+    @property
+    def coarse(self) -> bool:
+        """Whether coarse labels are declared of these data, whatever the records are."""
+        return self.dictionary.is_coarse(self.schema.classes)
 
 
 class TensorExamples(Examples):

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from fl_core import validate
 from fl_core.types import tensor_maps
-from fl_core.types.enums import Capability, Coupling, Weighing
+from fl_core.types.enums import ANY_TARGET, Capability, Coupling, Targets, Weighing
 from fl_core.types.interfaces import LocalData
+from fl_core.types.targets import target_loss
 from fl_core.types.values import (
     AS_SCHEDULED,
     Bundle,
@@ -55,6 +55,13 @@ class Traits:
     """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
+    targets: ClassVar[Targets] = frozenset()
+    """What its loss takes beside one class for each record; a subclass with a loss of its own says so again."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "targets" not in vars(cls) and vars(cls).keys() & {"loss", "objective", "local"}:
+            cls.targets = frozenset()
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
         return 0
@@ -107,6 +114,7 @@ class FedAvg(Traits):
 
     name: ClassVar[str] = "fedavg"
     bias_follows_classes: ClassVar[bool] = True
+    targets = ANY_TARGET
     weights: Literal["samples", "uniform"] = "samples"
 
     def __post_init__(self) -> None:
@@ -130,8 +138,8 @@ class FedAvg(Traits):
 
     @staticmethod
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-        """Return the cross entropy of each example."""
-        return Losses(cross_entropy(model(x), y, reduction="none"))
+        """Return the cross entropy of each example, of a coarse label that of its classes together."""
+        return Losses(target_loss(model(x), y))
 
     def objective(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> LossFn:  # noqa: ARG002
         """Make the loss of one silo's round; `model` holds the received weights."""

@@ -20,20 +20,26 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 
 from fl_core.methods.shared.prototypes import PROTOTYPES, PrototypeExchange, features_of
+from fl_core.types.enums import ANY_TARGET
 from fl_core.types.interfaces import LocalData
+from fl_core.types.targets import has_class, target_loss
 from fl_core.types.values import Losses, LossFn, RoundContext, State
 from fl_core.validate import NonNegative, Positive
 
 
 def contrast(z: Tensor, y: Tensor, g: Tensor, known: Tensor, tau: float) -> Tensor:
-    """Return GPC_i (B,) for features z (B, d), labels y (B,), prototypes g (C, d) and the mask of known ones (C,)."""
+    """Return GPC_i (B,) for features z (B, d), labels y (B,), prototypes g (C, d) and the mask of known ones (C,).
+
+    0 for a coarse label.
+    """
     similarity = normalize(z, dim=1) @ normalize(g, dim=1).T / tau
     log_p = torch.log_softmax(similarity.masked_fill(~known, float("-inf")), dim=1)
-    own = log_p.gather(1, y.unsqueeze(1)).squeeze(1)
-    return torch.where(known[y], -own, torch.zeros_like(own))
+    place = y.clamp(min=0)
+    own = log_p.gather(1, place.unsqueeze(1)).squeeze(1)
+    return torch.where(known[place] & has_class(y), -own, torch.zeros_like(own))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class PrototypeAided(PrototypeExchange):
     """
 
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = {"prototypes": "off"}
+    targets = ANY_TARGET
     prototypes: Literal["off", "mixture", "additive"] = "off"
     lambda_p: NonNegative = 0.1
     tau_p: Positive = 1.0
@@ -67,7 +74,7 @@ class PrototypeAided(PrototypeExchange):
         def mixture(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             split = features_of(model)
             z = split.features(x)
-            ce = cross_entropy(split.head(z), y, reduction="none")
+            ce = target_loss(split.head(z), y)
             return Losses(of_ce * ce + of_gpc * contrast(z, y, g.to(z), known.to(z.device), self.tau_p))
 
         return mixture

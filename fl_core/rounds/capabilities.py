@@ -8,7 +8,7 @@ from torch import nn
 
 from fl_core.errors import ConfigError
 from fl_core.training.local_data import NO_MICRO_BATCH, has_batch_norm
-from fl_core.types.enums import Capability, Coupling
+from fl_core.types.enums import ANY_TARGET, Capability, Coupling
 from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
 
@@ -25,7 +25,12 @@ def required_capabilities(train: TrainConfig, silos: int, cohort: int, quorum: i
 def check_supported(method: Method, asked: Collection[Capability]) -> None:
     """Raise ConfigError (E-CFG-08) that names the method, what it lacks and the remedy."""
     for capability in sorted(asked, key=lambda c: c.value):
-        if remedy := method.unsupported.get(capability):
+        remedy = method.unsupported.get(capability)
+        if capability in ANY_TARGET and capability not in getattr(method, "targets", ()):  # it may be another package's
+            remedy = (
+                remedy or "its loss asks each record for one class; choose fedavg, fedprox or scaffold, for instance"
+            )
+        if remedy:
             raise ConfigError("E-CFG-08", f"method {method.name} does not go with {capability.value}: {remedy}")
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from blake3 import blake3
 
@@ -56,12 +56,26 @@ class Member:
     """One silo of the run: its name, and whether it was drawn to submit prototypes.
 
     units: its declared number of records (or groups) in a private or masked run, which rates and weights follow from;
-    else 0.
+    else 0. labels: digest of the dictionary that makes the run's classes of its own names; empty where it has none, or
+    does not tell. coarse: whether that has coarse labels; its test records then do not show what it trains on.
     """
 
     name: str
     prototypes: bool = True
     units: int = 0
+    labels: str = ""
+    coarse: bool = False
+
+    def facts(self) -> dict[str, object]:
+        """Return the fields for JSON, without later ones at their default."""
+        return {k: v for k, v in asdict(self).items() if v or k not in ("labels", "coarse")}
+
+
+class Dictionary(NamedTuple):
+    """What a silo tells of its label dictionary: see `Member`."""
+
+    labels: str = ""
+    coarse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +190,7 @@ class RunManifest:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
         layout = {name: {"tensors": spec.shapes, "weight": spec.weight_shape} for name, spec in self.layout.items()}
         raw = asdict(self) | {"layout": layout, "train": self.train.facts()}
+        raw["members"] = [member.facts() for member in self.members]
         for name, default in _ABSENT.items():  # runs without one keep the digest that they had before it existed
             if raw[name] == default:
                 del raw[name]
@@ -227,6 +242,13 @@ class RunManifest:
                 f"expected at most {MAX_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
                 f"square, found {len(self.schema.classes)}: set metrics={BASIC}",
             )
+        for member in self.members:
+            if member.labels and not _DIGEST.fullmatch(member.labels):
+                raise ConfigError(
+                    "E-CFG-02",
+                    f"expected a digest of {member.name}'s label dictionary in 64 hex digits, found "
+                    f"{shown(member.labels)}: ask that hospital",
+                )
         if len(self.name) > MAX_NAME_CHARS:
             raise ConfigError(
                 "E-CFG-02",
@@ -253,11 +275,19 @@ class RunManifest:
 
 
 def make_members(
-    names: Sequence[str], seed: int, prototype_share: float, units: Sequence[int] | None = None
+    names: Sequence[str],
+    seed: int,
+    prototype_share: float,
+    units: Sequence[int] | None = None,
+    dictionaries: Mapping[str, Dictionary] | None = None,
 ) -> tuple[Member, ...]:
-    """Freeze a roster, with the silos that submit prototypes drawn from the seed; units: declared sizes, if any."""
+    """Freeze a roster, with the silos that submit prototypes drawn from the seed.
+
+    units: declared sizes, if any   dictionaries: of labels, of the silos that told of one, by name.
+    """
     if len(set(names)) != len(names) or not names:
         raise ConfigError("E-CFG-02", f"expected at least one silo and each once, found {list(names)}")
     drawn = sampling.prototype_submitters(seed, names, prototype_share)
     sizes = [0] * len(names) if units is None else units
-    return tuple(Member(*m) for m in zip(names, drawn, sizes, strict=True))
+    told = dictionaries or {}
+    return tuple(Member(*m, *told.get(m[0], ())) for m in zip(names, drawn, sizes, strict=True))

@@ -329,6 +329,7 @@ class RunSetup:
             train=manifest.train,
             sizes=sizes or {},
             signs=self.method.bias_follows_classes,
+            coarse=frozenset(member.name for member in manifest.members if member.coarse),
         )
 
     def round_loop(

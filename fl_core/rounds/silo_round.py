@@ -15,7 +15,7 @@ from fl_core.aggregation.contributor_floor import census, census_layout
 from fl_core.aggregation.fixed_point import FixedPoint, check_layout
 from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.round_sum import require_direction
-from fl_core.aggregation.update_check import UpdateCheck
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
     CLINICAL_PART,
@@ -57,8 +57,11 @@ class Masking:
         error names no number of the update; the log does.
         """
         layout, own = self.layouts[kind], "this hospital"
-        sizes = tuple(self.check.sizes.values())
-        check = replace(self.check, layout=layout.layout, sizes={own: sizes[context.silo]} if sizes else {})
+        sizes, coarse = dict[str, DeclaredSize](), frozenset[str]()
+        if self.check.sizes:
+            name, size = list(self.check.sizes.items())[context.silo]
+            sizes, coarse = {own: size}, frozenset({own} if name in self.check.coarse else ())
+        check = replace(self.check, layout=layout.layout, sizes=sizes, coarse=coarse)
         update = _finite_or_zero(update) if self.private else update
         try:
             measured = check.check(update, own)

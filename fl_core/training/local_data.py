@@ -20,6 +20,7 @@ from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData, RoundData
+from fl_core.types.targets import has_class
 from fl_core.types.values import (
     AS_SCHEDULED,
     BatchSums,
@@ -208,6 +209,7 @@ class PlainLocalData:
         """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here.
 
         A survey is over both splits; its noisy form is held back as a whole, since nothing adds noise here.
+        Records of coarse labels are left out where a query asks for classes.
         """
         if isinstance(query, SurveySums) and query.private:
             return nothing_told(query)
@@ -218,7 +220,7 @@ class PlainLocalData:
         with torch.no_grad():
             batches = torch.split(torch.arange(len(self._examples[split])), self._read_at_once(split))
             for done, index in enumerate(batches, start=1):
-                x, y = self._read(split, index)
+                x, y = _of_one_class(query, *self._read(split, index))
                 for name, value in sum_batch(query, x, y).items():
                     total[name] = total[name] + value if name in total else value
                 self._progress(done, len(batches))
@@ -233,11 +235,17 @@ class PlainLocalData:
     def class_counts(self) -> Tensor:
         if self._counts is None:
             labels = self._examples[Split.TRAIN].labels
-            self._counts = torch.bincount(labels, minlength=self._context.n_classes).float()
+            self._counts = torch.bincount(labels[has_class(labels)], minlength=self._context.n_classes).float()
         return self._counts
 
     def contributes(self) -> Tensor:
         return self.class_counts() >= 0.5
+
+
+def _of_one_class(query: Query, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave out records whose class is not known; a query of each example by itself is not about classes."""
+    known = has_class(y)
+    return (x, y) if isinstance(query, ExampleSums) or bool(known.all()) else (x[known], y[known])
 
 
 def eval_batch(shape: Sequence[int]) -> int:

@@ -41,6 +41,12 @@ class Capability(Enum):
     DIFFERENTIAL_PRIVACY = "record-level differential privacy"
     PARTIAL_PARTICIPATION = "partial participation"
     ADAPTIVE_OPTIMIZER = "an adaptive optimizer"
+    COARSE_LABELS = "coarse labels, records that are of one of several classes"
+
+
+Targets = frozenset[Capability]
+ANY_TARGET: Targets = frozenset({Capability.COARSE_LABELS})
+"""What targets of records can be beside a class."""
 
 
 class Weighing(Enum):

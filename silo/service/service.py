@@ -111,6 +111,8 @@ def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
         test_examples=test,
         metrics=[CLINICAL],
         masks=True,
+        labels_digest=source.load().dictionary.digest,
+        coarse_labels=source.load().dictionary.is_coarse(),
     )
 
 
@@ -337,7 +339,8 @@ class Service:
     def _declared_data(self) -> pb.DataOffer:
         """Say what is public by declaration: no size that was counted where the policy hides it or requires masks.
 
-        Where it requires masks, neither which classes there are examples of: each is a count of its own.
+        Where it requires masks, neither which classes there are examples of: each is a count of its own. Nor the digest
+        of its label dictionary, by which who guesses a whole table knows that it is this one.
         """
         offer = pb.DataOffer()
         offer.CopyFrom(self._data_offer)
@@ -345,7 +348,8 @@ class Service:
         if not self._size_declared and (self._controls.hides_size() or not told):
             offer.nominal_size = offer.train_examples = offer.test_examples = 0.0
         if not told:
-            offer.ClearField("holds")
+            for field in ("holds", "labels_digest", "coarse_labels"):
+                offer.ClearField(field)
         return offer
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:

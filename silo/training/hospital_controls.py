@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from fl_core.datasets import SiloDataset
-from fl_core.errors import DataError, FederationError, RefusedError, StateError
+from fl_core.errors import ConfigError, DataError, FederationError, RefusedError, SchemaError, StateError
 from fl_core.extensions import loading, registry
 from fl_core.methods.shared.prototypes import features_of
+from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.survey.method import Survey
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
+from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory
+from fl_core.types.targets import classes_in
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
@@ -286,7 +289,8 @@ class HospitalControls:
     def require_declared(self, dataset: SiloDataset, declared: Iterable[str]) -> None:
         """Raise DataError (E-DATA-05) on a record of a class that is not declared, whatever a run's label space is."""
         allowed, names = {*(self.policy().privacy.labels or declared)}, dataset.schema.classes
-        found = {names[k] for split in (dataset.train, dataset.test) for k in set(split.labels.tolist())}
+        splits = dataset.train, dataset.test
+        found = {names[k] for split in splits for k in classes_in(split.labels, len(names))}
         if undeclared := sorted(found - allowed):
             raise DataError(
                 "E-DATA-05",
@@ -305,6 +309,32 @@ class HospitalControls:
     def record_refusal(self, run: str, error: FederationError) -> None:
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
             self.ledger.note_refusal(run, error.code, self.coordinator)
+
+
+def check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None:
+    """Refuse a run of another label dictionary, or of a method without coarse labels: by declarations alone.
+
+    Raises SchemaError: E-DATA-05, E-CFG-08.
+    """
+    named, own = run.manifest.members[index].labels, dataset.dictionary.digest
+    if named and named != own:
+        raise SchemaError(
+            "E-DATA-05",
+            f"expected the label dictionary {named[:16]}, which run {run.manifest.name!r} names for this hospital, "
+            f"found {own[:16] or 'none'}: put labels.toml back, or restart the service and ask for a new run",
+        )
+    if not dataset.coarse:
+        return
+    try:
+        check_supported(run.method, {Capability.COARSE_LABELS})
+    except ConfigError as error:
+        raise SchemaError(error.code, error.message) from error
+    if run.method.exact:
+        log.warning(
+            "%s: method %s sums records by class, and leaves those of coarse labels out",
+            run.manifest.name,
+            run.method.name,
+        )
 
 
 def describe_request(run: CompiledRun) -> str:

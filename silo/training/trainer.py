@@ -52,7 +52,7 @@ from silo.connection.retry import CancelledError
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.outbox import TrainingResult
 from silo.storage.tasks import Evaluation
-from silo.training.hospital_controls import HospitalControls
+from silo.training.hospital_controls import HospitalControls, check_dictionary
 
 if TYPE_CHECKING:
     from privacy.ledger.run_ledger import RunLedger
@@ -322,6 +322,7 @@ class Trainer:
             data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
+        check_dictionary(run, index, dataset)
         own = derive_layout(run.method, run.new_model(), run.schema, manifest.personal, manifest.metrics)
         if {**own, **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
@@ -336,6 +337,8 @@ class Trainer:
             declared = run.views(True) * train + test or run.views(True) * self._data.nominal_size
             self._features.require_room(declared, width)
         runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
+        if dataset.coarse and runtime.masking is not None:  # told or not: see `Member.coarse`
+            runtime = replace(runtime, masking=replace(runtime.masking, signs=False))
         runtime.model.to(self.device)
         with _hide_details(run.private, ConfigError, RefusedError):
             size, typed = self._data.nominal_size, self._data.typed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from fl_core.datasets.decoding.dicom import Window, is_dicom
 from fl_core.datasets.decoding.pixels import SUFFIXES
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import ImageTransform
+from fl_core.datasets.label_dictionary import FILE, Translator, read_dictionary
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
 
@@ -34,7 +35,7 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
     """
     if not root.is_dir():
         raise DataError("E-DATA-02", f"expected a folder of class subfolders at {root}, found none: check the path")
-    tree = _Tree(root)
+    tree, labels = _Tree(root), Translator(read_dictionary(root))
     levels = tree.subfolders(root)
     notes: tuple[str, ...] = ()
     problems = problem(
@@ -57,10 +58,10 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
             [file.relative_to(root).as_posix() for half in halves for file in tree.images_in(half)],
             "Move them into the subfolder of their class",
         )
-        items = [item for half in halves for item in tree.items(half, Split(half.name))]
+        items = _translated([item for half in halves for item in tree.items(half, Split(half.name))], labels)
         names = {c.name for half in halves for c in tree.subfolders(half)}
     else:
-        items = _hold_out(tree.items(root, Split.TRAIN))
+        items = _hold_out(_translated(tree.items(root, Split.TRAIN), labels), labels.coarse)
         names = {folder.name for folder in levels}
         notes = ("no train/ and test/ level: a fifth of each class, chosen by file name, is held out as test",)
     if not names:
@@ -72,8 +73,14 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
         )
         raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found {found}: {remedy}")
     problems += tree.problems()
-    space = tuple(classes or sorted(names))
-    return SourceIndex(f"folder:{root}", space, tuple(items), problems, notes, unread=by_extension(tree.unread))
+    space = tuple(classes or labels.space(names))
+    unread = by_extension([path for path in tree.unread if path != root / FILE])
+    return SourceIndex(f"folder:{root}", space, tuple(items), problems, notes, unread=unread, labels=labels)
+
+
+def _translated(items: list[Item], labels: Translator) -> list[Item]:
+    found = ((item, labels(item.label, item.split)) for item in items)
+    return [replace(item, label=label) for item, label in found if label is not None]
 
 
 def listed(root: Path, level: Path, split: Split) -> list[Item]:
@@ -173,10 +180,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _hold_out(items: list[Item]) -> list[Item]:
-    """Turn the fifth of each class with the smallest name hashes into test examples; one of two, none of one."""
+def _hold_out(items: list[Item], coarse: Collection[str]) -> list[Item]:
+    """Turn the fifth of each class with the smallest name hashes into test examples; one of two, none of one.
+
+    Coarse labels are trained on alone.
+    """
     test: set[str] = set()
-    for label in {item.label for item in items}:
+    for label in {item.label for item in items} - set(coarse):
         names = [item.name for item in items if item.label == label]
         ranked = sorted(names, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
         test |= set(ranked[: max(1, round(TEST_SHARE * len(names)))] if len(names) > 1 else [])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_core.datasets.checks import Item, SourceIndex, groups_in_both_splits, problem
+from fl_core.datasets.label_dictionary import Translator, read_dictionary
 from fl_core.datasets.sources.csv_reader import Row, read_rows
 from fl_core.types.enums import Split
 
@@ -22,10 +23,11 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     found = read_rows(file, COLUMNS)
     wrong = [(line, fault) for line, row in found.rows if (fault := _fault(row))]
     wrong += [(line, "more or fewer cells than the header has") for line in found.ragged]
+    labels = Translator(read_dictionary(file.parent))
     items = tuple(
-        Item(file.parent / row["path"], row["path"], row["label"], Split(row["split"]), row["group"] or None)
+        Item(file.parent / row["path"], row["path"], label, Split(row["split"]), row["group"] or None)
         for _, row in found.rows
-        if not _fault(row)
+        if not _fault(row) and (label := labels(row["label"], Split(row["split"]))) is not None
     )
     times = Counter(item.path.resolve() for item in items)
     twice = sorted({item.name for item in items if times[item.path.resolve()] > 1})
@@ -50,7 +52,8 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             "Move all images of a group into one split: the test would measure what was memorised",
         ),
     )
-    return SourceIndex(f"manifest:{file}", tuple(classes or sorted({i.label for i in items})), items, problems)
+    space = tuple(classes or labels.space({row["label"] for _, row in found.rows if not _fault(row)}))
+    return SourceIndex(f"manifest:{file}", space, items, problems, labels=labels)
 
 
 def _fault(row: Row) -> str:

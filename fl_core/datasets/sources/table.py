@@ -12,15 +12,24 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_core.datasets.checks import CheckProblem, CheckReport, problem
+from fl_core.datasets.checks import (
+    CheckProblem,
+    CheckReport,
+    dictionary_problems,
+    problem,
+    require_one_class,
+    unknown_labels,
+)
 from fl_core.datasets.examples import SPLITS, SiloDataset, TensorExamples, fingerprint
+from fl_core.datasets.label_dictionary import FILE as LABELS_FILE
+from fl_core.datasets.label_dictionary import NO_DICTIONARY, Translator, read_dictionary
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.datasets.sources.csv_reader import MAX_BYTES, lines_of
 from fl_core.datasets.table_schema import TableSchema, beside, read_schema
@@ -64,30 +73,26 @@ class TableIndex:
     names: tuple[str, ...]
     problems: tuple[CheckProblem, ...] = ()
     notes: tuple[str, ...] = ()
+    translator: Translator = field(default_factory=Translator)
 
     def report(self) -> CheckReport:
         tally = Counter(zip(self.splits, self.labels, strict=True))
         counts = {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
-        unknown = Counter(label for label in self.labels if label not in self.classes)
+        there = {s for s, label in zip(self.splits, self.labels, strict=True) if self._fits(label)}
         none = [c for k, c in enumerate(self.classes) if not counts[Split.TRAIN][k] + counts[Split.TEST][k]]
         problems = (
             *self.problems,
-            *problem(
-                "E-DATA-05",
-                f"rows of classes outside the label space ({', '.join(self.classes)})",
-                [f"{label[:40]!r}: {n}" for label, n in sorted(unknown.items())],
-                "Correct the rows, or declare these classes at every hospital",
-                sum(unknown.values()),
-            ),
+            *dictionary_problems(self.translator),
+            *unknown_labels(Counter(self.labels), self.translator, self.classes, "rows"),
             *problem(
                 "E-DATA-08",
                 "splits without any row",
-                [s.value for s in SPLITS if not sum(counts[s])],
+                [s.value for s in SPLITS if s not in there],
                 "Give both splits rows",
             ),
         )
         unseen = f"no row of the classes {', '.join(none)}: right where this hospital has never seen them"
-        notes = (*self.notes, *([unseen] if none else []))
+        notes = (*self.notes, *self.translator.notes(), *([unseen] if none else []))
         facts = zip(self.names, self.labels, (s.value for s in self.splits), self.groups or self.names, strict=True)
         found = fingerprint(self.x.numpy().tobytes(), *facts)
         groups = len(set(self.groups)) or None
@@ -107,12 +112,17 @@ class TableIndex:
         report.require_sound()
         train, test = map(self._examples, self._halves())
         schema = Schema((width(self.schema.columns),), self.classes, self.schema.columns)
-        return SiloDataset(schema, train, test, self.origin, report.fingerprint)
+        return SiloDataset(schema, train, test, self.origin, report.fingerprint, dictionary=self.translator.dictionary)
+
+    def _fits(self, label: str) -> bool:
+        return self.translator.fits(label, self.classes)
 
     def has_problems(self) -> bool:
         return bool(self.report().problems)
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
+        """Divide the rows; raises ConfigError (E-CFG-23) on coarse labels, which belong to no class."""
+        require_one_class(self.translator)
         y = [np.array([self.classes.index(self.labels[k]) for k in half], dtype=np.int64) for half in self._halves()]
         return federation.partition(y[0], y[1], len(self.classes))
 
@@ -137,7 +147,7 @@ class TableIndex:
         return train, test
 
     def _examples(self, kept: Sequence[int]) -> TableExamples:
-        y = torch.tensor([self.classes.index(self.labels[k]) for k in kept], dtype=torch.int64)
+        y = torch.tensor([self.translator.target(self.labels[k], self.classes) for k in kept], dtype=torch.int64)
         groups = tuple(self.groups[k] for k in kept) if self.groups else None
         names = tuple(self.names[k] for k in kept)
         return TableExamples(self.x[torch.tensor(kept, dtype=torch.int64)], y, groups, names, self.schema.columns)
@@ -150,7 +160,8 @@ def scan(file: Path, classes: Sequence[str] | None) -> TableIndex:
     same on every machine, and equal rows together.
     """
     schema = read_schema(beside(file))
-    rows = _Rows(schema)
+    own = beside(file).name == LABELS_FILE  # a table labels.csv has its schema there
+    rows = _Rows(schema, Translator(NO_DICTIONARY if own else read_dictionary(file.parent)))
     header, body = read_cells(file, rows.wanted)
     unread = rows.use(file, header)
     for line, cells in body:
@@ -161,8 +172,8 @@ def scan(file: Path, classes: Sequence[str] | None) -> TableIndex:
 class _Rows:
     """Rows while they are read: numbers of the sound ones, faults of the others."""
 
-    def __init__(self, schema: TableSchema) -> None:
-        self.schema = schema
+    def __init__(self, schema: TableSchema, translator: Translator) -> None:
+        self.schema, self.translator = schema, translator
         inputs = [column.name for column in schema.columns]
         roles = [n for n in (schema.label, schema.group, schema.split, schema.record) if n and n not in inputs]
         self.wanted = [*inputs, *dict.fromkeys(roles)]
@@ -216,9 +227,11 @@ class _Rows:
         if self.schema.split and split not in ("train", "test"):
             return self._fault(line, f"{self.schema.split}: neither train nor test")
         half = Split(split) if self.schema.split else _half(group or name)
+        if (translated := self.translator(label, half)) is None:
+            return None
         self._numbers.extend(numbers)
         self._lines.append(line)
-        self._facts.append((label, half, group, f"content {hashlib.sha256(f'row {name}'.encode()).hexdigest()}"))
+        self._facts.append((translated, half, group, f"content {hashlib.sha256(f'row {name}'.encode()).hexdigest()}"))
         return None
 
     def index(self, file: Path, classes: tuple[str, ...], unread: Sequence[str]) -> TableIndex:
@@ -244,6 +257,7 @@ class _Rows:
             names,
             (*self._row_problems(file), *self._shared(splits, groups, names)),
             tuple(notes),
+            self.translator,
         )
 
     def _row_problems(self, file: Path) -> tuple[CheckProblem, ...]:

@@ -141,6 +141,7 @@ class Analytic(FedAvg):
     omitted_at_default: ClassVar[frozenset[str]] = frozenset(
         {"personal_head", "withdraws", "release", "bound", "covariance"}
     )
+    targets = frozenset({Capability.COARSE_LABELS})
     bias_follows_classes: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True

@@ -39,6 +39,7 @@ class FedDC(FedDyn):
 
     name: ClassVar[str] = "feddc"
     even_norms: ClassVar[bool] = False
+    targets = FedDyn.targets
     control: Literal["code", "paper", "none"] = "code"
 
     @property

@@ -53,6 +53,7 @@ class FedDyn(PrototypeAided):
     name: ClassVar[str] = "feddyn"
     bias_follows_classes: ClassVar[bool] = False
     server_tracks_state: ClassVar[bool] = True
+    targets = PrototypeAided.targets
     alpha: Positive = 0.01
     report: Literal["average", "cloud"] = "average"
 

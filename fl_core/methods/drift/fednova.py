@@ -40,6 +40,7 @@ class FedNova(PrototypeAided):
     """
 
     name: ClassVar[str] = "fednova"
+    targets = PrototypeAided.targets
     mu: NonNegative = 0.0
     tau: Literal["effective", "steps"] = "effective"
     server_momentum: Annotated[NonNegative, bounded(below, 1)] = 0.0

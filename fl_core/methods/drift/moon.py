@@ -47,6 +47,7 @@ class Moon(PrototypeAided):
     """
 
     name: ClassVar[str] = "moon"
+    targets = PrototypeAided.targets
     mu: NonNegative = 1.0
     tau: Positive = 0.5
     last: PositiveCount = 1

@@ -44,6 +44,7 @@ class Scaffold(FedAvg):
     bias_follows_classes: ClassVar[bool] = False
     server_tracks_state: ClassVar[bool] = True
     schedule: ClassVar[Mapping[str, float]] = {"momentum": 0.0}
+    targets = FedAvg.targets
     server_lr: Positive = 1.0
 
     @property

@@ -37,6 +37,7 @@ class Ditto(FedAvg):
 
     name: ClassVar[str] = "ditto"
     has_personal_model: ClassVar[bool] = True
+    targets = FedAvg.targets
     lambda_v: NonNegative = 1.0
     personal_epochs: Count = 0
 

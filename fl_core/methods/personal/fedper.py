@@ -37,6 +37,7 @@ class FedPer(SharedBody):
     name: ClassVar[str] = "fedper"
     has_personal_model: ClassVar[bool] = True
     ga_is_personal: ClassVar[bool] = True
+    targets = SharedBody.targets
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         return {"head": kept(model, in_head)}

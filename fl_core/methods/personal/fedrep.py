@@ -19,13 +19,13 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.methods.personal.shared_body import freeze_norms, in_body, in_head
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
+from fl_core.types.targets import target_loss
 from fl_core.types.values import Losses, RoundContext, SgdOptions, State
 from fl_core.validate import Count, PositiveCount
 
@@ -64,7 +64,7 @@ class FedRep(FedPer):
         split = features_of(model)
         with torch.no_grad():
             z = split.features(x)
-        return Losses(cross_entropy(split.head(z), y, reduction="none"))
+        return Losses(target_loss(split.head(z), y))
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Return body and head as trained, or the received body under a head that was trained further on it."""

@@ -36,6 +36,7 @@ class LocalOnly(FedAvg):
     has_personal_model: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     ga_is_personal: ClassVar[bool] = True
+    targets = FedAvg.targets
 
     @property
     def sends(self) -> tuple[str, ...]:

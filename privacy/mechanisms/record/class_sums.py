@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_core.types.targets import has_class
 from fl_core.types.values import ClassSums, Examples, Tensors
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.sources import NoiseSource
@@ -171,9 +172,10 @@ def unit_shares(
     vectors, n_units = _vectors(query, examples, device), len(units)
     unit, label, counts = _pairs(units, examples.labels, query.n_classes)
     sizes = torch.bincount(units.of_example, minlength=n_units).double()
-    place = torch.unique(units.of_example * query.n_classes + examples.labels, return_inverse=True)[1]
+    known = has_class(examples.labels)
+    place = torch.unique((units.of_example * query.n_classes + examples.labels)[known], return_inverse=True)[1]
     means = torch.zeros(len(unit), vectors.shape[1], dtype=torch.float64)
-    means.index_add_(0, place, vectors / sizes[units.of_example].unsqueeze(1))
+    means.index_add_(0, place, (vectors / sizes[units.of_example].unsqueeze(1))[known])
     bad_rows = (~torch.isfinite(means).all(1)).long()
     not_finite = torch.zeros(n_units, dtype=torch.long).index_add_(0, unit, bad_rows)[unit] > 0
     means, counts = means.masked_fill(not_finite.unsqueeze(1), 0.0), counts.masked_fill(not_finite, 0.0)
@@ -187,9 +189,13 @@ def unit_shares(
 
 
 def _pairs(units: PrivacyUnits, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """List the pairs of a unit and one of its classes: unit (m,), label (m,), the share of its examples there (m,)."""
+    """List the pairs of a unit and one of its classes: unit (m,), label (m,), the share of its examples there (m,).
+
+    Examples of coarse labels have no pair, and are examples of their unit: its shares are 1 in all, or less.
+    """
     sizes = torch.bincount(units.of_example, minlength=len(units)).double()
-    pair, number = torch.unique(units.of_example * n_classes + labels, return_counts=True)
+    known = has_class(labels)
+    pair, number = torch.unique((units.of_example * n_classes + labels)[known], return_counts=True)
     unit = pair // n_classes
     return unit, pair % n_classes, number / sizes[unit]
 
@@ -198,7 +204,7 @@ def _vectors(query: ClassSums, examples: Examples, device: torch.device | None) 
     rows = []
     with torch.no_grad():
         for x, y in examples.batches(ROWS):
-            found = query.vectors(filled(x, ROWS).to(device), filled(y, ROWS).to(device))
+            found = query.vectors(filled(x, ROWS).to(device), filled(y.clamp(min=0), ROWS).to(device))
             rows.append(found[: len(x)].double().cpu())
         if not rows:  # a split without an example: its width alone is needed
             x, y = examples.batch(torch.zeros(0, dtype=torch.long))

@@ -32,6 +32,7 @@ from torch import Tensor
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError
+from fl_core.types.targets import has_class
 from fl_core.types.values import Examples, MomentSums, Tensors
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MIN_SIGMA
@@ -135,7 +136,8 @@ def exact_sums(
     b = torch.zeros(query.n_classes, query.width, dtype=torch.long)
     for index, unit in units.chunks(torch.arange(len(units)), ROWS):
         x, y = examples.batch(index)
-        u = grid.truncated(grid.contributions(_vectors(query, x, y, device), 1.0), h)
+        u = grid.truncated(grid.contributions(_vectors(query, x, y.clamp(min=0), device), 1.0), h)
+        u, y = torch.where(has_class(y).unsqueeze(1), u, torch.zeros_like(u)), y.clamp(min=0)  # a coarse label adds 0
         if int(unit[-1]) + 1 == len(unit):  # every unit is a record of its own
             a += _products(u, query.second)
             b.index_add_(0, y, u)

@@ -387,6 +387,8 @@ class DataOffer(_message.Message):
     TEST_EXAMPLES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     MASKS_FIELD_NUMBER: _builtins.int
+    LABELS_DIGEST_FIELD_NUMBER: _builtins.int
+    COARSE_LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"digits", "isic2019", "folder", "manifest" """
     nominal_size: _builtins.float
@@ -396,6 +398,10 @@ class DataOffer(_message.Message):
     test_examples: _builtins.float
     masks: _builtins.bool
     """whether its version sends updates under masks"""
+    labels_digest: _builtins.str
+    """BLAKE3 of its label dictionary, in hex; empty: it has none, or does not say"""
+    coarse_labels: _builtins.bool
+    """whether that dictionary has names that stand for one of several classes"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one example; empty when it depends on the run (image size)"""
@@ -422,10 +428,12 @@ class DataOffer(_message.Message):
         test_examples: _builtins.float = ...,
         metrics: _abc.Iterable[_builtins.str] | None = ...,
         masks: _builtins.bool = ...,
+        labels_digest: _builtins.str = ...,
+        coarse_labels: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "holds", b"holds", "masks", b"masks", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "coarse_labels", b"coarse_labels", "holds", b"holds", "labels_digest", b"labels_digest", "masks", b"masks", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

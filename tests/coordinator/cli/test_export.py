@@ -160,6 +160,16 @@ def card(found: ClinicalMetrics | None, **other: object) -> str:
     return model_card(pb.RunInfo(run_id="r1", name="test", rounds=1), run, [last])
 
 
+def test_a_card_names_label_dictionaries_by_their_digests_where_any_was_told() -> None:
+    assert "label dictionary" not in card(None)
+    first, second, *others = manifest().members
+    members = (replace(first, labels="ab" * 32), replace(second, labels="cd" * 32, coarse=True), *others)
+    found = card(None, members=members)
+    assert f"| `{'ab' * 32}` |" in found
+    assert f"| `{'cd' * 32}`, with coarse labels |" in found
+    assert found.count("| none told |") == len(others)
+
+
 def test_a_card_has_sensitivity_specificity_auc_confusion_and_reliability() -> None:
     counts = clinical_counts(torch.tensor([[2.0, 1, 0, 0], [0, 2, 1, 0], [1, 0, -3, 0]]), torch.tensor([0, 0, 1]), 4)
     found = clinical_metrics(Part(counts, counts["confusion"].sum()))

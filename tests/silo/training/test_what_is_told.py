@@ -41,6 +41,8 @@ TOLD = {
     "DataOffer.test_examples": DECLARED,
     "DataOffer.metrics": DECLARED,
     "DataOffer.masks": DECLARED,
+    "DataOffer.labels_digest": DECLARED,
+    "DataOffer.coarse_labels": DECLARED,
     "Hello.staged": DECLARED,
     "Hello.policy_digest": STATED,
     "Hello.roster_version": DECLARED,
