@@ -392,6 +392,7 @@ def with_schema(data: Mapping[str, object]) -> Mapping[str, object]:
     found = read_schema(Path(file).expanduser())
     return {
         **data,
-        "classes": data.get("classes") or list(found.classes),
+        "classes": data.get("classes") or list(found.space),
+        **({"multi_label": True} if found.multi_label else {}),
         "schema": [asdict(column) for column in found.columns],
     }

@@ -56,7 +56,8 @@ _OF_SPEC = (
 
 
 def schema_of(spec: RunSpec) -> Schema:
-    return datasets.schema_of(str(spec.data["name"]), request_of(spec), declared_columns(spec))
+    several = spec.data.get("multi_label") is True
+    return datasets.schema_of(str(spec.data["name"]), request_of(spec), declared_columns(spec), several)
 
 
 def request_of(spec: RunSpec) -> DataRequest:
@@ -108,7 +109,7 @@ def manifest_from(
     named by its weights alone: who has them completes it.
     """
     schema = schema_of(spec)
-    privacy, method = _choice(spec.privacy), _method_choice(spec, names)
+    privacy, method = _choice(spec.privacy), _method_choice(spec, names, schema)
     privacy = replace(privacy, options=profiles.stated_options(privacy.name, privacy.options))
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
@@ -205,14 +206,21 @@ def _largest(declared: Sequence[int]) -> float:
     return float(max(declared)) if any(declared) else math.inf
 
 
-def _method_choice(spec: RunSpec, names: Sequence[str]) -> NamedOptions:
+def _method_choice(spec: RunSpec, names: Sequence[str], schema: Schema) -> NamedOptions:
     """Return the method with all of its options, with prototypes off where no silo submits them.
+
+    A run of several labels at once takes the method's form for them.
 
     Raises ConfigError (E-CFG-08; E-CFG-01 and E-CFG-02 on options).
     """
     choice = _choice(spec.method)
     choice = NamedOptions(choice.name, all_options(choice.name, choice.options))
+    if schema.multi_label:
+        form = getattr(build_method(choice.name, choice.options), "multi_label_form", {})
+        choice = NamedOptions(choice.name, {**choice.options, **form})
     method = build_method(choice.name, choice.options)
+    if schema.multi_label:
+        capabilities.check_multi_label(method)
     capabilities.check_supported(
         method, capabilities.required_capabilities(spec.train, len(names), spec.cohort, spec.quorum)
     )
@@ -235,6 +243,14 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
             f"expected silos whose version knows metrics={CLINICAL}, found {', '.join(basic_only)}: upgrade them, or "
             "set metrics=auto",
         )
+    if schema.multi_label:
+        if spec.metrics == CLINICAL:
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected metrics={BASIC} with several labels at once, found {CLINICAL}, whose confusion matrix is of "
+                "one class for each record: leave it out",
+            )
+        return BASIC
     if spec.metrics != AUTO:
         return spec.metrics
     exact = method.has_global_model and not profiles.hides_evaluations(privacy)

@@ -34,9 +34,10 @@ from fl_core.simulation.measures import BestHistory, GlobalTestEvaluator, Latest
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import SUGGESTED_CLASSES
-from fl_core.types.columns import Column, difference
+from fl_core.types.columns import difference
 from fl_core.types.enums import Capability, TaskKind
-from fl_core.types.records import RoundRecord
+from fl_core.types.records import RoundRecord, Schema
+from fl_core.types.targets import class_counts
 from fl_core.types.values import RoundContext, State
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
@@ -172,9 +173,7 @@ def _history(
 
 def _class_counts(dataset: datasets.SiloDataset) -> tuple[list[int], list[int]]:
     n = len(dataset.schema.classes)
-    train, test = (
-        split.labels[split.labels >= 0].bincount(minlength=n).tolist() for split in (dataset.train, dataset.test)
-    )
+    train, test = (class_counts(split.labels, n).tolist() for split in (dataset.train, dataset.test))
     return train, test
 
 
@@ -190,7 +189,7 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
     if not spec.data.get("classes") and spec.data["name"] in OWN:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
     if spec.data["name"] == "table":
-        spec = _with_columns(spec, sets[0].schema.columns)
+        spec = _with_columns(spec, sets[0].schema)
     sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]
     examples = [DeclaredSize(*(round_to_two_digits(len(half)) for half in (s.train, s.test))) for s in sets]
     spec, taken = weights.take(spec)
@@ -203,12 +202,13 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
     return run, sets
 
 
-def _with_columns(spec: RunSpec, own: Sequence[Column]) -> RunSpec:
+def _with_columns(spec: RunSpec, schema: Schema) -> RunSpec:
     """Take the table's own schema; raises ConfigError (E-CFG-23) where the spec declares another."""
-    declared = declared_columns(spec)
+    own, declared = schema.columns, declared_columns(spec)
+    several = {"multi_label": True} if schema.multi_label else {}
     if declared and (differ := difference(declared, own)):
         raise ConfigError("E-CFG-23", f"expected data.schema as the table's own beside it, found another: {differ}")
-    return replace(spec, data={**spec.data, "schema": [asdict(column) for column in own]})
+    return replace(spec, data={**spec.data, "schema": [asdict(column) for column in own], **several})
 
 
 # ---- as the command line asks for it -------------------------------------------------------------------------------

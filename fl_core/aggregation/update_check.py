@@ -133,6 +133,7 @@ class UpdateCheck:
         noise: in a private run the standard deviation of counts by part; infinite: they are not checked
         noisy_rows: in a private run what parts with a weight per class hold, where that is known
         signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
+        multi_label: whether an example counts for several labels
         coarse: silos of which it does not, since they train on coarse labels that no test example has
         updates: how many updates what is checked is the sum of; the ranges of a sum are the sums of theirs
     """
@@ -147,6 +148,7 @@ class UpdateCheck:
     signs: bool = False
     updates: int = 1
     coarse: frozenset[str] = frozenset()
+    multi_label: bool = False
 
     def of(self, layout: Layout) -> UpdateCheck:
         """Return the check of updates that have only a part of the run's layout: those of one kind of round."""
@@ -227,7 +229,8 @@ class UpdateCheck:
         low, rows = -slack, self._noisy(name, weight)
         if rows is not None:
             low, slack = 0.0, 0.0 if rule.weight is Weighing.ONCE else _SIGMAS * rows.count
-        together = most + slack * weight.numel() if rule.weight is Weighing.EXAMPLES else math.inf
+        counted_once = rule.weight is Weighing.EXAMPLES and not self.multi_label
+        together = most + slack * weight.numel() if counted_once else math.inf
         _within(f"weight of {name!r}", weight, low, most + slack, together, silo)
         return weight
 

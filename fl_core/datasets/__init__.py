@@ -155,7 +155,9 @@ def check_all(
     return reports
 
 
-def schema_of(data: str, request: DataRequest = ANY, columns: Sequence[Column] = ()) -> Schema:
+def schema_of(
+    data: str, request: DataRequest = ANY, columns: Sequence[Column] = (), multi_label: bool = False
+) -> Schema:
     """Give the schema of a data set by its name (digits, cifar10, isic2019, folder, table, ...), without the data.
 
     Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a hospital's own data without `classes`, or a table
@@ -173,6 +175,8 @@ def schema_of(data: str, request: DataRequest = ANY, columns: Sequence[Column] =
                 "E-CFG-23", "table: expected the schema that all hospitals' tables hold to: data.schema=FILE.toml"
             )
         check_columns(columns)
+    elif multi_label:
+        raise ConfigError("E-CFG-23", f"{data}: expected one class for each record, found labels: take data=table")
     elif columns:
         raise ConfigError("E-CFG-23", f"{data}: expected no columns, which are of tables: take data=table")
     if space is None:
@@ -180,7 +184,7 @@ def schema_of(data: str, request: DataRequest = ANY, columns: Sequence[Column] =
             "E-CFG-23", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
         )
     if data == "table":
-        return Schema((width(columns),), space, tuple(columns))
+        return Schema((width(columns),), space, tuple(columns), multi_label=multi_label)
     if fixed:
         return Schema(fixed.shape, space)
     size = _transform(data, request).size

@@ -129,6 +129,7 @@ class Translator:
         self.dictionary = dictionary
         self.coarse: dict[str, tuple[str, ...]] = {}
         """What stands in the place of a class for a coarse label, and the classes that it may be."""
+        self.counted = "records"
         self._renamed, self._unused = Counter[str](), Counter[str]()
         self._trained, self._tested = Counter[str](), Counter[str]()
         self._met: set[str] = set()
@@ -211,7 +212,7 @@ class Translator:
         parts = []
         for name, count in sorted(counts.items())[:_SHOWN]:
             entry = self.dictionary.entries[name]
-            records = f": {count} records" if count else ""
+            records = f": {count} {self.counted}" if count else ""
             parts.append(f"{name[:40]!r}{what(entry)} (line {entry.line}{records})")
         return ", ".join(parts) + (f", and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else "")
 

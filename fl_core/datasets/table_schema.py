@@ -2,6 +2,7 @@
 
 label = "diagnosis"                     # the column of the classes
 classes = ["benign", "malignant"]       # the label space, in the order of the run
+labels = ["edema", "effusion"]          # in their place where a record may have several: a column for each label
 group = "patient"                       # optional: the privacy unit; no group may be in both splits
 split = "split"                         # optional: train or test; without one a fifth is held out
 record = "visit"                        # optional: what names a row for ever; without one its input cells do
@@ -30,11 +31,15 @@ _MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """What a table's columns are. Raises ConfigError (E-CFG-02) on what contradicts itself."""
+    """What a table's columns are. Raises ConfigError (E-CFG-02) on what contradicts itself.
 
-    label: str
-    classes: tuple[str, ...]
+    labels: columns of yes, no or nothing, one for each label, in the place of `label` and `classes`.
+    """
+
     columns: tuple[Column, ...]
+    label: str = ""
+    classes: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
     group: str = ""
     split: str = ""
     record: str = ""
@@ -42,16 +47,39 @@ class TableSchema:
 
     def __post_init__(self) -> None:
         check_columns(self.columns)
-        if len(set(self.classes)) != len(self.classes) or len(self.classes) < 2 or not all(self.classes):
-            raise ConfigError("E-CFG-02", "expected at least two classes of different names: correct the schema")
         roles = [name for name in (self.label, self.group, self.split, self.record) if name]
         inputs = {column.name for column in self.columns}
-        if not self.label or self.label in inputs or {self.split, self.group} & inputs:
+        if not self.label and not self.labels:
+            raise ConfigError(
+                "E-CFG-02", "expected a label with its classes, or labels with a column each, found neither: name one"
+            )
+        if self.labels:
+            self._check_labels({*roles, *inputs})
+        elif len(set(self.classes)) != len(self.classes) or len(self.classes) < 2 or not all(self.classes):
+            raise ConfigError("E-CFG-02", "expected at least two classes of different names: correct the schema")
+        if bool(self.label) == self.multi_label or self.label in inputs or {self.split, self.group} & inputs:
             raise ConfigError(
                 "E-CFG-02", "expected label, group and split that are no inputs: take them out of the columns"
             )
-        if len({self.label, self.split} & {self.group, self.record} - {""}) or self.label == self.split:
+        if {self.label, self.split} & {self.group, self.record} - {""} or (self.label and self.label == self.split):
             raise ConfigError("E-CFG-02", f"expected a column for each role, found {roles}: correct the schema")
+
+    @property
+    def multi_label(self) -> bool:
+        return bool(self.labels)
+
+    @property
+    def space(self) -> tuple[str, ...]:
+        """The classes, or the labels, in the order of a run that is led with this schema."""
+        return self.labels or self.classes
+
+    def _check_labels(self, others: set[str]) -> None:
+        if self.classes or len(set(self.labels)) != len(self.labels) or not all(self.labels) or others & {*self.labels}:
+            raise ConfigError(
+                "E-CFG-02",
+                "expected labels of different names that are no inputs and no other roles, and no label or classes "
+                "beside them: correct the schema",
+            )
 
 
 def beside(table: Path) -> Path:

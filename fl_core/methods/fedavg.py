@@ -58,6 +58,9 @@ class Traits:
     targets: ClassVar[Targets] = frozenset()
     """What its loss takes beside one class for each record; a subclass with a loss of its own says so again."""
 
+    multi_label_form: ClassVar[Mapping[str, bool]] = {}
+    """Options that a run of several labels at once changes, and to what."""
+
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "targets" not in vars(cls) and vars(cls).keys() & {"loss", "objective", "local"}:

@@ -22,6 +22,17 @@ def required_capabilities(train: TrainConfig, silos: int, cohort: int, quorum: i
     return asked
 
 
+def check_multi_label(method: Method) -> None:
+    """Raise ConfigError (E-CFG-08) on a method that cannot learn several labels at once, or does so with prototypes."""
+    check_supported(method, {Capability.MULTI_LABEL})
+    if "prototypes" in getattr(method, "sends", ()):
+        raise ConfigError(
+            "E-CFG-08",
+            f"method {method.name} does not go with {Capability.MULTI_LABEL.value}: prototypes are of one class for "
+            "each record; set method.prototypes=off",
+        )
+
+
 def check_supported(method: Method, asked: Collection[Capability]) -> None:
     """Raise ConfigError (E-CFG-08) that names the method, what it lacks and the remedy."""
     for capability in sorted(asked, key=lambda c: c.value):

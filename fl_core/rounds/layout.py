@@ -20,7 +20,8 @@ class DummyExamples(Examples):
     """Two blank examples of the right shape."""
 
     def __init__(self, schema: Schema) -> None:
-        self.labels = torch.arange(2) % len(schema.classes)
+        n = len(schema.classes)
+        self.labels = torch.zeros(2, n, dtype=torch.int64) if schema.multi_label else torch.arange(2) % n
         self._shape = schema.shape
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,7 @@ class RunManifest:
         for name, default in _ABSENT.items():  # runs without one keep the digest that they had before it existed
             if raw[name] == default:
                 del raw[name]
-        for name, default in (("columns", ()), ("window", None)):
+        for name, default in (("columns", ()), ("window", None), ("multi_label", False)):
             if raw["schema"][name] == default:
                 del raw["schema"][name]
         if self.aggregator == NamedOptions(aggregators.DEFAULT):

@@ -328,7 +328,8 @@ class RunSetup:
             rules=rules,
             train=manifest.train,
             sizes=sizes or {},
-            signs=self.method.bias_follows_classes,
+            signs=self.method.bias_follows_classes and not manifest.schema.multi_label,
+            multi_label=manifest.schema.multi_label,
             coarse=frozenset(member.name for member in manifest.members if member.coarse),
         )
 

@@ -2,7 +2,8 @@
 
 | part            | total                              | weight                                                   |
 |-----------------|------------------------------------|----------------------------------------------------------|
-| metrics         | correct answers per class (C,)     | test examples per class (C,), of the model received      |
+| metrics         | correct answers per class (C,),    | test examples per class (C,), of the model received      |
+|                 | or per label over those who looked |                                                          |
 | clinical        | confusion matrix, histograms of    | test examples () of the model received; 0 where the      |
 |                 | scores: training/clinical.py       | silo withholds them; only in runs with metrics=clinical  |
 | personal        | a, a^2 (and what rounding cut off) | 1 per silo, 0 without test examples                      |
@@ -31,7 +32,8 @@ from torch import Tensor, nn
 from fl_core.training.clinical import clinical_part, no_clinical_part
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Bundle, ClassSums, Examples, Part
+from fl_core.types.targets import FOUND, UNKNOWN
+from fl_core.types.values import BatchSums, Bundle, ClassSums, Examples, Part, Tensors
 
 METRICS = "metrics"
 """The part that every bundle carries: correct answers over test examples, per class."""
@@ -52,9 +54,20 @@ def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = S
     """Count correct answers per class on the silo's test split, as one joint query.
 
     Returns Part({"correct": (C,)}, weight = test examples per class (C,)): an accuracy is a mean of parts, taken
-    over the union of all silos' test sets and never a mean of accuracies.
+    over the union of all silos' test sets and never a mean of accuracies. Of several labels at once each is counted
+    over the examples in which it was looked for, and found by a logit above 0; never private.
     """
     model.eval()
+    if data.multi_label:
+
+        def answers(x: Tensor, y: Tensor) -> Tensors:
+            with torch.no_grad():
+                found = model(x) > 0
+            known = y != UNKNOWN
+            return {"correct": ((found == (y == FOUND)) & known).sum(0), "known": known.sum(0)}
+
+        counts = data.sum(BatchSums(answers), split=split)
+        return Part({"correct": counts["correct"].float()}, counts["known"].float())
 
     def correct(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():

@@ -20,10 +20,11 @@ from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData, RoundData
-from fl_core.types.targets import has_class
+from fl_core.types.targets import UNKNOWN, class_counts, has_class, is_multi_label
 from fl_core.types.values import (
     AS_SCHEDULED,
     BatchSums,
+    ClassSums,
     Examples,
     ExampleSums,
     LossFn,
@@ -235,15 +236,24 @@ class PlainLocalData:
     def class_counts(self) -> Tensor:
         if self._counts is None:
             labels = self._examples[Split.TRAIN].labels
-            self._counts = torch.bincount(labels[has_class(labels)], minlength=self._context.n_classes).float()
+            self._counts = class_counts(labels, self._context.n_classes).float()
         return self._counts
 
     def contributes(self) -> Tensor:
-        return self.class_counts() >= 0.5
+        labels = self._examples[Split.TRAIN].labels
+        return (labels != UNKNOWN).any(0) if is_multi_label(labels) else self.class_counts() >= 0.5
+
+    @property
+    def multi_label(self) -> bool:
+        return is_multi_label(self._examples[Split.TEST].labels)
 
 
 def _of_one_class(query: Query, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Leave out records whose class is not known; a query of each example by itself is not about classes."""
+    if is_multi_label(y):
+        if isinstance(query, ClassSums | MomentSums):
+            raise ConfigError("E-CFG-08", "expected one class for each record that is summed by class, found labels")
+        return x, y
     known = has_class(y)
     return (x, y) if isinstance(query, ExampleSums) or bool(known.all()) else (x[known], y[known])
 
@@ -290,6 +300,10 @@ class LocalDataWrapper:
 
     def contributes(self) -> Tensor:
         return self._data.contributes()
+
+    @property
+    def multi_label(self) -> bool:
+        return self._data.multi_label
 
 
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:

@@ -42,10 +42,11 @@ class Capability(Enum):
     PARTIAL_PARTICIPATION = "partial participation"
     ADAPTIVE_OPTIMIZER = "an adaptive optimizer"
     COARSE_LABELS = "coarse labels, records that are of one of several classes"
+    MULTI_LABEL = "several labels at once"
 
 
 Targets = frozenset[Capability]
-ANY_TARGET: Targets = frozenset({Capability.COARSE_LABELS})
+ANY_TARGET: Targets = frozenset({Capability.COARSE_LABELS, Capability.MULTI_LABEL})
 """What targets of records can be beside a class."""
 
 

@@ -37,6 +37,11 @@ class LocalData(Protocol):
     lr: float
     batch_size: int
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether records have several labels at once."""
+        ...
+
     def planned_steps(self, epochs: float | None = None) -> int:
         """Return the number of optimiser steps that `sgd` will take; a public constant in a private run."""
         ...

@@ -23,12 +23,14 @@ class Schema:
     """The public description of the examples that every silo of a run must hold: shape of x and the label space.
 
     columns: of a table, what each becomes; x is as wide as all of them   window: (centre, width) of DICOM's grey values
+    multi_label: whether classes are labels of which a record may have several, each of them known or not
     """
 
     shape: tuple[int, ...]
     classes: tuple[str, ...]
     columns: tuple[Column, ...] = ()
     window: tuple[float, float] | None = None
+    multi_label: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is known of a record's class: which one it is, or that it is one of several.
+"""What is known of a record: its class, that it is one of several classes, or of each label whether it was found.
 
 A target is an int64. From 0 on it is the class; below 0 it is a set of classes, bit c of its lower 62 bits saying that
 it may be class c. So no set looks like a class to code that knows of none: as an index it is out of range.
@@ -9,6 +9,13 @@ A record of a set S, a coarse label, is learnt by the probability of S:
 
 which is the cross entropy where S is one class. Sums per class and evaluations leave such records out: they ask for a
 class.
+
+A record of a run with several labels at once has a row of L of them: FOUND, NOT_FOUND, or UNKNOWN where nobody looked.
+With p_l = sigmoid of logit l,
+
+    loss = -1/L sum over known l of (t_l log p_l + (1 - t_l) log(1 - p_l))
+
+divided by L and not by the known ones: every answer that somebody gave counts the same, whoever else was not asked.
 """
 
 from __future__ import annotations
@@ -17,11 +24,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 MAX_COARSE = 62
 """A coarse label can have classes of which the run has fewer before them. With one more a set could be -1."""
 _SET = -(2**63)
+FOUND, NOT_FOUND, UNKNOWN = 1, 0, -1
+"""Of a label: seen, looked for and not seen, not looked for."""
 
 
 def one_of(classes: Iterable[int]) -> int:
@@ -44,16 +53,34 @@ def possible(y: Tensor, n_classes: int) -> Tensor:
     return torch.where(has_class(y).unsqueeze(1), place == y.unsqueeze(1), (bits == 1) & (place < MAX_COARSE))
 
 
+def is_multi_label(y: Tensor) -> bool:
+    """Tell whether targets are rows of labels (n, L), not one class for each record (n,)."""
+    return y.dim() == 2
+
+
+def class_counts(y: Tensor, n_classes: int) -> Tensor:
+    """Count the records (C,) whose class is known, or in which each label was found."""
+    if is_multi_label(y):
+        return (y == FOUND).sum(0)
+    return torch.bincount(y[has_class(y)], minlength=n_classes)
+
+
 def classes_in(y: Tensor, n_classes: int) -> list[int]:
-    """Return the classes that any of the targets may be, ascending."""
+    """Return the classes that any of the targets may be, or the labels that any of them knows of, ascending."""
+    if is_multi_label(y):
+        return torch.nonzero((y != UNKNOWN).any(0)).flatten().tolist()
     return torch.nonzero(possible(torch.unique(y), n_classes).any(0)).flatten().tolist()
 
 
 def target_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the loss (n,) of each example: cross entropy, of a set -log of its summed probability.
+    """Return the loss (n,) of each example: cross entropy, of a set -log of its summed probability, of labels as above.
 
-    Guarantees: an example of one class has the bits that `cross_entropy` gives it, whatever the others are.
+    Guarantees: an example of one class has the bits that `cross_entropy` gives it, whatever the others are; a label
+    that is unknown has a gradient of exactly 0.
     """
+    if is_multi_label(y):
+        each = binary_cross_entropy_with_logits(logits, y.clamp(min=0).to(logits), reduction="none")
+        return torch.where(y != UNKNOWN, each, torch.zeros_like(each)).sum(1) / y.shape[1]
     if y.device.type == "cpu" and bool(has_class(y).all()):  # elsewhere the question would stop the device
         return cross_entropy(logits, y, reduction="none")
     plain = cross_entropy(logits, y.clamp(min=0), reduction="none")

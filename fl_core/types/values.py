@@ -279,7 +279,8 @@ AS_SCHEDULED = SgdOptions()
 class Examples(ABC):
     """A silo's examples of one split, read batch by batch.
 
-    labels: (n,) int64. `groups` names the privacy unit of each example (lesion, patient), where the data has one.
+    labels: (n,) int64, or (n, L) of several labels at once (`types/targets.py` says what they mean). `groups` names the
+    privacy unit of each example (lesion, patient), where the data has one.
     """
 
     labels: Tensor

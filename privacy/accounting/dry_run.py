@@ -64,6 +64,10 @@ class _RecordingLocalData:
         self._schema, self._train, self._steps_of, self._needs, self._probe = schema, train, steps_of, needs, probe
         self._round = round
 
+    @property
+    def multi_label(self) -> bool:
+        return self._schema.multi_label
+
     def planned_steps(self, epochs: float | None = None) -> int:
         return self._steps_of(self._train.epochs if epochs is None else epochs)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import NoisyRows
-from fl_core.errors import RefusedError
+from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import Guards, RunSetup
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
@@ -123,6 +123,12 @@ class PrivacyProfile(ABC):
                     f"expected metrics={BASIC} where test data are private, found {CLINICAL}: histograms and a "
                     "confusion matrix are not measured with noise; set metrics=auto, or privacy.test_data=public where "
                     "the test examples are published anyway",
+                )
+            if self.run.manifest.schema.multi_label and self.terms.test_data != "public":
+                raise ConfigError(
+                    "E-CFG-08",
+                    "expected privacy.test_data=public with several labels at once, whose counts have no noise: a "
+                    "record is counted for each of them; set it where the test examples are published anyway",
                 )
             ranges.check(self.run.manifest, self.terms)
 

@@ -11,6 +11,7 @@ from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import DataFactory, LocalData
 from fl_core.types.survey import MIN_PATIENTS
+from fl_core.types.targets import UNKNOWN, is_multi_label
 from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, SurveySums, Tensors
 
 
@@ -103,12 +104,16 @@ class PrototypeFilter(LocalDataWrapper):
         if kept is not None:
             asked = BatchSums(lambda x, y: {"n": torch.bincount(y[kept(x, y).to(y.device)], minlength=n_classes)})
             counts = super().sum(asked)["n"]
+        if self.multi_label:  # what is summed of a label is of all in whom it was looked for
+            counts = super().sum(BatchSums(lambda _, y: {"n": (y != UNKNOWN).sum(0)}))["n"]
         shown = counts >= self._least_exact
         shown[self._hidden] = False
         if bool((shown | (counts == 0)).all()):
             return query
 
         def sums(x: Tensor, y: Tensor) -> Tensors:
+            if is_multi_label(y):
+                return query.sums(x, torch.where(shown.to(y.device), y, UNKNOWN))
             own = shown.to(y.device)[y]
             return query.sums(x[own.to(x.device)], y[own])
 

@@ -32,11 +32,13 @@ from fl_core.datasets.label_dictionary import FILE as LABELS_FILE
 from fl_core.datasets.label_dictionary import NO_DICTIONARY, Translator, read_dictionary
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.datasets.sources.csv_reader import MAX_BYTES, lines_of
+from fl_core.datasets.sources.label_columns import TRUTH, LabelColumns, read_label, translated_columns
 from fl_core.datasets.table_schema import TableSchema, beside, read_schema
-from fl_core.errors import DataError
+from fl_core.errors import ConfigError, DataError
 from fl_core.types.columns import Column, width
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
+from fl_core.types.targets import UNKNOWN, class_counts, one_of
 
 TEST_SHARE = 0.2
 
@@ -61,7 +63,10 @@ class TableExamples(TensorExamples):
 
 @dataclass(frozen=True, slots=True)
 class TableIndex:
-    """A table that was read. x: (N, d) float32; labels, splits, groups, names: of each row."""
+    """A table that was read. x: (N, d) float32; labels, splits, groups, names: of each row.
+
+    columns: of several labels at once; `labels` then names them all.
+    """
 
     origin: str
     schema: TableSchema
@@ -74,16 +79,18 @@ class TableIndex:
     problems: tuple[CheckProblem, ...] = ()
     notes: tuple[str, ...] = ()
     translator: Translator = field(default_factory=Translator)
+    columns: LabelColumns | None = None
 
     def report(self) -> CheckReport:
-        tally = Counter(zip(self.splits, self.labels, strict=True))
-        counts = {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
-        there = {s for s, label in zip(self.splits, self.labels, strict=True) if self._fits(label)}
+        y = self._counted()
+        halves = dict(zip(SPLITS, self._halves(), strict=True))
+        counts = {s: tuple(class_counts(y[half], len(self.classes)).tolist()) for s, half in halves.items()}
+        there = {s for s, half in halves.items() if len(y[half]) and bool((y[half] != UNKNOWN).any())}
         none = [c for k, c in enumerate(self.classes) if not counts[Split.TRAIN][k] + counts[Split.TEST][k]]
         problems = (
             *self.problems,
             *dictionary_problems(self.translator),
-            *unknown_labels(Counter(self.labels), self.translator, self.classes, "rows"),
+            *unknown_labels(Counter(self.labels), self.translator, self.classes, "columns" if self.columns else "rows"),
             *problem(
                 "E-DATA-08",
                 "splits without any row",
@@ -92,8 +99,14 @@ class TableIndex:
             ),
         )
         unseen = f"no row of the classes {', '.join(none)}: right where this hospital has never seen them"
-        notes = (*self.notes, *self.translator.notes(), *([unseen] if none else []))
-        facts = zip(self.names, self.labels, (s.value for s in self.splits), self.groups or self.names, strict=True)
+        notes = (*self.notes, *self.translator.notes())
+        said: Sequence[str] = self.labels
+        if self.columns is None:
+            notes += (unseen,) if none else ()
+        else:
+            notes += self.columns.notes(self.classes)
+            said = [f"{self.columns.names}{row}" for row in self.columns.rows.tolist()]
+        facts = zip(self.names, said, (s.value for s in self.splits), self.groups or self.names, strict=True)
         found = fingerprint(self.x.numpy().tobytes(), *facts)
         groups = len(set(self.groups)) or None
         return CheckReport(
@@ -111,19 +124,44 @@ class TableIndex:
         report = self.report()
         report.require_sound()
         train, test = map(self._examples, self._halves())
-        schema = Schema((width(self.schema.columns),), self.classes, self.schema.columns)
+        inputs = self.schema.columns
+        schema = Schema((width(inputs),), self.classes, inputs, multi_label=self.schema.multi_label)
         return SiloDataset(schema, train, test, self.origin, report.fingerprint, dictionary=self.translator.dictionary)
 
-    def _fits(self, label: str) -> bool:
-        return self.translator.fits(label, self.classes)
+    def _targets(self) -> Tensor:
+        """Encode every row; raises as `Translator.target`."""
+        if self.columns is not None:
+            return self.columns.targets(self.classes)
+        known = {label: self.translator.target(label, self.classes) for label in set(self.labels)}
+        return torch.tensor([known[label] for label in self.labels], dtype=torch.int64)
+
+    def _counted(self) -> Tensor:
+        """Encode the rows for a report: of a label that is no class as `UNKNOWN`, which no class is."""
+        if self.columns is not None:
+            return self._targets()
+        own = {c: k for k, c in enumerate(self.classes)}
+        coarse = one_of((0, 1))  # whichever classes: it is counted for none
+        fit = {label: own.get(label, coarse) for label in set(self.labels) if self.translator.fits(label, self.classes)}
+        return torch.tensor([fit.get(label, UNKNOWN) for label in self.labels], dtype=torch.int64)
 
     def has_problems(self) -> bool:
         return bool(self.report().problems)
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
-        """Divide the rows; raises ConfigError (E-CFG-23) on coarse labels, which belong to no class."""
-        require_one_class(self.translator)
-        y = [np.array([self.classes.index(self.labels[k]) for k in half], dtype=np.int64) for half in self._halves()]
+        """Divide the rows; raises ConfigError (E-CFG-23) by classes where rows have several labels or coarse ones."""
+        if self.columns is None:
+            require_one_class(self.translator)
+            y = [
+                np.array([self.classes.index(self.labels[k]) for k in half], dtype=np.int64) for half in self._halves()
+            ]
+        elif federation.text.startswith("iid-"):
+            y = [np.zeros(len(half), dtype=np.int64) for half in self._halves()]
+        else:
+            raise ConfigError(
+                "E-CFG-23",
+                f"expected federation=iid-N for records of several labels, found {federation.text}, which divides by "
+                "class: change it",
+            )
         return federation.partition(y[0], y[1], len(self.classes))
 
     def subset(self, share: SiloIndices, origin: str) -> TableIndex:
@@ -136,7 +174,8 @@ class TableIndex:
             self,
             origin=origin,
             x=self.x[torch.tensor(kept, dtype=torch.int64)],
-            labels=tuple(self.labels[k] for k in kept),
+            labels=self.labels if self.columns else tuple(self.labels[k] for k in kept),
+            columns=None if self.columns is None else self.columns.at(kept),
             splits=tuple(Split.TEST if k in turned else self.splits[k] for k in kept),
             groups=tuple(self.groups[k] for k in kept) if self.groups else (),
             names=tuple(self.names[k] for k in kept),
@@ -147,7 +186,7 @@ class TableIndex:
         return train, test
 
     def _examples(self, kept: Sequence[int]) -> TableExamples:
-        y = torch.tensor([self.translator.target(self.labels[k], self.classes) for k in kept], dtype=torch.int64)
+        y = self._targets()[torch.tensor(kept, dtype=torch.int64)]
         groups = tuple(self.groups[k] for k in kept) if self.groups else None
         names = tuple(self.names[k] for k in kept)
         return TableExamples(self.x[torch.tensor(kept, dtype=torch.int64)], y, groups, names, self.schema.columns)
@@ -166,7 +205,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> TableIndex:
     unread = rows.use(file, header)
     for line, cells in body:
         rows.add(line, cells)
-    return rows.index(file, tuple(classes or schema.classes), unread)
+    return rows.index(file, tuple(classes or rows.space), unread)
 
 
 class _Rows:
@@ -176,7 +215,9 @@ class _Rows:
         self.schema, self.translator = schema, translator
         inputs = [column.name for column in schema.columns]
         roles = [n for n in (schema.label, schema.group, schema.split, schema.record) if n and n not in inputs]
-        self.wanted = [*inputs, *dict.fromkeys(roles)]
+        self._columns = translated_columns(schema.labels, translator)
+        self.wanted = [*inputs, *dict.fromkeys(roles), *schema.labels]
+        self._found: list[list[int]] = []
         self._missing = frozenset(schema.missing)
         self._parsers = [cell_parser(column, self._missing) for column in schema.columns]
         self._numbers = array("f")
@@ -200,6 +241,9 @@ class _Rows:
         place = {name: k for k, name in enumerate(header)}
         self._cells = len(header)
         self._inputs = [place[column.name] for column in self.schema.columns]
+        self._labels = [
+            place[name] for name, to in zip(self.schema.labels, self._columns, strict=True) if to is not None
+        ]
         self._place = {role: place.get(getattr(self.schema, role)) for role in ("label", "group", "split", "record")}
         return [name for name in header if name not in self.wanted]
 
@@ -218,7 +262,11 @@ class _Rows:
             numbers += found
             canonical.append(f"{column.name}={text}")
         label, group, split, record = (self._cell(cells, r) for r in ("label", "group", "split", "record"))
-        if label in self._missing:
+        try:
+            answers = [read_label(cells[k], self._missing) for k in self._labels]
+        except ValueError as error:
+            return self._fault(line, f"a label: {error}")
+        if self.schema.label and label in self._missing:
             return self._fault(line, f"{self.schema.label}: no label")
         for role, cell in (("group", group), ("record", record)):
             if getattr(self.schema, role) and cell in self._missing:
@@ -227,8 +275,9 @@ class _Rows:
         if self.schema.split and split not in ("train", "test"):
             return self._fault(line, f"{self.schema.split}: neither train nor test")
         half = Split(split) if self.schema.split else _half(group or name)
-        if (translated := self.translator(label, half)) is None:
+        if (translated := self.translator(label, half) if self.schema.label else "") is None:
             return None
+        self._found.append(answers)
         self._numbers.extend(numbers)
         self._lines.append(line)
         self._facts.append((translated, half, group, f"content {hashlib.sha256(f'row {name}'.encode()).hexdigest()}"))
@@ -239,6 +288,10 @@ class _Rows:
         x = torch.from_numpy(
             np.frombuffer(self._numbers, np.float32).copy() if self._facts else np.zeros(0, np.float32)
         )
+        columns, names_of = None, tuple(name for name in self._columns if name is not None)
+        if self.schema.multi_label:
+            rows = torch.tensor(self._found, dtype=torch.int64).reshape(len(self._found), len(names_of))
+            columns, labels = LabelColumns(names_of, rows), names_of
         notes = []
         if unread:
             notes.append(f"columns that are not read: {len(unread)} ({', '.join(n[:40] for n in unread[:10])})")
@@ -258,7 +311,13 @@ class _Rows:
             (*self._row_problems(file), *self._shared(splits, groups, names)),
             tuple(notes),
             self.translator,
+            columns,
         )
+
+    @property
+    def space(self) -> tuple[str, ...]:
+        """The table's own classes, or what its columns of labels are translated to, in its order."""
+        return tuple(dict.fromkeys(n for n in self._columns if n)) if self.schema.multi_label else self.schema.classes
 
     def _row_problems(self, file: Path) -> tuple[CheckProblem, ...]:
         remedy = f"Correct these rows, or what {beside(file).name} declares"
@@ -310,7 +369,6 @@ def _half(name: str) -> Split:
 MAX_ROWS = 20_000_000
 _PARQUET = (".parquet", ".pq")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "no": -1.0, "0": -1.0, "0.0": -1.0}
 Cells = Sequence[str]
 Parse = Callable[[str], tuple[list[float], str]]
 
@@ -338,9 +396,9 @@ def cell_parser(column: Column, missing: frozenset[str]) -> Parse:
                 raise ValueError("none of the declared categories")
             return one_hot[cell], cell
         if column.type == "boolean":
-            if (truth := _TRUTH.get(cell.lower())) is None:
+            if (truth := TRUTH.get(cell.lower())) is None:
                 raise ValueError("neither true nor false")
-            return [truth, *present], str(truth)
+            return [sign := 1.0 if truth else -1.0, *present], str(sign)
         if not _NUMBER.fullmatch(cell) or not math.isfinite(value := float(cell)):
             raise ValueError("no number")
         if column.type == "integer" and not value.is_integer():

@@ -45,6 +45,11 @@ Exploiting Mean Distributions for Training-free Federated Learning", NeurIPS 202
     S   = sum_c w_c n_c S_c / sum_c w_c n_c    over the classes with K_c > 1
     A   = sum_c w_c n_c (m_c m_c^T + S)
 
+`per_label`, the form of runs with several labels at once: a head for each label l, of those in whom it was looked for,
+
+    A_l = sum_i z_i z_i^T,  B_l = sum_i t_il z_i   over known t_il, 1 where found and -1 where not
+    W_l = (A_l + lambda s_l n_l I)^-1 B_l          0 where nobody looked
+
 S_c is the class's covariance without bias where its examples are divided at random. FedCOF counts a class with K_c = 1
 as one without any variance, has ridge without the part of A between classes, and unit rows of W; its shrinkage is
 lambda s I.
@@ -81,8 +86,9 @@ from fl_core.methods.shared.prototypes import features_of
 from fl_core.models.split_model import SplitModel
 from fl_core.training.local_data import eval_batch
 from fl_core.types import tensor_maps
-from fl_core.types.enums import Capability
+from fl_core.types.enums import Capability, Targets
 from fl_core.types.interfaces import LocalData
+from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import (
     BatchSums,
     Bundle,
@@ -130,6 +136,7 @@ class Analytic(FedAvg):
         withdraws: digests of the sums, one an exchange and with commas between, that this run takes out of those it
             goes on from; `coordinator withdraw` sets it
         covariance: from the "moments" of all examples, or estimated from silos' class "means", for "lda" and "ridge"
+        per_label: a head and moments of its own for each label, which a run of several labels at once sets
 
     Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine,
     unless A is estimated, noisy, or an update was cut; between machines the solution differs as their libraries of
@@ -139,9 +146,9 @@ class Analytic(FedAvg):
 
     name: ClassVar[str] = "analytic"
     omitted_at_default: ClassVar[frozenset[str]] = frozenset(
-        {"personal_head", "withdraws", "release", "bound", "covariance"}
+        {"personal_head", "withdraws", "release", "bound", "covariance", "per_label"}
     )
-    targets = frozenset({Capability.COARSE_LABELS})
+    multi_label_form: ClassVar[Mapping[str, bool]] = {"per_label": True}
     bias_follows_classes: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True
@@ -153,6 +160,7 @@ class Analytic(FedAvg):
     personal_head: bool = False
     withdraws: str = ""
     covariance: Literal["moments", "means"] = "moments"
+    per_label: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,6 +174,13 @@ class Analytic(FedAvg):
                 "E-CFG-02",
                 f"expected method.head=lda or ridge and a method.ridge > 0 for a covariance from means, found {found}: "
                 "change it, or leave method.covariance out",
+            )
+        plain = self.head == "ridge" and self.ridge and self.class_weights == "none" and self._adds_up
+        if self.per_label and (not plain or self.personal_head):
+            raise ConfigError(
+                "E-CFG-02",
+                "expected method.head=ridge with a method.ridge > 0, no class_weights, exact sums of moments and no "
+                "personal_head for a head for each label, found another choice: leave these options out",
             )
         if not re.fullmatch("[0-9a-f,]*", self.withdraws):
             raise ConfigError("E-CFG-02", "expected digests in method.withdraws, found others: leave it out")
@@ -182,6 +197,11 @@ class Analytic(FedAvg):
     def has_global_model(self) -> bool:  # type: ignore[override]
         """Measure nothing at a hospital whose sums are taken out."""
         return not self.withdraws
+
+    @property
+    def targets(self) -> Targets:  # type: ignore[override]
+        """Leave coarse labels out of all sums."""
+        return frozenset({Capability.MULTI_LABEL if self.per_label else Capability.COARSE_LABELS})
 
     @property
     def _estimates(self) -> bool:
@@ -211,7 +231,7 @@ class Analytic(FedAvg):
 
     @property
     def private_form(self) -> Mapping[str, str | int]:
-        return {"release": "noisy"} if self._adds_up else {}
+        return {"release": "noisy"} if self._adds_up and not self.per_label else {}
 
     @property
     def exchanges(self) -> int:
@@ -232,6 +252,8 @@ class Analytic(FedAvg):
     def unsupported(self) -> Mapping[Capability, str]:
         left_out = "set cohort=0: who is left out of the one sum is left out of the model"
         found = {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
+        if self.per_label:
+            return {**found, Capability.DIFFERENTIAL_PRIVACY: "a head for each label has no noisy release: take fedavg"}
         if not self._estimates:
             return found
         apart = "the server sees each silo's class means: set method.covariance=moments"
@@ -241,7 +263,7 @@ class Analytic(FedAvg):
         return name.startswith("head.")
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:
-        matrices = 0 if self._estimates else 12 if self.personal_head else 4
+        matrices = 0 if self._estimates else 12 if self.personal_head else 4 * n_classes if self.per_label else 4
         return matrices * (feature_dim + CONSTANT) ** 2 + 2 * n_classes * (feature_dim + CONSTANT)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
@@ -253,7 +275,8 @@ class Analytic(FedAvg):
                 "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
             )
         everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + CONSTANT
-        moments = {} if self._estimates else {"a": (width * (width + 1) // 2,)}
+        triangle = (width * (width + 1) // 2,)
+        moments = {} if self._estimates else {"a": (classes, *triangle) if self.per_label else triangle}
         last = {"variance": ()} if self._is_noisy else {"n": (classes,)}
         shapes = {**moments, "b": (classes, width), **last}
         candidates = {"candidates": torch.zeros(len(LAMBDAS), classes, width)} if self._chooses else {}
@@ -292,7 +315,8 @@ class Analytic(FedAvg):
             "n": torch.zeros(classes, dtype=torch.float64),
         }
         if not self._estimates:
-            found["a"] = torch.zeros(width, width, dtype=torch.float64)
+            shape = (classes, width, width) if self.per_label else (width, width)
+            found["a"] = torch.zeros(shape, dtype=torch.float64)
         if self._chooses:
             found["right"] = torch.zeros(classes, len(LAMBDAS), dtype=torch.float64)
         if context.prototypes and about == COUNT:
@@ -304,10 +328,13 @@ class Analytic(FedAvg):
         classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
         parts = {CLASSES: Part(classwise, found["n"].float())}
         if not self._estimates:
-            parts[MOMENTS] = Part({"a": packed(found["a"])}, found["n"].sum().float())
+            weight = found["n"] if self.per_label else found["n"].sum()
+            parts[MOMENTS] = Part({"a": packed(found["a"])}, weight.float())
         return LocalResult(parts, silo)
 
     def _sums(self, net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
+        if self.per_label:
+            return _sums_by_label(entries(features(net, x), torch.ones(len(y), device=x.device)), y)
         kept = torch.ones(len(y), dtype=torch.bool) if about == ALL else held_out(x) == (about == REST)
         z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
         root, own = asked["root"].to(z.device), nn.functional.one_hot(y, len(asked["root"])).double()
@@ -420,6 +447,11 @@ class Analytic(FedAvg):
         return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
 
     def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
+        if self.per_label:
+            looked = sums["n"] >= 1.0
+            each = zip(sums["a"], sums["b"], looked.tolist(), strict=True)
+            rows = [solve_ridge(unpacked(a), b.unsqueeze(0), ridge)[0] if any_ else 0 * b for a, b, any_ in each]
+            return torch.stack(rows)
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
         if self.head == "ridge":
             return solve_ridge(A, B, ridge)
@@ -463,6 +495,14 @@ class Analytic(FedAvg):
 
     def exported(self, server: State) -> Tensors:
         return {**server["frozen"], **server["w"]}
+
+
+def _sums_by_label(z: Tensor, y: Tensor) -> Tensors:
+    """Sum over entries z (B, D) float64 and labels y (B, L), each over the examples in which it is known."""
+    known = (y != UNKNOWN).double()
+    answers = known * torch.where(y == FOUND, 1.0, -1.0).double()
+    a = torch.stack([(z * of.unsqueeze(1)).T @ z for of in known.T])
+    return {"a": a, "b": answers.T @ z, "n": known.sum(0)}
 
 
 def _head(W: Tensor) -> Tensors:

@@ -20,9 +20,9 @@ _NEVER = -1e30
 
 
 def packed(a: Tensor) -> Tensor:
-    """Return the lower triangle of a symmetric matrix (D, D) as one vector (D (D + 1) / 2,)."""
-    rows, columns = torch.tril_indices(*a.shape)
-    return a[rows, columns]
+    """Return the lower triangle of symmetric matrices (..., D, D) as vectors (..., D (D + 1) / 2)."""
+    rows, columns = torch.tril_indices(*a.shape[-2:])
+    return a[..., rows, columns]
 
 
 def unpacked(triangle: Tensor) -> Tensor:

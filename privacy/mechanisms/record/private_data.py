@@ -90,6 +90,10 @@ class DpSgdLocalData:
         self._progress = data.progress or (lambda *_: None)
         self._calls, self._sum_grid = 0, sum_grid
 
+    @property
+    def multi_label(self) -> bool:
+        return self._plain.multi_label
+
     def planned_steps(self, epochs: float | None = None) -> int:
         return self._plan.rates.steps(self._config.epochs if epochs is None else epochs)
 
@@ -129,7 +133,7 @@ class DpSgdLocalData:
         train, stochastic = self._split[Split.TRAIN], False
         if not self._noise.private:
             x, y = train.batch(torch.zeros(0, dtype=torch.long))
-            blank = x.new_zeros(2, *x.shape[1:]).to(self._device), y.new_zeros(2).to(self._device)
+            blank = x.new_zeros(2, *x.shape[1:]).to(self._device), y.new_zeros(2, *y.shape[1:]).to(self._device)
             stochastic = is_stochastic(model, loss, *blank)
         return Draws(self._noise, train, self._config.augment, path, stochastic)
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fl_core.types.targets import MAX_COARSE, classes_in, has_class, one_of, possible, target_loss
+from fl_core.types.targets import (
+    MAX_COARSE,
+    UNKNOWN,
+    class_counts,
+    classes_in,
+    has_class,
+    one_of,
+    possible,
+    target_loss,
+)
 
 CLASSES = 5
 
@@ -68,3 +77,44 @@ def test_a_coarse_neighbour_changes_no_bit_of_an_example_with_a_class(scale: flo
     found.sum().backward()
     assert torch.equal(alone.grad, beside.grad[:5])
     assert bool(torch.isfinite(beside.grad).all())
+
+
+# ---- several labels at once
+
+
+ROWS = torch.tensor([[1, 0, UNKNOWN], [UNKNOWN, UNKNOWN, 1], [UNKNOWN] * 3, [0, 0, 1]])
+
+
+def test_labels_are_counted_where_they_were_found_and_known_where_somebody_looked() -> None:
+    assert class_counts(ROWS, 3).tolist() == [1, 0, 2]
+    assert class_counts(torch.tensor([2, 0, 2, one_of([0, 1])]), 4).tolist() == [1, 0, 2, 0]
+    assert classes_in(ROWS[:1], 3) == [0, 1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_a_label_that_nobody_looked_for_has_no_gradient_at_all(scale: float) -> None:
+    logits = (scale * torch.randn(4, 3, generator=torch.Generator().manual_seed(4))).requires_grad_()
+    losses = target_loss(logits, ROWS)
+    losses.sum().backward()
+    losses = losses.detach()
+    unknown = ROWS == UNKNOWN
+    assert torch.equal(logits.grad[unknown], torch.zeros(int(unknown.sum())))
+    wanted = torch.where(unknown, 0.0, (torch.sigmoid(logits.detach()) - ROWS) / 3)
+    assert torch.allclose(logits.grad, wanted, atol=1e-6)
+    p = torch.sigmoid(logits.detach().double()[0])
+    if scale == 1.0:
+        assert float(losses[0]) == pytest.approx(-float(p[0].log() + (1 - p[1]).log()) / 3, rel=1e-5)
+    assert float(losses[2]) == 0.0
+
+
+def test_the_gradient_of_labels_is_that_of_finite_differences() -> None:
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found, step = logits.clone().requires_grad_(), 1e-6
+    target_loss(found, ROWS).sum().backward()
+    for i in range(4):
+        for k in range(3):
+            around = torch.stack([logits, logits])
+            around[0, i, k] -= step
+            around[1, i, k] += step
+            low, high = (target_loss(v, ROWS).sum() for v in around)
+            assert float(found.grad[i, k]) == pytest.approx(float(high - low) / (2 * step), abs=1e-8)

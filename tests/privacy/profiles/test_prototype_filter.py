@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fl_core.datasets.examples import TensorExamples
 from fl_core.methods import build_method
 from fl_core.methods.disjoint.analytic import held_out
 from fl_core.models import build_model
@@ -19,7 +20,7 @@ from fl_core.simulation.in_process import InProcessSilo, RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
-from fl_core.types.values import Bundle, MomentSums, RoundContext, State
+from fl_core.types.values import BatchSums, Bundle, MomentSums, RoundContext, State
 from privacy.compiled_run import CompiledRun
 from privacy.policy_terms import Prototypes
 from privacy.profiles.prototype_filter import PrototypeFilter, Withheld, with_prototype_filter
@@ -235,3 +236,14 @@ def test_in_a_private_run_hidden_classes_add_nothing_to_the_release() -> None:
     assert torch.allclose(sums["a"], rest.T @ rest)
     assert not sums["b"][2].any()
     assert bool(sums["b"][3].any())
+
+
+def test_of_several_labels_hidden_and_rare_ones_are_unknown_in_sums() -> None:
+    rows = torch.tensor([[1, 0, 1, -1], [0, 1, -1, -1], [1, 0, 0, 1]])
+    share = shares()[0]
+    examples = TensorExamples(share.train.batch(torch.arange(3))[0], rows)
+    data = PlainLocalData(RoundData(examples, examples, EXAMPLES_TRAIN, CONTEXT.for_silo(0, 0)))
+    asked = BatchSums(lambda _, y: {"known": (y != -1).sum(0), "found": (y == 1).sum(0)})
+    found = PrototypeFilter(data, Withheld(frozenset({1}), min_examples=2)).sum(asked)
+    assert found["known"].tolist() == [3, 0, 2, 0]  # the second is hidden, the last was looked for once
+    assert found["found"].tolist() == [2, 0, 1, 0]

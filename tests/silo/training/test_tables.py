@@ -14,7 +14,7 @@ from fl_core.rounds.manifest import NamedOptions
 from fl_core.types.records import Schema
 from privacy.ledger import registration
 from privacy.ledger.ledger import Ledger
-from tests.support.data import SCHEMA, rows, write_table
+from tests.support.data import SCHEMA, rows, write_csv, write_table
 from tests.support.fake_coordinator import Hospital, manifest
 
 
@@ -75,3 +75,45 @@ def test_the_ledger_knows_rows_under_another_name_order_spelling_and_range(tmp_p
         return
     with pytest.raises(Exception, match="E-BUDGET-04"):
         registration.register(ledger, again, "two")
+
+
+LABELS = ("edema", "effusion", "nodule")
+
+
+def of_labels(folder: Path, labels: tuple[str, ...]) -> Path:
+    """Write a table in which each of these labels was looked for in two rows of three."""
+    inputs = '[columns.age]\ntype = "integer"\nmin = 0\nmax = 120\n'
+    body = [(20 + k, *(("1", "0", "")[(k + j) % 3] for j in range(len(labels)))) for k in range(60)]
+    table = write_csv(folder / "patients.csv", ("age", *labels), body)
+    table.with_suffix(".toml").write_text(f"labels = {list(labels)}\n{inputs}")
+    return table
+
+
+def test_a_hospital_that_looks_for_fewer_labels_trains_on_those(tmp_path: Path) -> None:
+    run = datasets.load(f"table:{of_labels(tmp_path / 'run', LABELS)}").schema
+    hospital = serving(tmp_path / "home", run, of_labels(tmp_path / "data", LABELS[:2]))
+    try:
+        hospital.offer()
+        hospital.sent()
+        (task,) = hospital.service.store.history()[0].tasks
+        assert [bool(n) for n in task.evaluation.examples] == [True, True, False]
+    finally:
+        hospital.stop()
+        hospital.host.stop()
+
+
+def test_a_table_of_classes_is_no_table_of_labels_and_the_lead_hears_so(tmp_path: Path) -> None:
+    run = datasets.load(f"table:{of_labels(tmp_path / 'run', LABELS)}").schema
+    table = of_labels(tmp_path / "data", LABELS)
+    one_class = table.with_suffix(".toml").read_text().replace("labels =", "label = 'kind'\nclasses =")
+    write_csv(table, ("age", "kind"), [(20 + k, LABELS[k % 3]) for k in range(60)])
+    table.with_suffix(".toml").write_text(one_class)
+    hospital = serving(tmp_path / "home", run, table)
+    try:
+        hospital.offer()
+        refused = hospital.refused()
+        assert refused.code == "E-DATA-05"
+        assert "expected labels, of which a record may have several" in refused.reason
+    finally:
+        hospital.stop()
+        hospital.host.stop()

@@ -109,7 +109,7 @@ def test_values_outside_are_clipped_where_the_schema_says_so(tmp_path: Path) -> 
         ('categories = ["f", "m"]', 'categories = ["f", "f"]', "each once"),
         ('categories = ["f", "m"]', "", "categories for a category"),
         ('label = "diagnosis"', 'label = "age"', "no inputs"),
-        ('label = "diagnosis"', "", "expected a value"),
+        ('label = "diagnosis"', "", "found neither"),
         ('classes = ["benign", "malignant"]', 'classes = ["benign"]', "two classes"),
         ("[columns.age]", '[columns."a\\u202eb"]', "visible name"),
         ("[columns.age]", "[columns.age", "TOML"),

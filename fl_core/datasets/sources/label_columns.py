@@ -1,0 +1,83 @@
+"""The columns of a table that say of each label whether it was found, and what they are to a run's labels.
+
+A cell is 1, true or yes where the label was found, 0, false or no where it was looked for and not found, and empty
+where nobody looked. A label of the run without a column here is unknown in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_core.datasets.label_dictionary import Translator
+from fl_core.errors import DataError
+from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN
+
+TRUTH: Mapping[str, bool] = {
+    **dict.fromkeys(("true", "yes", "1", "1.0"), True),
+    **dict.fromkeys(("false", "no", "0", "0.0"), False),
+}
+"""What a cell of yes or no may hold, in small letters."""
+
+
+def read_label(cell: str, missing: frozenset[str]) -> int:
+    """Return what a cell says of a label; raises ValueError, without the cell, on anything else."""
+    if cell in missing:
+        return UNKNOWN
+    if (truth := TRUTH.get(cell.lower())) is None:
+        raise ValueError("neither found (1), nor not found (0), nor empty")
+    return FOUND if truth else NOT_FOUND
+
+
+@dataclass(frozen=True, slots=True)
+class LabelColumns:
+    """What was read. names: the labels that columns are translated to; rows: (N, columns) int64."""
+
+    names: tuple[str, ...]
+    rows: Tensor
+
+    def targets(self, classes: Sequence[str]) -> Tensor:
+        """Return (N, L) of a run's labels. Of columns for one label it was found where any found it.
+
+        Else it is unknown where any of them did not look: the others do not say that it was not there.
+        """
+        found = torch.full((len(self.rows), len(classes)), UNKNOWN, dtype=torch.int64)
+        for k, label in enumerate(classes):
+            own = self.rows[:, [i for i, name in enumerate(self.names) if name == label]]
+            if own.shape[1]:
+                known = torch.where((own == UNKNOWN).any(1), UNKNOWN, NOT_FOUND)
+                found[:, k] = torch.where((own == FOUND).any(1), FOUND, known)
+        return found
+
+    def at(self, kept: Sequence[int]) -> LabelColumns:
+        return LabelColumns(self.names, self.rows[torch.tensor(kept, dtype=torch.int64)])
+
+    def notes(self, classes: Sequence[str]) -> tuple[str, ...]:
+        """Say how often each label was looked for."""
+        targets = self.targets(classes)
+        looked = (targets != UNKNOWN).sum(0).tolist()
+        none = [name for name, n in zip(classes, looked, strict=True) if not n]
+        each = ", ".join(f"{name}: {n}" for name, n in zip(classes, looked, strict=True) if n)
+        empty = int((targets == UNKNOWN).all(1).sum())
+        return (
+            f"records in which a label was looked for, of {len(targets)}: {each or 'none'}; those in which it was "
+            "found are counted as its examples",
+            *([f"labels that nobody looked for here: {', '.join(none)}; they are unknown, not absent"] if none else []),
+            *([f"records in which no label was looked for: {empty}; nothing is learnt from them"] if empty else []),
+        )
+
+
+def translated_columns(names: Sequence[str], labels: Translator) -> tuple[str | None, ...]:
+    """Return what each column is to runs, None where it is not used; raises DataError (E-DATA-07) on a coarse label."""
+    labels.counted = "columns"
+    found = tuple(labels(name) for name in names)
+    if coarse := [text for text in found if text in labels.coarse]:
+        raise DataError(
+            "E-DATA-07",
+            f"expected one label for a column, found {coarse[0]!r} in labels.toml: a coarse label is of records with "
+            "one class; give the column one label, or [] where it is not used",
+        )
+    return found
