@@ -212,7 +212,7 @@ class Translator:
         parts = []
         for name, count in sorted(counts.items())[:_SHOWN]:
             entry = self.dictionary.entries[name]
-            records = f": {count} {self.counted}" if count else ""
+            records = f": {count} {self.counted if count > 1 else self.counted[:-1]}" if count else ""
             parts.append(f"{name[:40]!r}{what(entry)} (line {entry.line}{records})")
         return ", ".join(parts) + (f", and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else "")
 
