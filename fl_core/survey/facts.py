@@ -25,8 +25,10 @@ from fl_core.datasets.decoding.pixels import described, open_image
 from fl_core.datasets.examples import ArrayExamples, TensorExamples
 from fl_core.datasets.image_loader import cores
 from fl_core.datasets.sources.table import TableExamples
+from fl_core.errors import ConfigError
 from fl_core.types.columns import Column
 from fl_core.types.survey import AGE_COLUMNS, MAKES, SEX_COLUMNS, Question
+from fl_core.types.targets import is_multi_label
 from fl_core.types.values import Examples, Progress
 
 STEP = 2.0**-10
@@ -37,7 +39,11 @@ _GREYS = 256
 
 @dataclass(frozen=True, slots=True)
 class RecordFacts:
-    """One record. None: not stated. side: pixels   spacing: um   missing: values of a row   grey: (256,) of pixels."""
+    """One record. None: not stated.
+
+    label: below 0 where its class is not known   side: pixels   spacing: um   missing: values of a row
+    grey: (256,) of pixels.
+    """
 
     label: int
     test: bool
@@ -99,7 +105,15 @@ def _patients(splits: Sequence[Examples]) -> Tensor:
 
 
 def _facts(examples: Examples, test: bool, names: set[str]) -> Iterable[RecordFacts]:
-    bare = [RecordFacts(label, test) for label in examples.labels.tolist()]
+    labels = examples.labels
+    if is_multi_label(labels):
+        if "classes" in names:
+            raise ConfigError(
+                "E-CFG-08",
+                "expected records with one class for the question 'classes', found several labels: leave it out",
+            )
+        labels = torch.full((len(labels),), -1)
+    bare = [RecordFacts(label, test) for label in labels.tolist()]
     if not names - {"classes", "images", "patients"}:
         return bare
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
@@ -208,6 +222,8 @@ def _shares(question: Question, facts: Sequence[RecordFacts], images: Sequence[i
         return _intensities(question, facts, found)
     names = question.cells(())
     for i, (fact, own) in enumerate(zip(facts, images, strict=True)):
+        if question.name == "classes" and fact.label < 0:  # a coarse label is in no cell
+            continue
         found[i, _cell(question, names, fact, own)] = 1.0
     return found
 

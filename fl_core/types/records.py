@@ -32,6 +32,10 @@ class Schema:
     window: tuple[float, float] | None = None
     multi_label: bool = False
 
+    @property
+    def kind(self) -> str:
+        return "labels, of which a record may have several" if self.multi_label else "one class for each record"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:

@@ -551,12 +551,8 @@ def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
             "on one schema, or serve the data that the run is about",
         )
     if run.multi_label != own.multi_label:
-        kinds = {True: "labels, of which a record may have several", False: "one class for each record"}
-        return SchemaError(
-            "E-DATA-05",
-            f"expected {kinds[run.multi_label]} for run {manifest.name!r}, found {kinds[own.multi_label]} in this "
-            "hospital's schema: agree on one, or serve the data that the run is about",
-        )
+        found = f"expected {run.kind} for run {manifest.name!r}, found {own.kind} in this hospital's schema"
+        return SchemaError("E-DATA-05", f"{found}: agree on one, or serve the data that the run is about")
     return DataError(
         "E-DATA-05",
         f"expected examples of shape {run.shape} and classes {run.classes} for run {manifest.name!r}, found "

@@ -11,8 +11,10 @@ from PIL import Image
 
 from fl_core import datasets
 from fl_core.datasets import DataRequest, TensorExamples
+from fl_core.errors import ConfigError
 from fl_core.survey.facts import make_of, patient_names, surveyed
 from fl_core.types.survey import NOT_STATED, parse_questions
+from fl_core.types.targets import one_of
 from tests.support.data import PATIENT, write_dicom
 
 
@@ -140,3 +142,13 @@ def test_a_patient_is_a_group_across_splits_else_a_record():
 )
 def test_makes_are_those_of_a_list(stated, make):
     assert make_of(stated) == make
+
+
+def test_coarse_labels_are_in_no_cell_and_several_labels_are_not_asked_for():
+    x = torch.zeros(3, 1, 8, 8)
+    coarse, none = TensorExamples(x, torch.tensor([0, one_of([0, 1]), 1])), TensorExamples(x[:0], torch.zeros(0))
+    assert surveyed(parse_questions("classes"), coarse, none, 2).shares[0].tolist() == [[1, 0], [0, 0], [0, 1]]
+    rows = TensorExamples(x, torch.tensor([[1, 1], [0, -1], [1, 0]]))
+    assert surveyed(parse_questions("images"), rows, none, 2).patients == 3
+    with pytest.raises(ConfigError, match="E-CFG-08"):
+        surveyed(parse_questions("classes"), rows, none, 2)
