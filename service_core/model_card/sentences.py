@@ -93,9 +93,9 @@ def where_data_are(card: Card) -> list[Sentence]:
     without = [h.name for h in card.hospitals if not h.rounds]
     found = [
         Sentence(
-            f"Updates of {_number(len(inside), 'hospital')} are in the model{_named(inside)}; what left them are updates "
-            f"of the model and sums over examples ({_size(card.updates.bytes_up)} in all), and the software sends no "
-            "example.",
+            f"Updates of {_number(len(inside), 'hospital')} are in the model{_named(inside)}; what left them are "
+            f"updates of the model and sums over examples ({_size(card.updates.bytes_up)} in all), and the software "
+            "sends no example.",
             ("hospitals", "updates.bytes_up"),
         )
     ]
