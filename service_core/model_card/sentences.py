@@ -89,16 +89,21 @@ def method(card: Card) -> list[Sentence]:
 
 
 def where_data_are(card: Card) -> list[Sentence]:
-    number = len(card.hospitals)
-    names = _listed([h.name for h in card.hospitals])
-    return [
+    inside = [h.name for h in card.hospitals if h.rounds]
+    without = [h.name for h in card.hospitals if not h.rounds]
+    found = [
         Sentence(
-            f"{number} {'hospital' if number == 1 else 'hospitals'} took part ({names}); what left them are updates of "
-            f"the model and sums over examples ({_size(card.updates.bytes_up)} in all), and the software sends no "
-            "example.",
+            f"Updates of {_number(len(inside), 'hospital')} are in the model{_named(inside)}; what left them are "
+            f"updates of the model and sums over examples ({_size(card.updates.bytes_up)} in all), and the software "
+            "sends no example.",
             ("hospitals", "updates.bytes_up"),
         )
     ]
+    if without:
+        found.append(
+            Sentence(f"Of {_listed(without)}, which belonged to the run, no update is in the model.", ("hospitals",))
+        )
+    return found
 
 
 def sizes(card: Card) -> list[Sentence]:
@@ -292,6 +297,14 @@ def poisoning(card: Card) -> list[Sentence]:
                 ("updates.aggregator",),
             )
         )
+    if card.masks is not None:
+        found.append(
+            Sentence(
+                "Under masks each hospital's own software checked its update, and the coordinator saw none: a hospital "
+                "that lies is bounded by the range of the masks alone.",
+                ("masks",),
+            )
+        )
     if u.unbounded_rounds:
         found.append(
             Sentence(
@@ -347,6 +360,10 @@ def repeatable(card: Card) -> list[Sentence]:
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def _named(names: Sequence[str]) -> str:
+    return f" ({_listed(names)})" if names else ""
 
 
 def _listed(names: Sequence[str], most: int = 30) -> str:

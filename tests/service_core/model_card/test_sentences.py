@@ -112,3 +112,17 @@ def test_classes_without_a_test_example_are_named() -> None:
 
 def test_the_width_of_bins_does_not_pass_for_an_interval() -> None:
     assert "no interval of their luck" in text(sentences.calibration(results(macro_auc_low=0.8, macro_auc_high=0.82)))
+
+
+def test_a_member_without_an_update_in_the_model_did_not_take_part() -> None:
+    made = card()
+    assert "Updates of 2 hospitals are in the model (north, south)" in text(sentences.where_data_are(made))
+    away = replace(made, hospitals=(made.hospitals[0], replace(made.hospitals[1], rounds=0)))
+    said = text(sentences.where_data_are(away))
+    assert "Updates of 1 hospital are in the model (north)" in said
+    assert "Of south, which belonged to the run, no update is in the model." in said
+
+
+def test_masks_are_said_to_hide_a_liar() -> None:
+    assert "a hospital that lies" in text(sentences.poisoning(card(masks=Masks(1, 2))))
+    assert "a hospital that lies" not in text(sentences.poisoning(card()))
