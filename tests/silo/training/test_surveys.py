@@ -30,7 +30,7 @@ SECRET = '[privacy]\nlabels = ["a", "b", "c"]\nrng = "test"\n'
 
 
 def survey(*words: str, name: str = "survey-1") -> RunManifest:
-    data = ("data=manifest", "data.classes=[a,b,c]", f"name={name}", "threads=1")
+    data = ("data=manifest", "data.classes=[a,b,c]", f"name={name}", "threads=1", "secagg=off")
     sizes = [100.0] * 3
     return manifest_from(compose_spec(survey_words([*words, *data])), MEMBERS, sizes)
 
