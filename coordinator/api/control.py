@@ -233,4 +233,5 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         data.test_examples,
         tuple(kind for kind in METRICS_KINDS if kind in data.metrics),
         data.masks,
+        data.validation_only,
     )

@@ -65,6 +65,7 @@ def written(taken: TakenWeights) -> Iterator[Path]:
 def begin(manifest: RunManifest, taken: TakenWeights | None) -> CompiledRun:
     """Compile a run and complete its start, as the service does when a run is submitted."""
     compiled = CompiledRun.of(manifest)
+    manifest.require_model()
     if taken is None or manifest.start is None:
         return compiled
     compiled = compiled.with_weights(taken.tensors)

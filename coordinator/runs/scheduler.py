@@ -94,6 +94,13 @@ class RunScheduler:
         for member in manifest.members:
             if member.name not in enrolled:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
+        never = self.store.members.validation_only() if manifest.rounds else set()
+        if refused := sorted(never & {member.name for member in manifest.members}):
+            raise ConfigError(
+                "E-RUN-05",
+                f"expected hospitals that train, found {', '.join(refused)}, which only evaluate: leave "
+                "them out of silos=[...], and measure the model there with coordinator evaluate",
+            )
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
         if manifest.secagg is not None:  # what the manifest says of a hospital is all that is known of it
@@ -106,6 +113,7 @@ class RunScheduler:
         if start_from or weights is not None:
             with self.model_lock:
                 manifest, state = start_point.resolve(parent, manifest, self.objects)
+        manifest.require_model()
         text = manifest.to_json().encode()
         with self.objects.lock:
             filled = None if weights is None else StoredObject(weights.object, weights.size)

@@ -53,6 +53,7 @@ class DataOffer:
         train_examples, test_examples: at most so many; 0 where it does not say
         metrics: what its evaluations can send beside correct answers
         masks: whether its version sends updates under masks
+        validation_only: whether it evaluates models and trains none
     """
 
     name: str = ""
@@ -64,6 +65,7 @@ class DataOffer:
     test_examples: float = 0.0
     metrics: tuple[str, ...] = ()
     masks: bool = False
+    validation_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Silo:
-    """A hospital: `revoked` or a member. proofs: its renewals as (previous key, signature)."""
+    """A hospital: `revoked` or a member. proofs: its renewals as (previous key, signature).
+
+    validation_only: invited to evaluate models and never asked to train; `data` says what it states of itself.
+    """
 
     name: str
     revoked: bool
@@ -92,6 +97,7 @@ class Silo:
     software: str = ""
     data: DataOffer = field(default_factory=DataOffer)
     last_seen: float = 0.0
+    validation_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,7 @@ class InvitationRow:
     used: float | None = None
     fingerprint: str | None = None
     certificate: str | None = None
+    validation_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import BUFFERS, RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.errors import ProtocolError
-from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS
+from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS
 from fl_core.types.enums import Weighing
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule
@@ -204,7 +204,7 @@ class UpdateCheck:
 
     def rule(self, name: str, per_row: bool) -> PartRule:
         """Return what a part means; prototypes and what else has a weight per row count examples unless it says not."""
-        if name == HOSPITALS:
+        if name in (HOSPITALS, BY_HOSPITAL):
             return PartRule(Weighing.ONCE)
         if name in (METRICS, *PERSONAL_PARTS):
             return PartRule(Weighing.EXAMPLES if name == METRICS else Weighing.ONCE)
@@ -298,6 +298,8 @@ class UpdateCheck:
         if name == METRICS:
             _within("correct answers beyond the examples", value - weight, -math.inf, 2 * slack, math.inf, silo)
             _within("correct answers", value, -slack, math.inf, math.inf, silo)
+        elif name == BY_HOSPITAL:
+            _within("consent", value - weight, 0.0, 0.0, math.inf, silo)
         elif name in PERSONAL_PARTS:
             rest = _ROUNDING * self.updates
             low, high = (-rest, rest) if key.endswith("_rest") else (0.0, float(weight))

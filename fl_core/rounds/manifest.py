@@ -39,6 +39,7 @@ _ABSENT: Mapping[str, object] = {
     "metrics": BASIC,
     "extensions": (),
     "secagg": None,
+    "by_hospital": False,
 }
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
@@ -139,7 +140,10 @@ class RunManifest:
     lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
     model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
     None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS; extensions: the code of
-    other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear.
+    other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear;
+    by_hospital: whether hospitals are asked to show their own part of the closing evaluation under their names.
+
+    A run of no rounds is an evaluation: the model that it starts from is measured, and nobody trains.
     """
 
     name: str
@@ -170,6 +174,7 @@ class RunManifest:
     metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
     extensions: tuple[Extension, ...] = ()
     secagg: Secagg | None = None
+    by_hospital: bool = False
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -227,6 +232,20 @@ class RunManifest:
                 f"expected at most {MAX_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
                 f"square, found {len(self.schema.classes)}: set metrics={BASIC}",
             )
+        if self.by_hospital and (self.secagg is not None or self.privacy.name != "none"):
+            hidden = "masks, which open sums alone" if self.secagg is not None else f"privacy={self.privacy.name}"
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected secagg=off and privacy=none beside by_hospital=true, found {hidden}: leave by_hospital out, "
+                "or start the run without",
+            )
+        if not self.rounds and (self.personal or self.privacy.name != "none"):
+            raise ConfigError(
+                "E-CFG-08",
+                "expected personal=false and privacy=none in an evaluation without training (rounds=0), found "
+                f"personal={str(self.personal).lower()} and privacy={self.privacy.name}: a run with noise measures its "
+                "last model by itself",
+            )
         if len(self.name) > MAX_NAME_CHARS:
             raise ConfigError(
                 "E-CFG-02",
@@ -234,6 +253,19 @@ class RunManifest:
             )
         if self.start is not None and self.start.weights is not None:
             self.start.weights.require_possible()
+
+    def require_model(self) -> None:
+        """Raise ConfigError (E-CFG-02) on an evaluation whose start, complete by now, gives no whole model."""
+        if self.rounds:
+            return
+        fresh = () if self.start is None or self.start.run or self.start.weights is None else self.start.weights.fresh
+        if self.start is None or fresh:
+            found = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected a whole model beside rounds=0, which measures one and trains nothing, found {found}: name a "
+                "run (coordinator evaluate RUN), or a file that has all of it (model.weights=FILE)",
+            )
 
     def index(self, silo: str) -> int:
         """Return a member's index in the roster; raises ConfigError (E-RUN-05) for any other name."""

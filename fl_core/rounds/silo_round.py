@@ -18,12 +18,14 @@ from fl_core.aggregation.round_sum import require_direction
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
+    BY_HOSPITAL,
     CLINICAL_PART,
     GLOBAL_PARTS,
     METRIC_PARTS,
     METRICS,
     PERSONAL,
     PERSONAL_PARTS,
+    consent,
     evaluate_global,
     evaluate_personal,
     withheld,
@@ -161,6 +163,8 @@ def run_silo_round(
         model = runtime.reset_model()
     if PERSONAL in layout:
         bundle |= evaluate_personal(method.personal(model, msg, own, data, context), data, context.n_classes)
+    if BY_HOSPITAL in layout:
+        bundle[BY_HOSPITAL] = consent()
     bundle |= {name: withheld(bundle[name]) for name in runtime.withholds & set(bundle)}
     check_layout(bundle, {name: spec for name, spec in layout.items() if name not in guard_parts})
     guarded: Bundle = bundle
@@ -182,11 +186,14 @@ def require_expected(method: Method, update: Bundle, round: int) -> None:
 
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
-    """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind."""
+    """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind.
+
+    A hospital's own numbers are shown of the closing evaluation alone: those of every round would tell of images.
+    """
     if kind is TaskKind.CENSUS:
         return census_layout(*layout[METRICS].weight_shape)
     train = kind is TaskKind.TRAIN
-    left = set(GLOBAL_PARTS) if not train else set(layout) - set(PERSONAL_PARTS)
+    left = {*GLOBAL_PARTS, BY_HOSPITAL} if not train else set(layout) - {*PERSONAL_PARTS, BY_HOSPITAL}
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
     return {name: spec for name, spec in layout.items() if name in left | measured}
 

@@ -8,6 +8,8 @@
 | personal        | a, a^2 (and what rounding cut off) | 1 per silo, 0 without test examples                      |
 | personal_public | PM(L), PM(V) and their squares     | 1 per silo, 0 without public examples of its classes     |
 | personal_ga     | GA and its square                  | 1 per silo, 0 where the public test set has no example   |
+| by_hospital     | 1 for each silo that lets its own  | the same; in evaluations of runs that ask for it         |
+|                 | numbers be shown beside the sums   |                                                          |
 
 a is a personal model's accuracy on its silo's own test split; mean and standard deviation over silos follow from the
 sums (`personal_scores`). With counts n_kc of silo k's training examples, on the public test set,
@@ -28,9 +30,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fl_core.training.clinical import clinical_part, no_clinical_part
+from fl_core.training.clinical import clinical_metrics, clinical_part, no_clinical_part
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
+from fl_core.types.records import HospitalResult
 from fl_core.types.values import Bundle, ClassSums, Examples, Part
 
 METRICS = "metrics"
@@ -43,7 +46,9 @@ PERSONAL = "personal"
 PERSONAL_PUBLIC = "personal_public"
 PERSONAL_GA = "personal_ga"
 PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC, PERSONAL_GA)
-METRIC_PARTS = frozenset({*GLOBAL_PARTS, *PERSONAL_PARTS})
+BY_HOSPITAL = "by_hospital"
+"""The hospital's consent that its own part of the sums be kept and shown under its name."""
+METRIC_PARTS = frozenset({*GLOBAL_PARTS, *PERSONAL_PARTS, BY_HOSPITAL})
 """Parts that measure: no method's `merge` sees them."""
 _SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v"), PERSONAL_GA: ("ga",)}
 
@@ -78,6 +83,23 @@ def evaluate_global(model: nn.Module | None, data: LocalData, n_classes: int, cl
     part = clinical_part(model, data, n_classes)
     confusion = part.total["confusion"]
     return {METRICS: Part({"correct": confusion.diagonal().clone()}, confusion.sum(1)), CLINICAL_PART: part}
+
+
+def consent() -> Part:
+    """Make the part by which a silo lets its own numbers be shown; `withheld` makes that of one that does not."""
+    return Part({"shown": torch.tensor(1.0)}, torch.tensor(1.0))
+
+
+def shown_result(update: Bundle) -> HospitalResult | None:
+    """Read off an update that was checked what its silo lets be shown of it alone; None where it does not."""
+    if BY_HOSPITAL not in update or float(update[BY_HOSPITAL].weight) != 1.0:
+        return None
+    metrics, clinical = update[METRICS], update.get(CLINICAL_PART)
+    return HospitalResult(
+        tuple(metrics.total["correct"].tolist()),
+        tuple(metrics.weight.tolist()),
+        None if clinical is None else clinical_metrics(clinical),
+    )
 
 
 def withheld(part: Part) -> Part:

@@ -112,6 +112,20 @@ _LATER: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
+class HospitalResult:
+    """One hospital's part of an evaluation's sums, which it lets be shown. Fields as in `RoundRecord`."""
+
+    correct: tuple[float, ...]
+    examples: tuple[float, ...]
+    clinical: ClinicalMetrics | None = None
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> HospitalResult:
+        clinical = raw["clinical"]
+        return cls(tuple(raw["correct"]), tuple(raw["examples"]), clinical and ClinicalMetrics.of(clinical))
+
+
+@dataclass(frozen=True, slots=True)
 class RoundRecord:
     """What is known of one round after its close.
 
@@ -121,7 +135,8 @@ class RoundRecord:
     cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block; clinical: over the
     test sets of the silos that send them, None in runs that measure accuracies alone; cut_rows: rows of prototypes
     that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with;
-    added: silo -> fingerprint of what it added whole to a sum that it can be taken out of again (`Method.fingerprint`).
+    added: silo -> fingerprint of what it added whole to a sum that it can be taken out of again (`Method.fingerprint`);
+    by_hospital: silo -> its own part, of those that let it be shown in a run that asks.
     """
 
     round: int
@@ -138,13 +153,15 @@ class RoundRecord:
     cut_rows: int = 0
     unbounded: bool = False
     added: Mapping[str, str] = field(default_factory=dict)
+    by_hospital: Mapping[str, HospitalResult] = field(default_factory=dict)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> RoundRecord:
         """Read what `to_dict` wrote, by way of JSON: numbers come back as they were, infinite ones too."""
         lists = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
         clinical = raw.get("clinical")
-        measured = {"clinical": clinical and ClinicalMetrics.of(clinical)}
+        own = {name: HospitalResult.of(found) for name, found in raw.get("by_hospital", {}).items()}
+        measured = {"clinical": clinical and ClinicalMetrics.of(clinical), "by_hospital": own}
         return cls(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
 
     def to_dict(self) -> dict[str, Any]:

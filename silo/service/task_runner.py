@@ -309,7 +309,8 @@ class TaskRunner:
 
     def _fetch_base(self, task: Task, prepared: PreparedRun) -> State:
         """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""
-        offer, progress, most = task.offer, self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
+        offer, progress = task.offer, self._progress(task, pb.FETCHING)
+        most = max_object_bytes(prepared.run.manifest, prepared.broadcast_numbers)
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
         if prepared.run.contributor_floor is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -203,6 +204,12 @@ class PreparedRun:
             )
         self.require_memory()
 
+    @property
+    def broadcast_numbers(self) -> int:
+        """Count the numbers that the server sends."""
+        groups = (group for group in self.broadcast.values() if isinstance(group, Mapping))
+        return sum(math.prod(shape) for group in groups for shape, _ in group.values())
+
     @cached_property
     def step_memory(self) -> tuple[MadeUpStep, StepMemory]:
         run, manifest = self.run, self.run.manifest
@@ -322,7 +329,15 @@ class Trainer:
             data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
-        own = derive_layout(run.method, run.new_model(), run.schema, manifest.personal, manifest.metrics)
+        own = derive_layout(
+            run.method,
+            run.new_model(),
+            run.schema,
+            manifest.personal,
+            manifest.metrics,
+            trains=manifest.rounds > 0,
+            by_hospital=manifest.by_hospital,
+        )
         if {**own, **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",

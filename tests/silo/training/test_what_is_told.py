@@ -41,6 +41,7 @@ TOLD = {
     "DataOffer.test_examples": DECLARED,
     "DataOffer.metrics": DECLARED,
     "DataOffer.masks": DECLARED,
+    "DataOffer.validation_only": STATED,
     "Hello.staged": DECLARED,
     "Hello.policy_digest": STATED,
     "Hello.roster_version": DECLARED,
