@@ -112,6 +112,7 @@ def round_info(row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contrib
         "personal": uncertainty.shown_scores(record.personal, noise.scores),
         "withheld": sorted(noise.scores & set(record.personal)),
         "by_hospital": accuracy.result_messages(record.by_hospital),
+        "own": None if record.own is None else accuracy.own_message(record.own),
         "arrivals": arrivals(came),
         "base_bytes": row.base_size,
     }

@@ -43,6 +43,14 @@ def evaluate(
             help="Ask each hospital to show its own part of the results; such a run has no masks.",
         ),
     ] = False,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            "--beside",
+            metavar="RUN",
+            help="Measure also the models that hospitals trained alone in this run of method=local, each at home.",
+        ),
+    ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
     extension: Extensions = None,
     as_json: Json = False,
@@ -66,7 +74,8 @@ def evaluate(
         else:
             parent, taken = _measurable(client, model), None
             spec = of_run(parent, overrides or [])
-        spec = replace(spec, silos=silos, by_hospital=by_hospital)
+        own = "" if beside is None else client.show(beside).info.run_id
+        spec = replace(spec, silos=silos, by_hospital=by_hospital, own=own)
         if by_hospital:
             spec = replace(spec, secagg=SecaggSpec())
         if taken is not None:

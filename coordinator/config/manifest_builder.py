@@ -21,7 +21,7 @@ from fl_core.extensions.registry import Extension
 from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities
-from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.frozen_features import check_shared, trained_part
@@ -53,6 +53,7 @@ _OF_SPEC = (
     "personal",
     "lost_state",
     "by_hospital",
+    "own",
 )
 
 
@@ -117,7 +118,9 @@ def manifest_from(
     trained = trained_part(network, schema, spec.train, model.name)
     capabilities.check_micro_batch(built, trained.model, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
-    own = derive_layout(built, *trained, spec.personal, metrics, trains=spec.rounds > 0, by_hospital=spec.by_hospital)
+    masked = _secagg(spec, len(names)) is not None
+    closing = closing_layout(len(schema.classes), spec.by_hospital, bool(spec.own), metrics, masked)
+    own = derive_layout(built, *trained, spec.personal, metrics, trains=spec.rounds > 0, closing=closing)
     check_shared(built, own, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(

@@ -64,6 +64,7 @@ class RunSpec:
         rounds: of training; 0 measures the model that the run starts from, and trains nothing
         personal: also measure personal models (PA, PM, fairness), after every round's training
         by_hospital: ask hospitals to show their own part of the closing evaluation; as `RunManifest.by_hospital`
+        own: the run whose models hospitals keep, measured beside; as `RunManifest.own`
         lost_state: refuse or restart, see `RunManifest`
         silos: the roster, by name; None for every enrolled silo whose data fits
         aggregator: how a round's updates become one
@@ -94,6 +95,7 @@ class RunSpec:
     threads: Count = 0
     personal: bool = False
     by_hospital: bool = False
+    own: str = ""
     lost_state: Annotated[str, bounded(one_of, LOST_STATE)] = REFUSE
     metrics: Annotated[str, bounded(one_of, (AUTO, *METRICS_KINDS))] = AUTO
     silos: tuple[str, ...] | None = None
@@ -110,6 +112,8 @@ class RunSpec:
                 del raw[name]
         if not self.by_hospital:  # nor an older one such results
             del raw["by_hospital"]
+        if not self.own:
+            del raw["own"]
         if self.secagg == SecaggSpec():  # an older coordinator knows no masks, and is asked for none
             del raw["secagg"]
         return json.dumps(raw, sort_keys=True)

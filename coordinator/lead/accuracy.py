@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from fl_core.errors import ProtocolError
 from fl_core.types.clinical import CALIBRATION_BINS, CLINICAL, ClinicalMetrics, Range, ReliabilityBin
-from fl_core.types.records import HospitalResult
+from fl_core.types.records import HospitalResult, OwnModels
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
 from protos.consilium.v1 import federation_pb2 as pb
@@ -107,6 +108,29 @@ def clinical_of(info: pb.RoundInfo | pb.HospitalResult) -> ClinicalMetrics | Non
     return ClinicalMetrics(tuple(tuple(found.confusion[k * c : (k + 1) * c]) for k in range(c)), tuple(auc), bins)
 
 
+def own_message(found: OwnModels) -> pb.OwnModels:
+    return pb.OwnModels(**asdict(found))
+
+
+def own_of(info: pb.RoundInfo | pb.HospitalResult) -> OwnModels | None:
+    """Read what is known of hospitals' own models; raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    if not info.HasField("own"):
+        return None
+    found = info.own
+    own, measured, examples = (tuple(v) for v in (found.own, found.measured, found.examples))
+    sound = len(own) == len(measured) == len(examples) == len(info.correct) and all(
+        0 <= right <= of < math.inf for rights in (own, measured) for right, of in zip(rights, examples, strict=True)
+    )
+    areas = abs(found.difference) <= found.images < math.inf and 0 <= found.square <= found.images**2
+    if not (sound and areas):
+        raise ProtocolError(
+            "E-WIRE-06",
+            f"expected two models' counts of {len(info.correct)} classes, found numbers that no evaluation gives: both "
+            "sides must run one version",
+        )
+    return OwnModels(own, measured, examples, found.images, found.difference, found.square)
+
+
 def result_messages(found: Mapping[str, HospitalResult]) -> list[pb.HospitalResult]:
     return [
         pb.HospitalResult(
@@ -114,6 +138,7 @@ def result_messages(found: Mapping[str, HospitalResult]) -> list[pb.HospitalResu
             correct=result.correct,
             examples=result.examples,
             clinical=None if result.clinical is None else clinical_message(result.clinical),
+            own=None if result.own is None else own_message(result.own),
         )
         for name, result in sorted(found.items())
     ]
@@ -131,7 +156,9 @@ def results_of(info: pb.RoundInfo) -> dict[str, HospitalResult]:
                 f"expected counts of {len(info.correct)} classes of {found.silo[:60]!r}, found numbers that no "
                 "evaluation gives: both sides must run one version",
             )
-        results[found.silo] = HospitalResult(tuple(found.correct), tuple(found.examples), clinical_of(found))
+        results[found.silo] = HospitalResult(
+            tuple(found.correct), tuple(found.examples), clinical_of(found), own_of(found)
+        )
     return results
 
 

@@ -58,7 +58,7 @@ def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
     }
 
 
-_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "added", "by_hospital"}
+_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "added", "by_hospital", "own"}
 """Of a round's record; every other field is written as it is, and what withdrawals are checked by is not."""
 
 
@@ -92,9 +92,13 @@ def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:
 
 
 def by_hospital_json(info: pb.RoundInfo) -> Mapping[str, object]:
-    """Convert what hospitals let be shown of their own; empty where none does, as in runs that do not ask."""
+    """Convert what is known of single hospitals, and of their own models; empty in runs that ask for neither."""
     found = accuracy.results_of(info)
-    return {"by_hospital": hospital_results.facts(found)} if found else {}
+    own = accuracy.own_of(info)
+    return {
+        **({"by_hospital": hospital_results.facts(found)} if found else {}),
+        **({"own_models": hospital_results.own_facts(own)} if own is not None else {}),
+    }
 
 
 def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:

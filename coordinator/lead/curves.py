@@ -12,8 +12,8 @@ from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Measure, Sums
 from protos.consilium.v1 import federation_pb2 as pb
 
-OF_SUMS: dict[str, Measure] = {"accuracy": uncertainty.accuracy, "balanced_accuracy": uncertainty.balanced}
-"""Measures of the global model that come from the sums per class."""
+OF_SUMS: dict[str, Measure] = {"balanced_accuracy": uncertainty.balanced, "accuracy": uncertainty.accuracy}
+"""Measures of the global model that come from the sums per class; the first is the headline of a run."""
 MACRO_AUC = "macro_auc"
 """The mean over classes of the area under the ROC curve, of runs that measure it; in the middle of its bin."""
 OF_SILOS = ("pa", "pm_l", "pm_v")
@@ -103,7 +103,15 @@ def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
 
 def _of_sums(name: str, rounds: Sequence[pb.RoundInfo], sums: Sequence[Sums]) -> CurveOfSums:
     values = tuple(_measured(name, *each) for each in sums)
-    return CurveOfSums(name, tuple(r.round for r in rounds), values, tuple(sums))
+    return CurveOfSums(name, tuple(map(behind, rounds)), values, tuple(sums))
+
+
+def behind(info: pb.RoundInfo) -> int:
+    """Return how many rounds of training the model that a round measures has behind it, as far as its run says.
+
+    The model of an evaluation without training was trained elsewhere: it has one.
+    """
+    return info.round or int(info.kind == pb.EVALUATE)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -115,7 +123,7 @@ def _measured(
 
 
 def _auc(rounds: Sequence[pb.RoundInfo]) -> Curve:
-    found = {r.round: measured.macro_auc for r in rounds if (measured := accuracy.clinical_of(r)) is not None}
+    found = {behind(r): measured.macro_auc for r in rounds if (measured := accuracy.clinical_of(r)) is not None}
     values = tuple(NOTHING if area is None else _exact(area.middle) for area in found.values())
     return Curve(MACRO_AUC, tuple(found), values)
 

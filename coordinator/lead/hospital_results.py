@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
 
 from fl_core.types import intervals
 from fl_core.types.clinical import macro_mean
 from fl_core.types.intervals import LEVEL, Interval
-from fl_core.types.records import HospitalResult
+from fl_core.types.records import HospitalResult, OwnModels
 from service_core import clinical_report
+from service_core.clinical_report import FEW
 from service_core.console import counted
 
-LEAST_IMAGES = 10
-"""Test images with fewer of which a hospital is not ranked: with 9 the shortest exact interval is 34 points long."""
-HEAD = ("hospital", "test images", "classes", "balanced accuracy", "chance", "accuracy", "macro AUC")
+HEAD = ("hospital", "test images", "classes", "balanced accuracy", "guessing", "accuracy", "macro AUC", "its own model")
+
+
+_Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,10 @@ class Standing:
 
 def standing(results: Mapping[str, HospitalResult]) -> Standing:
     """Hold hospitals against each other; see the module for when they are ranked."""
-    enough = {name: found for name, found in results.items() if sum(found.examples) >= LEAST_IMAGES}
+    enough = {name: found for name, found in results.items() if sum(found.examples) >= FEW}
     if len(enough) < 2:
         few = f" ({len(results) - len(enough)} with fewer)" if len(enough) < len(results) else ""
-        found = f"{counted(len(enough), 'hospital')} with at least {LEAST_IMAGES} test images shows its results{few}"
+        found = f"{counted(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
         return Standing({}, (), cannot_rank=f"{found}, and it takes two")
     width = min(len(found.examples) for found in enough.values())
     common = tuple(c for c in range(width) if all(found.examples[c] > 0 for found in enough.values()))
@@ -104,13 +107,48 @@ def rows(results: Mapping[str, HospitalResult]) -> Iterator[tuple[str, ...]]:
         balanced = intervals.mean_of_shares(found.correct, found.examples)
         yield (
             name,
-            f"{tested:.0f}" + (" (few)" if tested < LEAST_IMAGES else ""),
+            f"{tested:.0f}" + (" (few)" if tested < FEW else ""),
             str(present),
             clinical_report.with_interval(macro_mean(shares), balanced),
             clinical_report.percent(1 / present if present else None),
             clinical_report.with_interval(right / tested if tested else None, intervals.share(right, tested)),
             "-" if found.clinical is None else clinical_report.macro_auc(found.clinical),
+            "-" if found.own is None else _shares(found.own.own, found.own.examples),
         )
+
+
+def _shares(right: Sequence[float], of: Sequence[float]) -> str:
+    mean = macro_mean(c / n if n else None for c, n in zip(right, of, strict=True))
+    return clinical_report.with_interval(mean, intervals.mean_of_shares(right, of))
+
+
+def own_sentence(found: OwnModels, tested: float) -> str:
+    """Say how hospitals' own models do, each at home, and the measured one on the same images.
+
+    tested: the test images of the evaluation, of which some hospitals may have no model of their own.
+    """
+    images = sum(found.examples)
+    text = (
+        f"on {images:.0f} of {tested:.0f} test images, where hospitals have models that they trained alone: balanced "
+        f"accuracy of those {_shares(found.own, found.examples)}, of the measured model "
+        f"{_shares(found.measured, found.examples)}"
+    )
+    if (ahead := found.auc_ahead) is None:
+        return text
+    point, error = ahead
+    low, high = point - _Z * error, point + _Z * error
+    told = "" if low > 0 or high < 0 else ", not told apart"
+    return f"{text}; macro AUC within hospitals {point:+.3f} (95 %: {low:+.3f} to {high:+.3f}, DeLong{told})"
+
+
+def own_facts(found: OwnModels) -> dict[str, object]:
+    """Write it for machines."""
+    ahead = found.auc_ahead
+    return {
+        **asdict(found),
+        "auc_ahead": ahead and ahead[0],
+        "auc_ahead_interval": ahead and [ahead[0] - _Z * ahead[1], ahead[0] + _Z * ahead[1]],
+    }
 
 
 def facts(results: Mapping[str, HospitalResult]) -> dict[str, object]:

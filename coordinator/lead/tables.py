@@ -233,15 +233,16 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = B
 
 def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:
     """Say how the model does at the hospitals that let it be shown, and how they stand; empty where none does."""
-    found = accuracy.results_of(info)
+    found, own = accuracy.results_of(info), accuracy.own_of(info)
+    beside = [] if own is None else [hospital_results.own_sentence(own, sum(info.examples))]
     if not found:
-        return []
+        return [*beside]
     table = make_table(
         "By hospital, of those that let it be shown", hospital_results.HEAD, hospital_results.rows(found)
     )
     hidden = len(info.included) - len(found)
     rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
-    return [table, f"{hospital_results.standing(found).sentence()}{rest}"]
+    return [table, f"{hospital_results.standing(found).sentence()}{rest}", *beside]
 
 
 def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:

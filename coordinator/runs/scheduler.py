@@ -26,6 +26,7 @@ from coordinator.storage.store import Store
 from coordinator.storage.uploads import UploadRegistry
 from fl_core import validate
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
+from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
@@ -106,6 +107,8 @@ class RunScheduler:
         if manifest.secagg is not None:  # what the manifest says of a hospital is all that is known of it
             sizes = {m.name: (float(m.units), 0.0) for m in manifest.members}
         CompiledRun.of(manifest)
+        if manifest.own:
+            self._require_own(manifest)
         parent = self.store.runs.get(start_from) if start_from else None
         Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
@@ -125,6 +128,17 @@ class RunScheduler:
         self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
+
+    def _require_own(self, manifest: RunManifest) -> None:
+        """Raise ConfigError (E-RUN-10, E-CFG-23) unless `own` names a run whose hospitals each trained alone."""
+        kept = self.store.runs.get(manifest.own)
+        other = RunManifest.from_json(kept.manifest)
+        if kept.method != LocalOnly.name or other.schema != manifest.schema:
+            raise ConfigError(
+                "E-CFG-23",
+                f"expected own=RUN to name a run of method={LocalOnly.name} with the same classes and examples, found "
+                f"{kept.id} of method {kept.method}: start one (coordinator run method={LocalOnly.name} ...)",
+            )
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""

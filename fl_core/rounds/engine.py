@@ -27,6 +27,7 @@ from fl_core.training.evaluation import (
     METRIC_PARTS,
     METRICS,
     PERSONAL_PARTS,
+    own_models,
     personal_scores,
     shown_result,
 )
@@ -207,6 +208,7 @@ class RoundLoop:
             decided.unbounded,
             {} if decided.cut else {name: added[name] for name in included if name in added},
             {name: shown[name] for name in included if name in shown},
+            own_models(total),
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}

@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
-from fl_core.training.evaluation import BY_HOSPITAL, GLOBAL_PARTS, METRICS, consent, evaluate_personal
+from fl_core.training.evaluation import (
+    BY_HOSPITAL,
+    GLOBAL_PARTS,
+    METRICS,
+    consent,
+    evaluate_personal,
+    no_own_parts,
+)
 from fl_core.training.local_data import NOTHING_TO_TRAIN, PlainLocalData
 from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.enums import TaskKind
@@ -35,13 +42,12 @@ def derive_layout(
     personal: bool = False,
     metrics: str = BASIC,
     trains: bool = True,
-    by_hospital: bool = False,
+    closing: Layout | None = None,
 ) -> Layout:
     """Run one local step on two blank examples and read the layout off the bundle.
 
     personal: whether personal models are measured   metrics: which of METRICS_KINDS   trains: whether the run has a
-    round of training, without which updates are evaluations alone   by_hospital: whether hospitals are asked to show
-    their own numbers.
+    round of training, without which updates are evaluations alone   closing: what `closing_layout` gives.
 
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
@@ -52,8 +58,7 @@ def derive_layout(
     msg = method.broadcast(server)
     parts = GLOBAL_PARTS if metrics == CLINICAL else (METRICS,)
     measured = _layout(measure_global(method, model, msg, data, context.n_classes, parts))
-    if by_hospital:
-        measured |= _layout({BY_HOSPITAL: consent()})
+    measured |= closing or {}
     if not trains:
         return dict(sorted(measured.items()))
     try:
@@ -69,6 +74,17 @@ def derive_layout(
         SiloRuntime(method, model, layout), msg, None, data, context, TaskKind.TRAIN
     )  # the layout is stable: it fits itself
     return layout
+
+
+def closing_layout(n_classes: int, by_hospital: bool, own: bool, metrics: str, masked: bool) -> Layout:
+    """Return the layout of what a run asks of the closing evaluation beside its metrics.
+
+    by_hospital, own: as in the manifest. Areas are compared where the run measures scores and sums have no masks.
+    """
+    found = dict[str, PartSpec]()
+    if by_hospital:
+        found |= _layout({BY_HOSPITAL: consent()})
+    return found | (_layout(no_own_parts(n_classes, metrics == CLINICAL and not masked)) if own else {})
 
 
 def _layout(bundle: Bundle) -> dict[str, PartSpec]:

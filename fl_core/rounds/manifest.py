@@ -18,7 +18,7 @@ from fl_core.errors import ConfigError, ProtocolError
 from fl_core.extensions.registry import Extension
 from fl_core.rounds import sampling
 from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES, METRICS_KINDS
-from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import Layout, PartSpec
 from fl_core.validate import Count, between, bounded, one_of
@@ -30,6 +30,7 @@ MAX_WEIGHTS_BYTES, MAX_SOURCE_CHARS = 1 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_RUN_ID, _NAMED = re.compile(r"[a-z0-9][a-z0-9-]{0,79}"), 80
 _ABSENT: Mapping[str, object] = {
     "lead": "",
     "private_form": {},
@@ -40,6 +41,7 @@ _ABSENT: Mapping[str, object] = {
     "extensions": (),
     "secagg": None,
     "by_hospital": False,
+    "own": "",
 }
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
@@ -141,7 +143,8 @@ class RunManifest:
     model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
     None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS; extensions: the code of
     other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear;
-    by_hospital: whether hospitals are asked to show their own part of the closing evaluation under their names.
+    by_hospital: whether hospitals are asked to show their own part of the closing evaluation under their names; own:
+    the run of method=local whose models, which hospitals keep, are measured beside this run's last one; empty: none.
 
     A run of no rounds is an evaluation: the model that it starts from is measured, and nobody trains.
     """
@@ -175,6 +178,7 @@ class RunManifest:
     extensions: tuple[Extension, ...] = ()
     secagg: Secagg | None = None
     by_hospital: bool = False
+    own: str = ""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -231,6 +235,14 @@ class RunManifest:
                 "E-CFG-02",
                 f"expected at most {MAX_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
                 f"square, found {len(self.schema.classes)}: set metrics={BASIC}",
+            )
+        exact = self.privacy.name == "none" and self.train.freeze != FEATURES
+        if self.own and not (exact and _RUN_ID.fullmatch(self.own)):
+            raise ConfigError(
+                "E-CFG-08",
+                "expected the id of a run, and neither privacy nor a frozen body, beside own=RUN, found "
+                f"own={self.own[:_NAMED]}, privacy={self.privacy.name} and train.freeze={self.train.freeze}: "
+                "leave own out",
             )
         if self.by_hospital and (self.secagg is not None or self.privacy.name != "none"):
             hidden = "masks, which open sums alone" if self.secagg is not None else f"privacy={self.privacy.name}"

@@ -20,13 +20,17 @@ from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
     BY_HOSPITAL,
     CLINICAL_PART,
+    CLOSING_PARTS,
     GLOBAL_PARTS,
     METRIC_PARTS,
     METRICS,
+    OWN,
+    PAIRED,
     PERSONAL,
     PERSONAL_PARTS,
     consent,
     evaluate_global,
+    evaluate_own,
     evaluate_personal,
     withheld,
 )
@@ -98,7 +102,8 @@ class SiloRuntime:
     """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
 
     initial: the run's initial weights, read off `model` when they are not given   withholds: parts of the evaluation
-    that this hospital measures for itself and does not send   masking: in a masked run, what becomes of an update.
+    that this hospital measures for itself and does not send   masking: in a masked run, what becomes of an update
+    own: the model that the silo trained alone, where a run asks for it and it is there.
     """
 
     method: Method
@@ -108,6 +113,7 @@ class SiloRuntime:
     initial: Tensors = field(default_factory=dict)
     withholds: frozenset[str] = frozenset()
     masking: Masking | None = None
+    own: nn.Module | None = None
 
     def __post_init__(self) -> None:
         if not self.initial:
@@ -163,6 +169,9 @@ def run_silo_round(
         model = runtime.reset_model()
     if PERSONAL in layout:
         bundle |= evaluate_personal(method.personal(model, msg, own, data, context), data, context.n_classes)
+    if OWN in layout:
+        received = method.global_model(runtime.reset_model(), msg)
+        bundle |= evaluate_own(received, runtime.own, data, context.n_classes, PAIRED in layout)
     if BY_HOSPITAL in layout:
         bundle[BY_HOSPITAL] = consent()
     bundle |= {name: withheld(bundle[name]) for name in runtime.withholds & set(bundle)}
@@ -193,7 +202,7 @@ def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
     if kind is TaskKind.CENSUS:
         return census_layout(*layout[METRICS].weight_shape)
     train = kind is TaskKind.TRAIN
-    left = {*GLOBAL_PARTS, BY_HOSPITAL} if not train else set(layout) - {*PERSONAL_PARTS, BY_HOSPITAL}
+    left = {*GLOBAL_PARTS, *CLOSING_PARTS} if not train else set(layout) - {*PERSONAL_PARTS, *CLOSING_PARTS}
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
     return {name: spec for name, spec in layout.items() if name in left | measured}
 

@@ -17,7 +17,7 @@ from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.survey.method import Survey
-from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS
+from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.interfaces import DataFactory
@@ -309,7 +309,8 @@ class HospitalControls:
             found = self.policy().evaluation
         except RefusedError:
             found = Evaluation(NOTHING)
-        kept = {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART}), NOTHING: METRIC_PARTS}[found.send]
+        less = frozenset({CLINICAL_PART, PAIRED})
+        kept = {CLINICAL: frozenset[str](), ACCURACY: less, NOTHING: METRIC_PARTS}[found.send]
         return kept if found.by_hospital else kept | {BY_HOSPITAL}
 
     def record_refusal(self, run: str, error: FederationError) -> None:

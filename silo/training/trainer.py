@@ -26,7 +26,7 @@ from fl_core.datasets.examples import SPLITS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.extensions import loading
 from fl_core.rounds import sampling
-from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
@@ -329,6 +329,7 @@ class Trainer:
             data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
+        classes, masked = len(manifest.schema.classes), manifest.secagg is not None
         own = derive_layout(
             run.method,
             run.new_model(),
@@ -336,7 +337,7 @@ class Trainer:
             manifest.personal,
             manifest.metrics,
             trains=manifest.rounds > 0,
-            by_hospital=manifest.by_hospital,
+            closing=closing_layout(classes, manifest.by_hospital, bool(manifest.own), manifest.metrics, masked),
         )
         if {**own, **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
@@ -387,9 +388,18 @@ class Trainer:
             self._fitting = prepared
 
     def train(
-        self, prepared: PreparedRun, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
+        self,
+        prepared: PreparedRun,
+        key: TaskKey,
+        size: int,
+        msg: State,
+        state: State | None,
+        progress: Progress,
+        own: nn.Module | None = None,
     ) -> TrainingResult:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
+
+        own: the model that this hospital trained alone, to be measured beside the one received.
 
         Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
         model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
@@ -421,7 +431,8 @@ class Trainer:
                 self._controls.record_refusal(key.run_id, error)
                 raise
             with _hide_details(prepared.run.private):
-                outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
+                runtime = prepared.runtime if own is None else replace(prepared.runtime, own=own.to(self.device))
+                outcome = self._run_round(runtime, msg, state, data, context, key.kind)
         if key.kind is TaskKind.TRAIN:  # before anything of other records leaves
             require_expected(prepared.run.method, outcome.bundle, context.round)
         evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method

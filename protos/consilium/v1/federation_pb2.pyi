@@ -2276,6 +2276,7 @@ class RoundInfo(_message.Message):
     BASE_BYTES_FIELD_NUMBER: _builtins.int
     WITHHELD_FIELD_NUMBER: _builtins.int
     BY_HOSPITAL_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     clipped: _builtins.int
@@ -2329,6 +2330,10 @@ class RoundInfo(_message.Message):
     def by_hospital(self) -> _containers.RepeatedCompositeFieldContainer[Global___HospitalResult]:
         """of those whose policy lets their own part of the sums be shown"""
 
+    @_builtins.property
+    def own(self) -> Global___OwnModels:
+        """none where nobody asks, or no hospital has a model of its own"""
+
     def __init__(
         self,
         *,
@@ -2352,14 +2357,57 @@ class RoundInfo(_message.Message):
         base_bytes: _builtins.int = ...,
         withheld: _abc.Iterable[_builtins.str] | None = ...,
         by_hospital: _abc.Iterable[Global___HospitalResult] | None = ...,
+        own: Global___OwnModels | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise", "own", b"own"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "by_hospital", b"by_hospital", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "by_hospital", b"by_hospital", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "own", b"own", "personal", b"personal", "round", b"round", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundInfo: _TypeAlias = RoundInfo  # noqa: Y015
+
+@_typing.final
+class OwnModels(_message.Message):
+    """Models that hospitals trained alone, and the measured one on the same test images."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWN_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    EXAMPLES_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    SQUARE_FIELD_NUMBER: _builtins.int
+    images: _builtins.float
+    """sums over hospitals of n, n d and n^2 v: docs/evaluation.md"""
+    difference: _builtins.float
+    square: _builtins.float
+    @_builtins.property
+    def own(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """right answers per class"""
+
+    @_builtins.property
+    def measured(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def examples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        own: _abc.Iterable[_builtins.float] | None = ...,
+        measured: _abc.Iterable[_builtins.float] | None = ...,
+        examples: _abc.Iterable[_builtins.float] | None = ...,
+        images: _builtins.float = ...,
+        difference: _builtins.float = ...,
+        square: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "examples", b"examples", "images", b"images", "measured", b"measured", "own", b"own", "square", b"square"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnModels: _TypeAlias = OwnModels  # noqa: Y015
 
 @_typing.final
 class HospitalResult(_message.Message):
@@ -2369,6 +2417,7 @@ class HospitalResult(_message.Message):
     CORRECT_FIELD_NUMBER: _builtins.int
     EXAMPLES_FIELD_NUMBER: _builtins.int
     CLINICAL_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     silo: _builtins.str
     @_builtins.property
     def correct(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -2380,6 +2429,8 @@ class HospitalResult(_message.Message):
     def clinical(self) -> Global___ClinicalMetrics:
         """none where it sends accuracies alone"""
 
+    @_builtins.property
+    def own(self) -> Global___OwnModels: ...
     def __init__(
         self,
         *,
@@ -2387,10 +2438,11 @@ class HospitalResult(_message.Message):
         correct: _abc.Iterable[_builtins.float] | None = ...,
         examples: _abc.Iterable[_builtins.float] | None = ...,
         clinical: Global___ClinicalMetrics | None = ...,
+        own: Global___OwnModels | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "own", b"own"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "correct", b"correct", "examples", b"examples", "silo", b"silo"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "correct", b"correct", "examples", b"examples", "own", b"own", "silo", b"silo"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -125,6 +125,52 @@ def test_an_exported_file_is_measured_like_the_run_that_it_is_of(
         evaluation.evaluate(str(tmp_path / f"{gela.id}.safetensors"), home=world.home)
 
 
+def test_models_that_hospitals_trained_alone_are_measured_beside(
+    six: tuple[World, dict[str, Site], Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, sites, parent = six
+    alone = [w for w in TRAINED if not w.startswith("method")] + ["method=local", "personal=true"]
+    lead.run([*alone, f"silos=[{','.join(SIX[:5])}]"], home=world.home, detach=True)
+    local = world.finished(world.server.store.runs.find("latest").id)
+    capsys.readouterr()
+    evaluation.evaluate(parent.id, beside=local.id, by_hospital=True, home=world.home, as_json=True)
+    found = said(capsys)
+    done = world.finished(str(found["run"]))
+    record = measured(world, done)
+    assert record.own is not None
+    assert sum(record.own.examples) == sum(record.examples) - images_of(world, done, "lake")
+    personal = [row.record.personal for row in world.server.store.runs.rounds(local.id) if row.record.personal]
+    shown = {name: r.own for name, r in record.by_hospital.items()}
+    assert set(shown) == {"north", "east", "south", "west"}
+    accuracies = [sum(own.own) / sum(own.examples) for own in shown.values()]
+    assert min(accuracies) > 0.5
+    assert personal
+    ahead = record.own.auc_ahead
+    assert ahead is not None
+    assert -1 < ahead[0] < 1
+    assert ahead[1] > 0
+    own = found["round"][0]["own_models"]
+    assert own["auc_ahead"] == pytest.approx(ahead[0])
+    lead.show(done.id, home=world.home)
+    assert "models that they trained alone" in " ".join(capsys.readouterr().out.split())
+    assert "no model of this hospital alone" in " ".join(sites["lake"].told("alone"))
+    assert not sites["north"].told("alone")
+
+
+def images_of(world: World, run: Run, name: str) -> float:
+    """Count the test images of a hospital, as the sums with it and without say."""
+    evaluation.evaluate(run.id, on=",".join(n for n in SIX if n != name), home=world.home, detach=True)
+    rest = world.finished(world.server.store.runs.find("latest").id)
+    return sum(measured(world, run).examples) - sum(measured(world, rest).examples)
+
+
+def test_own_models_are_those_of_a_run_in_which_everybody_trained_alone(
+    six: tuple[World, dict[str, Site], Run],
+) -> None:
+    with pytest.raises(FederationError, match=r"E-CFG-23.*method=local"):
+        evaluation.evaluate(six[2].id, beside=six[2].id, home=six[0].home)
+
+
 @pytest.mark.parametrize(
     ("model", "on", "expected"),
     [
