@@ -12,8 +12,8 @@ from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Measure, Sums
 from protos.consilium.v1 import federation_pb2 as pb
 
-OF_SUMS: dict[str, Measure] = {"balanced_accuracy": uncertainty.balanced, "accuracy": uncertainty.accuracy}
-"""Measures of the global model that come from the sums per class; the first is the headline of a run."""
+OF_SUMS: dict[str, Measure] = {"accuracy": uncertainty.accuracy, "balanced_accuracy": uncertainty.balanced}
+"""Measures of the global model that come from the sums per class."""
 MACRO_AUC = "macro_auc"
 """The mean over classes of the area under the ROC curve, of runs that measure it; in the middle of its bin."""
 OF_SILOS = ("pa", "pm_l", "pm_v")

@@ -79,8 +79,8 @@ class Watcher:
             text += f"  {event.silo}"
         if event.kind == "closed":
             before = "" if event.round >= info.rounds else " before it"
-            text += f"  balanced accuracy{before} {accuracy.newest_balanced(info).text()}{self._clinical}"
-            text += f"  accuracy {accuracy.newest(info).text()}{self._personal}"
+            text += f"  balanced accuracy{before} {accuracy.balanced(event.closed).text()}{self._clinical}"
+            text += f"  accuracy{before} {accuracy.newest(info).text()}{self._personal}"
             text += changed_text([event.closed])
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"

@@ -73,8 +73,9 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
         privacy=_privacy(record.detail.manifest_json),
         open=open_round(info, members, followed.events, now),
         scores=tuple(
-            (TITLES[n], text(n, c.scores.final), text(n, c.scores.best), text(n, c.scores.last))
-            for n, c in curves.items()
+            (title, *(text(n, v) for v in (curves[n].scores.final, curves[n].scores.best, curves[n].scores.last)))
+            for n, title in TITLES.items()
+            if n in curves
         ),
         aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
         rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
@@ -86,8 +87,11 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
 
 def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     """Say how the run stands: in one sentence, and what explains it."""
-    newest, plain = accuracy.newest_balanced(info), accuracy.newest(info)
-    reached = "" if newest == NOTHING else f"Newest balanced accuracy: {newest.text()}."
+    plain, balanced = accuracy.newest(info), accuracy.newest_balanced(info)
+    newest = plain if balanced == NOTHING else balanced
+    reached = (
+        "" if newest == NOTHING else f"Newest {'' if balanced == NOTHING else 'balanced '}accuracy: {newest.text()}."
+    )
     if info.state == "finished" and info.method == SURVEY:
         return "Hospitals have answered", f"The answers, as tables: coordinator survey --of {info.run_id}"
     if info.state == "finished":
@@ -96,9 +100,11 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         if newest.point is None:
             return "Finished", "Nothing was measured of the model."
         best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
+        if balanced == NOTHING:
+            return f"Finished: accuracy {plain.text()}", f"Of all test images, classified correctly.{best}"
         guessing = f"guessing: {clinical_report.percent(accuracy.chance(info))}"
         return (
-            f"{'Finished' if info.rounds else 'Measured'}: balanced accuracy {newest.text()}",
+            f"{'Finished' if info.rounds else 'Measured'}: balanced accuracy {balanced.text()}",
             f"Each class counts alike ({guessing}). Of all test images {plain.text()} are classified correctly.{best}",
         )
     if info.state in ("paused", "failed", "aborted"):

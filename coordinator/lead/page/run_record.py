@@ -68,7 +68,8 @@ class RunRecord:
 
     @cached_property
     def chart(self) -> Chart | None:
-        return chart_of("Measured on all test images", {TITLES[n]: c for n, c in self.compared.curves.items()})
+        found = self.compared.curves
+        return chart_of("Measured on all test images", {title: found[n] for n, title in TITLES.items() if n in found})
 
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:

@@ -171,7 +171,7 @@ def test_the_page_shows_what_the_service_says(world: World, browser: Browser) ->
     for words in ("run-a", "run-b", "north", "50.00 %", "lead (you)", "the authority"):
         assert words in home
     run = browser.get("/runs/run-b").text
-    for words in ("Finished: 50.00 %", "train.lr", "Round by round", '<svg role="img"', "3 of 3"):
+    for words in ("Finished: balanced accuracy 50.00 %", "train.lr", "Round by round", '<svg role="img"', "3 of 3"):
         assert words in run
     compared = html.unescape(browser.get("/compare?a=run-a&b=run-b").text)
     assert "B ends" in compared
