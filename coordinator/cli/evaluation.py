@@ -76,7 +76,7 @@ def evaluate(
             spec = of_run(parent, overrides or [])
         own = "" if beside is None else client.show(beside).info.run_id
         spec = replace(spec, silos=silos, by_hospital=by_hospital, own=own)
-        if by_hospital:
+        if by_hospital and not _sets("secagg", overrides):  # else what was asked for is refused, with both
             spec = replace(spec, secagg=SecaggSpec())
         if taken is not None:
             with weights.written(taken) as file:
@@ -156,7 +156,12 @@ def of_run(parent: pb.RunDetail, words: Sequence[str]) -> RunSpec:
         quorum=0,
     )
     spec = compose_from(as_run, [*words, "rounds=0"])
-    return replace(spec, privacy={"name": "none"}, prototype_share=1.0)
+    spec = replace(spec, prototype_share=1.0)
+    return spec if _sets("privacy", words) else replace(spec, privacy={"name": "none"})
+
+
+def _sets(group: str, words: Sequence[str] | None) -> bool:
+    return any(word.lstrip("+").partition("=")[0].partition(".")[0] == group for word in words or [])
 
 
 def of_file(file: Path, words: Sequence[str]) -> RunSpec:

@@ -73,7 +73,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
         privacy=_privacy(record.detail.manifest_json),
         open=open_round(info, members, followed.events, now),
         scores=tuple(
-            (title, *(text(n, v) for v in (curves[n].scores.final, curves[n].scores.best, curves[n].scores.last)))
+            (title, text(n, curves[n].scores.final), text(n, curves[n].scores.best), text(n, curves[n].scores.last))
             for n, title in TITLES.items()
             if n in curves
         ),
