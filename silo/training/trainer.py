@@ -220,7 +220,8 @@ class PreparedRun:
         context = public.for_silo(self.index, manifest.seed, self.submits, manifest.masked_units(self.index))
         step = run.profile.made_up_step(self.index, context, self.device)
         with _cpu_threads(manifest.threads):
-            return step, measure_step(self.runtime, msg, step.opened, context, self.device)
+            trains = manifest.rounds > 0
+            return step, measure_step(self.runtime, msg, step.opened, context, self.device, trains)
 
     def require_memory(self) -> None:
         """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.

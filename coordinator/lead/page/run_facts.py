@@ -114,7 +114,8 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         closes = _sentence(tables.there_text(info.waiting))
         return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
     if info.state == "running":
-        return f"{info.closed} of {info.rounds} rounds are done", reached
+        done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being measured"
+        return done, reached
     return "It waits for its turn", "It begins when the runs before it are over."
 
 
