@@ -94,11 +94,8 @@ class HospitalControls:
             return False
 
     def trains(self) -> bool:
-        """Tell whether the hospital takes part in training at all; not with a policy that cannot be read."""
-        try:
-            return self.policy().runs.train and not self.home.validation_only
-        except RefusedError:
-            return False
+        """Tell whether the hospital takes part in training at all; as `policy_in_force.trains`."""
+        return policy_in_force.trains(self.home)
 
     def attestation(self) -> Attestation:
         if not self.home.ledger.exists():

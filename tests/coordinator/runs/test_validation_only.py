@@ -18,6 +18,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
 from service_core.pki.identity import identity_of
 from service_core.pki.invitation import InvitationToken
+from silo.cli.status import status
 from silo.identity.identity import SiloIdentity
 from silo.service import enrolment
 from silo.storage.home import Home
@@ -78,6 +79,16 @@ def test_it_is_in_no_run_that_trains_and_in_every_evaluation(
 def test_a_run_that_names_it_for_training_is_refused(world: tuple[World, dict[str, Site]], name: str) -> None:
     with pytest.raises(FederationError, match=rf"E-RUN-05.*{name}.*only evaluate"):
         lead.run([*TRAINED, f"silos=[north,{name}]"], home=world[0].home)
+
+
+def test_the_hospital_reads_that_it_takes_part_in_evaluations_alone(
+    world: tuple[World, dict[str, Site]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for name, site in world[1].items():
+        status(home=site.home, as_json=True)
+        found[name] = json.loads(capsys.readouterr().out)["trains"]
+    assert found == {"north": True, "east": True, "invited": False, "unwilling": False}
 
 
 @pytest.mark.parametrize("name", ["invited", "unwilling"])
