@@ -275,7 +275,8 @@ def _sets_of_masked_rounds(db: sqlite3.Connection) -> None:
 
 
 def _validation_only_members(db: sqlite3.Connection) -> None:
-    for table in ("silos", "invitations"):
+    known = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    for table in {"silos", "invitations"} & known:  # a file without them is refused, as another one
         db.execute(f"ALTER TABLE {table} ADD COLUMN validation_only INTEGER NOT NULL DEFAULT 0")
 
 

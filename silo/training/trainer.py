@@ -26,7 +26,6 @@ from fl_core.datasets.examples import SPLITS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.extensions import loading
 from fl_core.rounds import sampling
-from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
@@ -330,17 +329,7 @@ class Trainer:
             data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
-        classes, masked = len(manifest.schema.classes), manifest.secagg is not None
-        own = derive_layout(
-            run.method,
-            run.new_model(),
-            run.schema,
-            manifest.personal,
-            manifest.metrics,
-            trains=manifest.rounds > 0,
-            closing=closing_layout(classes, manifest.by_hospital, bool(manifest.own), manifest.metrics, masked),
-        )
-        if {**own, **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
+        if {**run.own_layout(), **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
