@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordinator.cli.options import Extensions, Place
-from coordinator.cli.runs import detail_lines, follow_submitted
+from coordinator.cli.runs import detail_lines, follow_submitted, require_no_path
 from coordinator.lead.as_json import detail_json, start_json
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError
@@ -31,7 +31,7 @@ OWN = ("folder", "manifest", "table")
 
 @command
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run's id or name, `latest`, or a file of weights.")],
+    model: Annotated[str, typer.Argument(help="A run's id or name, `latest`, or a file of weights (./FILE).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Of a file what it does not say: data=folder model=resnet18 ...")
     ] = None,
@@ -75,6 +75,7 @@ def evaluate(
             parent, taken = _measurable(client, model), None
             spec = of_run(parent, overrides or [])
         own = "" if beside is None else client.show(beside).info.run_id
+        require_no_path(spec)
         spec = replace(spec, silos=silos, by_hospital=by_hospital, own=own)
         if by_hospital and not _sets("secagg", overrides):  # else what was asked for is refused, with both
             spec = replace(spec, secagg=SecaggSpec())
@@ -100,13 +101,13 @@ def _named(on: str) -> tuple[str, ...] | None:
 
 
 def _is_file(model: str) -> bool:
-    """Tell whether a word names a file; raises ConfigError (E-CFG-02) where it looks like one that is not there."""
-    there = Path(model).is_file()
-    if not there and (model.endswith(_FILES) or "/" in model):
+    """Tell whether a word names a file, by its ending or a slash; raises ConfigError (E-CFG-02) on one not there."""
+    named = model.endswith(_FILES) or "/" in model
+    if named and not Path(model).is_file():
         raise ConfigError(
             "E-CFG-02", f"expected a run or a file of weights, found no file at {model}: correct the path"
         )
-    return there
+    return named
 
 
 def _measurable(client: LeadClient, run: str) -> pb.RunDetail:

@@ -32,6 +32,7 @@ from service_core.console import ERR, Reply, counted, local_time, print_json
 from service_core.model_card.card import stated
 
 if TYPE_CHECKING:
+    from coordinator.config.run_spec import RunSpec
     from coordinator.lead.trackers import Tracking
 
 _NAMED = 20
@@ -74,12 +75,7 @@ def run(
             parent = client.show(start_from)
     words = overrides or []
     spec = compose_spec(words) if parent is None else compose_from(RunSpec.from_json(parent.spec_json), words)
-    if spec.data.get("path") is not None:
-        raise ConfigError(
-            "E-CFG-23",
-            "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
-            "names its own images (silo serve --data)",
-        )
+    require_no_path(spec)
     spec, taken = weights.take(spec)
     with closing(LeadClient.open(home)) as client:
         if taken is not None:
@@ -87,6 +83,16 @@ def run(
                 client.send_weights(taken.named.object, file)
         info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
         return follow_submitted(client, info, "" if parent is None else parent.manifest_json, detach, as_json)
+
+
+def require_no_path(spec: RunSpec) -> None:
+    """Raise ConfigError (E-CFG-23) on a configuration that names where images lie: each hospital names its own."""
+    if spec.data.get("path") is not None:
+        raise ConfigError(
+            "E-CFG-23",
+            "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
+            "names its own images (silo serve --data)",
+        )
 
 
 def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: bool, as_json: bool) -> Reply:

@@ -213,9 +213,7 @@ class RunRequest:
         allowed = leaves[policy.evaluation.send]
         if "by_hospital" in self.parts:
             more += ", shown under this hospital's name beside the sums"
-            allowed += (
-                ", and may be shown under it" if policy.evaluation.by_hospital else ", and is shown in sums alone"
-            )
+            allowed += "; under its name too" if policy.evaluation.by_hospital else "; shown in sums alone"
         return Comparison("Results on test images", f"{accuracies}{more}", allowed)
 
     def _prototypes(self, policy: Policy) -> Comparison:

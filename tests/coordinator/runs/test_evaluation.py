@@ -175,6 +175,7 @@ def test_own_models_are_those_of_a_run_in_which_everybody_trained_alone(
     ("model", "on", "expected"),
     [
         ("nothing/here.safetensors", "all", "E-CFG-02.*no file at"),
+        ("weights.pt", "all", "E-CFG-02.*no file at"),
         ("no-such-run", "all", "E-RUN-10"),
         ("latest", "north,north", "E-CFG-02.*each once"),
         ("latest", "north,", "E-CFG-02.*each once"),
