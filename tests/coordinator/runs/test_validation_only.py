@@ -86,7 +86,7 @@ def test_the_hospital_reads_that_it_takes_part_in_evaluations_alone(
 ) -> None:
     found = {}
     for name, site in world[1].items():
-        status(home=site.home, as_json=True)
+        status(home=site.home.path, as_json=True)
         found[name] = json.loads(capsys.readouterr().out)["trains"]
     assert found == {"north": True, "east": True, "invited": False, "unwilling": False}
 
