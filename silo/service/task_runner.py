@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -313,7 +313,7 @@ class TaskRunner:
     def _fetch_base(self, task: Task, prepared: PreparedRun) -> State:
         """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""
         offer, progress = task.offer, self._progress(task, pb.FETCHING)
-        most = max_object_bytes(prepared.run.manifest, prepared.broadcast_numbers)
+        most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
         if prepared.run.contributor_floor is not None:
@@ -490,6 +490,12 @@ class TaskRunner:
         if self.queue.cleanup_needed.is_set():
             self.queue.cleanup_needed.clear()
             self.outbox.sweep()
+
+
+def _numbers(broadcast: Mapping[str, object]) -> int:
+    """Count the numbers that a server sends: of each group, names with shapes and kinds."""
+    groups = (group for group in broadcast.values() if isinstance(group, Mapping))
+    return sum(math.prod(shape) for group in groups for shape, _ in group.values())
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -202,12 +201,6 @@ class PreparedRun:
                 "some where the silo's home lies, or choose a smaller model",
             )
         self.require_memory()
-
-    @property
-    def broadcast_numbers(self) -> int:
-        """Count the numbers that the server sends."""
-        groups = (group for group in self.broadcast.values() if isinstance(group, Mapping))
-        return sum(math.prod(shape) for group in groups for shape, _ in group.values())
 
     @cached_property
     def step_memory(self) -> tuple[MadeUpStep, StepMemory]:
