@@ -112,9 +112,12 @@ class Policy:
     def check_request(self, manifest: RunManifest) -> None:
         """Raise RefusedError on a run that it does not allow whatever it computes.
 
-        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for.
+        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for
+        E-POLICY-18: training, where it takes part in evaluations alone.
         """
         runs = self.runs
+        if manifest.rounds and not runs.train:
+            raise validates_only(manifest.rounds, "its policy says train = false under [runs]")
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
         if runs.leads and manifest.lead not in runs.leads:
@@ -156,6 +159,14 @@ class Policy:
                 f"expected [privacy] delta <= {SHARE_OF_UNITS / size:.2g} in the policy of a hospital of this size, "
                 f"which hides it, found {self.privacy.delta:g}: lower it, or type a size (silo serve --nominal-size)",
             )
+
+
+def validates_only(rounds: int, why: str) -> RefusedError:
+    return RefusedError(
+        "E-POLICY-18",
+        f"expected an evaluation (rounds=0), since this hospital trains nothing: {why}; found {rounds} rounds: leave "
+        "it out of the run, and measure the model there with coordinator evaluate",
+    )
 
 
 def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:

@@ -32,6 +32,8 @@ SHARE_OF_UNITS = 0.1
 class Runs:
     """[runs] methods, leads: what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
 
+    train: False takes part in evaluations alone (rounds=0), whatever the coordinator asks
+
     extensions: distributions whose methods and models may run here, "name" or "name==version" (empty: none)
 
     hide_size: only private runs with uniform weights; a size is declared only where the operator typed one.
@@ -42,6 +44,7 @@ class Runs:
     approve: Annotated[str, bounded(one_of, (AUTOMATIC, BY_HAND))] = AUTOMATIC
     hide_size: bool = False
     extensions: tuple[str, ...] = ()
+    train: bool = True
 
     def __post_init__(self) -> None:
         for entry in self.extensions:
@@ -153,9 +156,12 @@ class Evaluation:
     """[evaluation] send: what of a run's evaluation on this hospital's test examples leaves.
 
     "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
+    by_hospital: what is sent may be kept and shown under this hospital's name, in runs that ask for it; else the
+    coordinator shows sums over hospitals alone.
     """
 
     send: Annotated[str, bounded(one_of, (CLINICAL, ACCURACY, NOTHING))] = ACCURACY
+    by_hospital: bool = False
 
     def __post_init__(self) -> None:
         validate.declared("E-POLICY-01", "evaluation", self)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fl_core.types import intervals
 from fl_core.types.clinical import ClinicalMetrics, Range
+from fl_core.types.intervals import Interval
 
-CLASS_HEAD = ("class", "test examples", "sensitivity", "specificity", "AUC")
+CLASS_HEAD = ("class", "test examples", "sensitivity (95 %)", "specificity (95 %)", "AUC (95 %)")
+FEW = 10
+"""Test examples below which a number says next to nothing: an interval is then a third of all there is, or more."""
 NOT_MEASURED = (
     "specificity, AUC, confusion matrix and calibration are not measured with the noise of a private run; sensitivity "
     "is the accuracy of the class (docs/metrics.md)"
@@ -15,29 +19,61 @@ NOT_SENT = (
     "specificity, AUC, confusion matrix and calibration were sent by no hospital: a hospital's policy sends correct "
     'answers alone, unless its policy.toml says send = "clinical" under [evaluation] (docs/metrics.md)'
 )
-_PRECISE = 1e-3
-"""An AUC whose range is wider is shown with it."""
+_MISLEADING = 0.1
+"""An expected calibration error from which on probabilities are not to be used as they are."""
 
 
 def sentence(found: ClinicalMetrics, tested: float = 0.0) -> str:
-    """Say what holds over all classes; tested: the examples that accuracy was measured on, if these may be fewer."""
-    text = (
-        f"over {found.classes_present} of {len(found.confusion)} classes that have test examples: balanced accuracy "
-        f"{_percent(found.balanced_accuracy)}, macro AUC {auc(found.macro_auc)}; expected calibration error "
-        f"{_percent(found.calibration_error)}"
-    )
-    missing = round(tested) - found.examples
+    """Say what holds over all classes; tested: the examples that accuracy was measured on, if these may be fewer.
+
+    Where they are, balanced accuracy is left out: the one of all test examples is said elsewhere.
+    """
+    missing, over = round(tested) - found.examples, f"{found.classes_present} of {len(found.confusion)} classes"
+    text = f"over {over} that have test examples: "
+    if missing <= 0:
+        text += f"balanced accuracy {balanced_accuracy(found)}, "
+    text += f"macro AUC {macro_auc(found)}; {calibration(found)}"
     return f"{text}; without {missing} test examples whose hospitals send accuracies alone" if missing > 0 else text
 
 
+def balanced_accuracy(found: ClinicalMetrics) -> str:
+    right = [row[c] for c, row in enumerate(found.confusion)]
+    text = with_interval(found.balanced_accuracy, intervals.mean_of_shares(right, found.per_class))
+    return f"{text} (guessing: {percent(1 / present)})" if (present := found.classes_present) else text
+
+
+def calibration(found: ClinicalMetrics) -> str:
+    """Say the expected calibration error, and what a large one means."""
+    error, n = found.calibration_error, sum(b.examples for b in found.bins)
+    text = f"expected calibration error {percent(error)}"
+    if error is None or error < _MISLEADING:
+        return text
+    right, sure = (
+        100 * sum(values) / n for values in zip(*((b.correct, b.confidence) for b in found.bins), strict=True)
+    )
+    return (
+        f"{text}: it is right in {right:.0f} % and says {sure:.0f} % on average, so its probabilities are not to be "
+        "taken as such"
+    )
+
+
 def short(found: ClinicalMetrics) -> str:
-    return f"balanced {_percent(found.balanced_accuracy)}  AUC {auc(found.macro_auc)}"
+    return f"balanced {percent(found.balanced_accuracy)}  AUC {auc(found.macro_auc)}"
 
 
 def class_rows(found: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return a row per class under `CLASS_HEAD`."""
-    columns = zip(classes, found.per_class, found.sensitivity, found.specificity, found.auc, strict=True)
-    return [(name, str(n), _percent(sens), _percent(spec), auc(area)) for name, n, sens, spec, area in columns]
+    """Return a row per class under `CLASS_HEAD`, with intervals for the luck of the test set."""
+    rows = zip(
+        classes,
+        found.per_class,
+        zip(found.sensitivity, intervals.by_class(found), strict=True),
+        zip(found.specificity, intervals.specificities(found), strict=True),
+        zip(found.auc, intervals.areas(found), strict=True),
+        strict=True,
+    )
+    return [
+        (name, str(n), with_interval(*sens), with_interval(*spec), auc(*area)) for name, n, sens, spec, area in rows
+    ]
 
 
 def confusion_rows(found: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
@@ -51,20 +87,29 @@ def reliability_rows(found: ClinicalMetrics) -> list[tuple[str, ...]]:
         (
             f"{100 * k * width:.0f} to {100 * (k + 1) * width:.0f} %",
             str(b.examples),
-            _percent(b.confidence / b.examples),
-            _percent(b.correct / b.examples),
+            percent(b.confidence / b.examples),
+            percent(b.correct / b.examples),
         )
         for k, b in enumerate(found.bins)
         if b.examples
     ]
 
 
-def auc(found: Range | None) -> str:
+def auc(found: Range | None, interval: Interval | None = None) -> str:
     if found is None:
         return "-"
-    wide = f" ({found.low:.3f} to {found.high:.3f})" if found.high - found.low > _PRECISE else ""
-    return f"{found.middle:.3f}{wide}"
+    return f"{found.middle:.3f}" + (f" ({interval.low:.3f} to {interval.high:.3f})" if interval is not None else "")
 
 
-def _percent(share: float | None) -> str:
+def macro_auc(found: ClinicalMetrics) -> str:
+    return auc(found.macro_auc, intervals.macro_auc(found))
+
+
+def with_interval(share: float | None, interval: Interval | None) -> str:
+    if share is None or interval is None:
+        return percent(share)
+    return f"{percent(share)} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
+
+
+def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"

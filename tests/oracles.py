@@ -281,3 +281,19 @@ def slow_class_covariance(means: Sequence[Vector], counts: Vector) -> list[list[
             for j in range(size):
                 found[i][j] += n * (m[i] - centre[i]) * (m[j] - centre[j]) / (len(means) - 1)
     return found
+
+
+def slow_delong(first: Vector, second: Vector, labels: Sequence[int]) -> tuple[float, float]:
+    """Return AUC(first) - AUC(second) of two classes and the variance of DeLong et al. (1988), by double loops."""
+
+    def psi(x: float, y: float) -> float:
+        return 1.0 if y < x else 0.5 if y == x else 0.0
+
+    ones, zeros = [i for i, y in enumerate(labels) if y], [i for i, y in enumerate(labels) if not y]
+    rows = [sum(psi(first[i], first[j]) - psi(second[i], second[j]) for j in zeros) / len(zeros) for i in ones]
+    columns = [sum(psi(first[i], first[j]) - psi(second[i], second[j]) for i in ones) / len(ones) for j in zeros]
+    variance = 0.0
+    for values in (rows, columns):
+        centre = sum(values) / len(values)
+        variance += sum((v - centre) ** 2 for v in values) / (len(values) - 1) / len(values)
+    return sum(rows) / len(rows), variance

@@ -240,4 +240,5 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         data.masks,
         data.labels_digest,
         data.coarse_labels,
+        data.validation_only,
     )

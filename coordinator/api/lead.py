@@ -114,8 +114,8 @@ class LeadService(rpc.LeadServicer):
         parent, line = self._store.runs.get(request.start_from), Line(self._store.runs)
         start_point.require_over(parent)
         line.require_open(parent)
-        method, named = _asked(request.spec_json)
-        never = line.not_asked(parent, method == Analytic.name)
+        adds, named = _asked(request.spec_json)
+        never = line.not_asked(parent, adds)
         if named or not never:
             return silos
         left = [silo for silo in silos if silo.name not in never]
@@ -245,13 +245,13 @@ class LeadService(rpc.LeadServicer):
         return [s for s in self._silos(revoked=True) if s.name in run.members]
 
 
-def _asked(spec_json: str) -> tuple[str, bool]:
-    """Read off a configuration its method, and whether it names its silos; what cannot be read is refused later."""
+def _asked(spec_json: str) -> tuple[bool, bool]:
+    """Tell whether a configuration adds to exact sums, and names its silos; what cannot be read is refused later."""
     try:
         spec = json.loads(spec_json)
-        return str(spec["method"]["name"]), bool(spec.get("silos"))
+        return spec["method"]["name"] == Analytic.name and spec["rounds"] != 0, bool(spec.get("silos"))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return "", True
+        return False, True
 
 
 def _activity(silo: pb.SiloInfo) -> tuple[object, ...]:

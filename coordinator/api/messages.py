@@ -64,6 +64,11 @@ def run_info(run: Run, store: Store, waiting: Waiting | None = None) -> pb.RunIn
     if noise.evaluation is not None:
         records = [row.record for row in store.runs.rounds(run.id)]
         accuracy.set_estimates(message, [(r.correct, r.examples, noise.of(r.included)) for r in records])
+    else:
+        records = [row.record for row in store.runs.rounds(run.id, newest=1)]
+    if records:
+        newest = records[-1]
+        accuracy.set_balanced(message, (newest.correct, newest.examples, noise.of(newest.included)))
     return message
 
 
@@ -106,6 +111,8 @@ def round_info(row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contrib
         "closed_unix": row.closed,
         "personal": uncertainty.shown_scores(record.personal, noise.scores),
         "withheld": sorted(noise.scores & set(record.personal)),
+        "by_hospital": accuracy.result_messages(record.by_hospital),
+        "own": None if record.own is None else accuracy.own_message(record.own),
         "arrivals": arrivals(came),
         "base_bytes": row.base_size,
     }
@@ -134,6 +141,7 @@ def _silo_info(silo: Silo, dispatcher: Dispatcher, now: float, policy: str, alar
         policy_digest=policy,
         alarm=alarm or dispatcher.last_word(silo.name),
     )
+    info.data.validation_only |= silo.validation_only
     if present is not None and not silo.revoked:
         info.MergeFrom(pb.SiloInfo(**_shared_fields(present[0], pb.SiloInfo)))
     return info

@@ -70,6 +70,10 @@ def invite(
     out: Annotated[
         Path | None, typer.Option(help="Write the token to this file, for its owner alone, and do not print it.")
     ] = None,
+    validation_only: Annotated[
+        bool,
+        typer.Option("--validation-only", help="It evaluates models and is never asked to train; its silo refuses to."),
+    ] = False,
     *,
     home: SigningPlace,
 ) -> Reply:
@@ -84,17 +88,24 @@ def invite(
                 f"itself; if that one has expired: coordinator invite {name} --again; if its machine is lost or its "
                 f"key in other hands: coordinator revoke {name}",
             )
-        made = Membership(home, store).invite(name, timedelta(hours=hours))
+        made = Membership(home, store).invite(name, timedelta(hours=hours), validation_only)
     if out is not None:
         private_files.replace_file(out, f"{made.token}\n".encode(), 0o600)
     expires, fingerprint = made.expires.timestamp(), authority.fingerprint()
+    alone = ", to evaluate models alone" if validation_only else ""
     where = {"token": made.token} if out is None else {"file": str(out)}
     how = "silo join --token-file FILE" if out is None else f"silo join --token-file {out.name}"
     return Reply(
-        {"name": name, **where, "expires": expires, "authority_fingerprint": fingerprint},
+        {
+            "name": name,
+            **where,
+            "expires": expires,
+            "authority_fingerprint": fingerprint,
+            "validation_only": validation_only,
+        },
         [made.token] if out is None else [],
         [
-            f"for {name}, once, until {local_time(expires)}: {how}",
+            f"for {name}, once, until {local_time(expires)}{alone}: {how}",
             f"tell them the authority's fingerprint by another way: {colons(fingerprint)}",
         ],
     )

@@ -22,13 +22,18 @@ COMMANDS = {
         *("exclude", "extend", "withdraw", "export", "silos"),
     ),
     "survey": ("survey",),
+    "evaluation": ("evaluate",),
     "research": ("simulate", "demo", "methods", "models", "explain", "data"),
     "reports": ("compare", "plot", "logs"),
     "privacy": ("privacy",),
 }
 """Which module of `coordinator.cli` holds which command, in the order of the help: a command loads one module and the
 help none, since all of them take seconds and 800 MB."""
-READING = {command for module in ("runs", "survey", "reports", "research", "privacy") for command in COMMANDS[module]}
+READING = {
+    command
+    for module in ("runs", "survey", "evaluation", "reports", "research", "privacy")
+    for command in COMMANDS[module]
+}
 READING = READING - {"export"} | {"serve", "leads list", "card", "doctor", "health", "log", "page"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
 

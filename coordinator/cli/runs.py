@@ -32,6 +32,7 @@ from service_core.console import ERR, Reply, counted, local_time, print_json
 from service_core.model_card.card import stated
 
 if TYPE_CHECKING:
+    from coordinator.config.run_spec import RunSpec
     from coordinator.lead.trackers import Tracking
 
 _NAMED = 20
@@ -74,31 +75,41 @@ def run(
             parent = client.show(start_from)
     words = overrides or []
     spec = compose_spec(words) if parent is None else compose_from(RunSpec.from_json(parent.spec_json), words)
-    if spec.data.get("path") is not None:
-        raise ConfigError(
-            "E-CFG-23",
-            "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
-            "names its own images (silo serve --data)",
-        )
+    require_no_path(spec)
     spec, taken = weights.take(spec)
     with closing(LeadClient.open(home)) as client:
         if taken is not None:
             with weights.written(taken) as file:
                 client.send_weights(taken.named.object, file)
         info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
-        if not as_json:
-            manifest = client.show(info.run_id).manifest_json
-            what = f"{counted(info.rounds, 'round')} with {_listed(manifest)}"
-            holds = {silo.name: silo.data.holds for silo in client.silos().silos}
-            notes = (
-                f"submitted {info.run_id}: {what}; manifest {info.manifest_digest[:16]}",
-                tables.started_from(manifest, "" if parent is None else parent.manifest_json),
-                tables.private_form(manifest),
-                tables.aggregator_warning(manifest, holds),
-            )
-            for text in filter(None, notes):
-                ERR.print(text, soft_wrap=True)
-        return _reply(info) if detach else _follow(client, info.run_id, as_json)
+        return follow_submitted(client, info, "" if parent is None else parent.manifest_json, detach, as_json)
+
+
+def require_no_path(spec: RunSpec) -> None:
+    """Raise ConfigError (E-CFG-23) on a configuration that names where images lie: each hospital names its own."""
+    if spec.data.get("path") is not None:
+        raise ConfigError(
+            "E-CFG-23",
+            "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
+            "names its own images (silo serve --data)",
+        )
+
+
+def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: bool, as_json: bool) -> Reply:
+    """Say what was submitted, and follow it. parent: the manifest (JSON) of the run that it begins with, if any."""
+    if not as_json:
+        manifest = client.show(info.run_id).manifest_json
+        what = f"{counted(info.rounds, 'round')} with" if info.rounds else "an evaluation, nobody trains:"
+        holds = {silo.name: silo.data.holds for silo in client.silos().silos}
+        notes = (
+            f"submitted {info.run_id}: {what} {_listed(manifest)}; manifest {info.manifest_digest[:16]}",
+            tables.started_from(manifest, parent),
+            tables.private_form(manifest),
+            tables.aggregator_warning(manifest, holds) if info.rounds else "",
+        )
+        for text in filter(None, notes):
+            ERR.print(text, soft_wrap=True)
+    return _reply(info) if detach else _follow(client, info.run_id, as_json)
 
 
 def _listed(manifest: str) -> str:
@@ -184,10 +195,10 @@ def runs(client: Client) -> Reply:
 def show(run: Run = "latest", *, client: Client) -> Reply:
     """Show one run round by round, with who took part."""
     detail = client.show(run)
-    return Reply(detail_json(detail), _detail(detail))
+    return Reply(detail_json(detail), detail_lines(detail))
 
 
-def _detail(detail: pb.RunDetail) -> Iterator[str | Table]:
+def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
     yield from _shown(detail.info)
     form, made = tables.private_form(detail.manifest_json), tables.software_text(detail.software)
     yield from filter(None, (tables.started_from(detail.manifest_json), form, made and f"software: {made}"))
@@ -198,6 +209,7 @@ def _detail(detail: pb.RunDetail) -> Iterator[str | Table]:
         manifest = json.loads(detail.manifest_json)
         classes, metrics = manifest["schema"]["classes"], manifest.get("metrics", "")
         yield from tables.clinical_tables(detail.rounds[-1], classes, metrics)
+        yield from tables.hospital_tables(detail.rounds[-1])
 
 
 @command

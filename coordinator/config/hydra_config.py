@@ -214,7 +214,7 @@ def words_of(spec: RunSpec) -> list[str]:
     groups = [f"{group}={plain[group]['name']}" for group in (*_CONTINUED, "federation")]
     try:
         differ = _different(_plain(asdict(compose_spec(groups))), plain)
-        words = [*groups, *(f"{key}={_written(value)}" for key, value in differ.items())]
+        words = [*groups, *(f"{key}={written(value)}" for key, value in differ.items())]
         return words if compose_spec(words) == spec else []
     except ConfigError:  # an extension of another machine, or a federation that is none of ours
         return []
@@ -236,10 +236,10 @@ def _different(known: Mapping[str, Any], wanted: Mapping[str, Any], where: str =
     return found
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
     """Write a value as Hydra's grammar reads it."""
     if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(written, value))}]"
     if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.-]*", value):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

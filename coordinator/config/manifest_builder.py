@@ -21,7 +21,7 @@ from fl_core.extensions.registry import Extension
 from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities
-from fl_core.rounds.layout import derive_layout
+from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import Dictionary, Member, NamedOptions, RunManifest, StartPoint, make_members
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.frozen_features import check_shared, trained_part
@@ -52,6 +52,8 @@ _OF_SPEC = (
     "threads",
     "personal",
     "lost_state",
+    "by_hospital",
+    "own",
 )
 
 
@@ -119,7 +121,9 @@ def manifest_from(
     trained = trained_part(network, schema, spec.train, model.name)
     capabilities.check_micro_batch(built, trained.model, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
-    own = derive_layout(built, *trained, spec.personal, metrics)
+    masked = _secagg(spec, len(names)) is not None
+    closing = closing_layout(len(schema.classes), spec.by_hospital, bool(spec.own), metrics, masked)
+    own = derive_layout(built, *trained, spec.personal, metrics, trains=spec.rounds > 0, closing=closing)
     check_shared(built, own, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
@@ -224,7 +228,7 @@ def _method_choice(spec: RunSpec, names: Sequence[str], schema: Schema) -> Named
     capabilities.check_supported(
         method, capabilities.required_capabilities(spec.train, len(names), spec.cohort, spec.quorum)
     )
-    if spec.rounds < method.exchanges:
+    if 0 < spec.rounds < method.exchanges:
         raise ConfigError(
             "E-CFG-08",
             f"method {method.name} takes {method.exchanges} rounds with these options, found rounds={spec.rounds}: "
@@ -336,11 +340,15 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
     """Return the silos that the spec names (online or not), or all that are online with fitting data, in natural order.
 
+    Those that evaluate models and train none are among all of them where the run trains nothing.
+
     Raises ConfigError (E-RUN-05) for a name that is not enrolled or serves other data, and when none is left.
     """
     kind = str(spec.data["name"])
     fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}
-    chosen = [name for name, state in fitting.items() if state == "online"] if spec.silos is None else list(spec.silos)
+    train = {s.name for s in silos if not (spec.rounds and s.data.validation_only)}
+    here = [name for name, state in fitting.items() if state == "online" and name in train]
+    chosen = here if spec.silos is None else list(spec.silos)
     if strangers := sorted(set(chosen) - set(fitting)):
         raise ConfigError(
             "E-RUN-05",

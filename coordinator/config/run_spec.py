@@ -15,7 +15,7 @@ from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE, Weights
 from fl_core.types.clinical import METRICS_KINDS
 from fl_core.types.records import TrainConfig
 from fl_core.types.secagg import CLASS_SUMS, COMPLETE, MAX_MASKED
-from fl_core.validate import Count, Positive, PositiveCount, PositiveOrInfinite, between, bounded, one_of
+from fl_core.validate import Count, Positive, PositiveOrInfinite, between, bounded, one_of
 
 AUTO = "auto"
 WEIGHTS = ("weights_file", "weights_source", "weights")
@@ -61,7 +61,10 @@ class RunSpec:
         patience_s: seconds for which every connected silo is awaited at least
         prototype_share: share of the silos that submit prototypes, 0 for none
         threads: CPU threads of local training, 0 for the machine's own number
+        rounds: of training; 0 measures the model that the run starts from, and trains nothing
         personal: also measure personal models (PA, PM, fairness), after every round's training
+        by_hospital: ask hospitals to show their own part of the closing evaluation; as `RunManifest.by_hospital`
+        own: the run whose models hospitals keep, measured beside; as `RunManifest.own`
         lost_state: refuse or restart, see `RunManifest`
         silos: the roster, by name; None for every enrolled silo whose data fits
         aggregator: how a round's updates become one
@@ -82,7 +85,7 @@ class RunSpec:
     privacy: Mapping[str, object]
     train: TrainConfig
     name: str | None = None
-    rounds: PositiveCount = 20
+    rounds: Count = 20
     seed: int = 0
     cohort: Count = 0
     quorum: Count = 0
@@ -91,6 +94,8 @@ class RunSpec:
     prototype_share: float = 1.0
     threads: Count = 0
     personal: bool = False
+    by_hospital: bool = False
+    own: str = ""
     lost_state: Annotated[str, bounded(one_of, LOST_STATE)] = REFUSE
     metrics: Annotated[str, bounded(one_of, (AUTO, *METRICS_KINDS))] = AUTO
     silos: tuple[str, ...] | None = None
@@ -105,6 +110,10 @@ class RunSpec:
         for name in WEIGHTS:
             if not raw[name]:
                 del raw[name]
+        if not self.by_hospital:  # nor an older one such results
+            del raw["by_hospital"]
+        if not self.own:
+            del raw["own"]
         if self.secagg == SecaggSpec():  # an older coordinator knows no masks, and is asked for none
             del raw["secagg"]
         return json.dumps(raw, sort_keys=True)

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
+from fl_core.errors import ConfigError
 from fl_core.models import build_model, model_options, pretrained
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.types.values import Tensors
@@ -65,6 +66,11 @@ def written(taken: TakenWeights) -> Iterator[Path]:
 def begin(manifest: RunManifest, taken: TakenWeights | None) -> CompiledRun:
     """Compile a run and complete its start, as the service does when a run is submitted."""
     compiled = CompiledRun.of(manifest)
+    manifest.require_model()
+    if manifest.own:
+        raise ConfigError(
+            "E-CFG-08", f"expected no own={manifest.own} in a simulation, found one: hospitals keep such models at home"
+        )
     if taken is None or manifest.start is None:
         return compiled
     compiled = compiled.with_weights(taken.tensors)

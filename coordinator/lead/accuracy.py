@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from fl_core.errors import ProtocolError
 from fl_core.types.clinical import CALIBRATION_BINS, CLINICAL, ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.records import HospitalResult, OwnModels
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
 from protos.consilium.v1 import federation_pb2 as pb
@@ -18,9 +20,20 @@ def set_estimates(info: pb.RunInfo, rounds: Sequence[Sums]) -> None:
     estimates = uncertainty.accuracy(*rounds[-1]) if rounds else NOTHING, uncertainty.best(rounds)
     info.accuracy, info.best_accuracy = (-1.0 if e.point is None else e.point for e in estimates)
     for estimate, target in zip(estimates, (info.accuracy_estimate, info.best_estimate), strict=True):
-        if estimate != NOTHING:
-            target.point, target.low, target.high = (v or 0.0 for v in (estimate.point, estimate.low, estimate.high))
-            target.withheld = estimate.withheld
+        _write(estimate, target)
+
+
+def set_balanced(info: pb.RunInfo, newest: Sums) -> None:
+    """Set the balanced accuracy of a run's newest evaluation, and over how many classes it is."""
+    correct, examples, noise = newest
+    info.classes_tested = sum(n > 0 for n in examples) if noise is None else len(examples)
+    _write(uncertainty.balanced(correct, examples, noise), info.balanced_accuracy)
+
+
+def _write(estimate: Estimate, target: pb.Estimate) -> None:
+    if estimate != NOTHING:
+        target.point, target.low, target.high = (v or 0.0 for v in (estimate.point, estimate.low, estimate.high))
+        target.withheld = estimate.withheld
 
 
 def newest(info: pb.RunInfo) -> Estimate:
@@ -29,6 +42,15 @@ def newest(info: pb.RunInfo) -> Estimate:
 
 def best(info: pb.RunInfo) -> Estimate:
     return _read(info.best_estimate) if info.HasField("best_estimate") else plain(info.best_accuracy)
+
+
+def newest_balanced(info: pb.RunInfo) -> Estimate:
+    return _read(info.balanced_accuracy) if info.HasField("balanced_accuracy") else NOTHING
+
+
+def chance(info: pb.RunInfo) -> float | None:
+    """Return the balanced accuracy of guessing among the classes that have test images; None where none has."""
+    return 1 / info.classes_tested if info.classes_tested else None
 
 
 def noise_of(info: pb.RoundInfo) -> EvaluationNoise | None:
@@ -63,7 +85,7 @@ def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
     )
 
 
-def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
+def clinical_of(info: pb.RoundInfo | pb.HospitalResult) -> ClinicalMetrics | None:
     """Read a round's; None where none were measured. Raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
     if not info.HasField("clinical"):
         return None
@@ -84,6 +106,60 @@ def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
             "one version",
         )
     return ClinicalMetrics(tuple(tuple(found.confusion[k * c : (k + 1) * c]) for k in range(c)), tuple(auc), bins)
+
+
+def own_message(found: OwnModels) -> pb.OwnModels:
+    return pb.OwnModels(**asdict(found))
+
+
+def own_of(info: pb.RoundInfo | pb.HospitalResult) -> OwnModels | None:
+    """Read what is known of hospitals' own models; raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    if not info.HasField("own"):
+        return None
+    found = info.own
+    own, measured, examples = (tuple(v) for v in (found.own, found.measured, found.examples))
+    sound = len(own) == len(measured) == len(examples) == len(info.correct) and all(
+        0 <= right <= of < math.inf for rights in (own, measured) for right, of in zip(rights, examples, strict=True)
+    )
+    areas = abs(found.difference) <= found.images < math.inf and 0 <= found.square <= found.images**2
+    if not (sound and areas):
+        raise ProtocolError(
+            "E-WIRE-06",
+            f"expected two models' counts of {len(info.correct)} classes, found numbers that no evaluation gives: both "
+            "sides must run one version",
+        )
+    return OwnModels(own, measured, examples, found.images, found.difference, found.square)
+
+
+def result_messages(found: Mapping[str, HospitalResult]) -> list[pb.HospitalResult]:
+    return [
+        pb.HospitalResult(
+            silo=name,
+            correct=result.correct,
+            examples=result.examples,
+            clinical=None if result.clinical is None else clinical_message(result.clinical),
+            own=None if result.own is None else own_message(result.own),
+        )
+        for name, result in sorted(found.items())
+    ]
+
+
+def results_of(info: pb.RoundInfo) -> dict[str, HospitalResult]:
+    """Read what hospitals let be shown of their own; raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    results = {}
+    for found in info.by_hospital:
+        counts = list(zip(found.correct, found.examples, strict=False))
+        width = len(found.correct) == len(found.examples) == len(info.correct)
+        if not width or not all(0 <= right <= of < math.inf for right, of in counts):
+            raise ProtocolError(
+                "E-WIRE-06",
+                f"expected counts of {len(info.correct)} classes of {found.silo[:60]!r}, found numbers that no "
+                "evaluation gives: both sides must run one version",
+            )
+        results[found.silo] = HospitalResult(
+            tuple(found.correct), tuple(found.examples), clinical_of(found), own_of(found)
+        )
+    return results
 
 
 def no_clinical(info: pb.RoundInfo, metrics: str) -> str:

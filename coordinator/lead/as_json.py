@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from coordinator.lead import accuracy
+from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.withdrawals import withdrawal_json
+from fl_core.types import intervals
 from fl_core.types.records import RoundRecord, fairness, judgements, refused
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -33,6 +34,8 @@ def run_json(info: pb.RunInfo) -> Mapping[str, object]:
         **{name: getattr(info, name) for name in _RUN_FIELDS},
         **accuracy.newest(info).facts("global_accuracy"),
         **accuracy.best(info).facts("best_global_accuracy", "best_"),
+        **accuracy.newest_balanced(info).facts("balanced_accuracy", "balanced_"),
+        "chance": accuracy.chance(info),
         "created": info.created_unix,
         "ended": info.ended_unix or None,
         "model_digest": info.model_digest or None,
@@ -55,7 +58,7 @@ def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
     }
 
 
-_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "added"}
+_OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "added", "by_hospital", "own"}
 """Of a round's record; every other field is written as it is, and what withdrawals are checked by is not."""
 
 
@@ -70,6 +73,7 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         **accuracy.of_round(info).facts(),
         **accuracy.balanced(info).facts("balanced_accuracy", "balanced_"),
         "clinical": clinical_json(info),
+        **by_hospital_json(info),
         "opened": info.opened_unix,
         "closed": info.closed_unix or None,
         **personal_json(info.personal, info.withheld),
@@ -84,7 +88,17 @@ def _plain(value: Any) -> object:  # noqa: ANN401 - of a message
 
 def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:
     found = accuracy.clinical_of(info)
-    return None if found is None else found.facts()
+    return None if found is None else intervals.facts(found)
+
+
+def by_hospital_json(info: pb.RoundInfo) -> Mapping[str, object]:
+    """Convert what is known of single hospitals, and of their own models; empty in runs that ask for neither."""
+    found = accuracy.results_of(info)
+    own = accuracy.own_of(info)
+    return {
+        **({"by_hospital": hospital_results.facts(found)} if found else {}),
+        **({"own_models": hospital_results.own_facts(own)} if own is not None else {}),
+    }
 
 
 def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
@@ -110,6 +124,7 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
         "data": info.data.name or None,
         "classes": list(info.data.classes),
         "nominal_size": info.data.nominal_size,
+        "validation_only": info.data.validation_only,
         "activity": activity(info),
         "run": info.run_id or None,
         "policy_digest": info.policy_digest or None,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from coordinator.lead import accuracy
 from coordinator.lead.as_json import run_json
-from coordinator.lead.curves import OF_SUMS, Curve, Scores, by_class, curves, text
+from coordinator.lead.curves import OF_SUMS, Curve, Scores, behind, by_class, curves, text
 from fl_core.converter import ConversionError, parse_json, shown
 from fl_core.errors import ConfigError, ProtocolError
 from privacy.accounting import uncertainty
@@ -151,7 +151,7 @@ class ComparedRun:
             tuple(
                 Evaluated(frozenset(r.included), (tuple(r.correct), tuple(r.examples), accuracy.noise_of(r)))
                 for r in detail.rounds
-                if r.round and any(r.examples)
+                if behind(r) and any(r.examples)
             ),
         )
 

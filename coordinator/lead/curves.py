@@ -103,7 +103,15 @@ def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
 
 def _of_sums(name: str, rounds: Sequence[pb.RoundInfo], sums: Sequence[Sums]) -> CurveOfSums:
     values = tuple(_measured(name, *each) for each in sums)
-    return CurveOfSums(name, tuple(r.round for r in rounds), values, tuple(sums))
+    return CurveOfSums(name, tuple(map(behind, rounds)), values, tuple(sums))
+
+
+def behind(info: pb.RoundInfo) -> int:
+    """Return how many rounds of training the model that a round measures has behind it, as far as its run says.
+
+    The model of an evaluation without training was trained elsewhere: it has one.
+    """
+    return info.round or int(info.kind == pb.EVALUATE)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -115,7 +123,7 @@ def _measured(
 
 
 def _auc(rounds: Sequence[pb.RoundInfo]) -> Curve:
-    found = {r.round: measured.macro_auc for r in rounds if (measured := accuracy.clinical_of(r)) is not None}
+    found = {behind(r): measured.macro_auc for r in rounds if (measured := accuracy.clinical_of(r)) is not None}
     values = tuple(NOTHING if area is None else _exact(area.middle) for area in found.values())
     return Curve(MACRO_AUC, tuple(found), values)
 

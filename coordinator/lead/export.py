@@ -109,6 +109,8 @@ def export_model(
         "method_options": manifest.method.options,
         "model_options": manifest.model.options,
         "classes": list(manifest.schema.classes),
+        "data": manifest.data,
+        "image_size": manifest.image_size,
         "manifest_digest": info.manifest_digest,
         "model_digest": info.model_digest,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from coordinator.lead import accuracy
+from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.as_json import activity, personal_json, start_json
 from fl_core.aggregation import options
 from fl_core.types.clinical import BASIC
@@ -113,7 +113,18 @@ def software_text(found: Mapping[str, str]) -> str:
 def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
     return make_table(
         "Runs",
-        ("run", "state", "method", "data", "round", "accuracy", "best", "up / down", "started"),
+        (
+            "run",
+            "state",
+            "method",
+            "data",
+            "round",
+            "balanced accuracy",
+            "guessing",
+            "accuracy",
+            "up / down",
+            "started",
+        ),
         (
             (
                 r.run_id,
@@ -121,8 +132,9 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
                 r.method,
                 r.data,
                 f"{r.closed}/{r.rounds}",
+                accuracy.newest_balanced(r).short(),
+                clinical_report.percent(accuracy.chance(r)),
                 accuracy.newest(r).short(),
-                accuracy.best(r).short(),
                 f"{size(r.bytes_up)} / {size(r.bytes_down)}",
                 _minute(r.created_unix),
             )
@@ -160,7 +172,7 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
         (
             (
                 s.name,
-                s.state,
+                s.state + (", evaluates only" if s.data.validation_only else ""),
                 s.data.name or "-",
                 f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
                 ", ".join(s.data.holds) or "-",
@@ -199,12 +211,12 @@ def place(event: pb.Event, rounds: int) -> str:
 
 
 def clinical_text(info: pb.RoundInfo) -> str:
-    """Say balanced accuracy and AUC, which may cover fewer hospitals; empty where accuracies alone were measured."""
+    """Say the AUC, which may cover fewer hospitals; empty where accuracies alone were measured."""
     found, tested = accuracy.clinical_of(info), sum(info.examples)
     if found is None:
         return ""
     part = f" on {found.examples} of {tested:.0f} test images" if found.examples < tested else ""
-    return f"  balanced {accuracy.balanced(info).text()}  AUC {clinical_report.auc(found.macro_auc)}{part}"
+    return f"  AUC {clinical_report.macro_auc(found)}{part}"
 
 
 def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = BASIC) -> list[Table | str]:
@@ -219,11 +231,26 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = B
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 
 
+def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:
+    """Say how the model does at the hospitals that let it be shown, and how they stand; empty where none does."""
+    found, own = accuracy.results_of(info), accuracy.own_of(info)
+    beside = [] if own is None else [hospital_results.own_sentence(own, sum(info.examples))]
+    if not found:
+        return [*beside]
+    table = make_table(
+        "By hospital, of those that let it be shown", hospital_results.HEAD, hospital_results.rows(found)
+    )
+    hidden = len(info.included) - len(found)
+    rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
+    return [table, f"{hospital_results.standing(found).sentence()}{rest}", *beside]
+
+
 def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:
     rows = [
         (
             round_text(r.round, r.kind),
             pb.TaskKind.Name(r.kind).lower(),
+            accuracy.balanced(r).short(),
             accuracy.of_round(r).text(),
             ", ".join(r.included),
             "; ".join(f"{k}: {v}" for k, v in judged_updates(r)) or "-",
@@ -231,7 +258,11 @@ def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:
         )
         for r in rounds
     ]
-    return make_table("Rounds", ("round", "kind", "accuracy before it", "took part", "missing or cut", "clipped"), rows)
+    return make_table(
+        "Rounds",
+        ("round", "kind", "balanced accuracy before it", "accuracy", "took part", "missing or cut", "clipped"),
+        rows,
+    )
 
 
 def changed_text(rounds: Iterable[Judged]) -> str:

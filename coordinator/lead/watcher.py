@@ -79,7 +79,8 @@ class Watcher:
             text += f"  {event.silo}"
         if event.kind == "closed":
             before = "" if event.round >= info.rounds else " before it"
-            text += f"  accuracy{before} {accuracy.newest(info).text()}{self._clinical}{self._personal}"
+            text += f"  balanced accuracy{before} {accuracy.balanced(event.closed).text()}{self._clinical}"
+            text += f"  accuracy{before} {accuracy.newest(info).text()}{self._personal}"
             text += changed_text([event.closed])
             text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
             text += f"  left {self._left()}"
@@ -97,7 +98,8 @@ class Watcher:
         measured = f"{self._clinical}{self._personal}{changed_text(self._judged.values())}"
         return printable(
             f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
-            f"accuracy {accuracy.newest(info).text()}  best {accuracy.best(info).text()}{measured}  "
+            f"balanced accuracy {accuracy.newest_balanced(info).text()}  "
+            f"accuracy {accuracy.newest(info).text()}{measured}  "
             f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
         )
 

@@ -38,15 +38,19 @@ class Membership:
     store: Store
     clock: Clock = utc_now
 
-    def invite(self, name: str, lifetime: timedelta | None = None) -> Invitation:
+    def invite(self, name: str, lifetime: timedelta | None = None, validation_only: bool = False) -> Invitation:
         """Issue an invitation for a silo; an older open one for that name is withdrawn.
+
+        validation_only: who joins by it evaluates models and is never asked to train.
 
         Raises ConfigError (E-ID-30) for the name of a lead.
         """
         self._require_no_lead(name)
         made = self._authority().invite(name, lifetime)
         now = self.clock().timestamp()
-        self.store.members.invite(InvitationRow(made.serial, name, now, made.expires.timestamp()))
+        self.store.members.invite(
+            InvitationRow(made.serial, name, now, made.expires.timestamp(), validation_only=validation_only)
+        )
         return made
 
     def _require_no_lead(self, name: str) -> None:
@@ -80,7 +84,9 @@ class Membership:
             lambda: self._record(authority.sign_silo(csr_pem, name), enrolled=True),
             self._succession(name, public, proof),
         )
-        return self._membership(authority, made)
+        answer, silo = self._membership(authority, made), self.store.members.silo(name)
+        answer.validation_only = silo is not None and silo.validation_only
+        return answer
 
     def _succession(self, name: str, public: ec.EllipticCurvePublicKey, proof: bytes) -> tuple[tuple[str, str], ...]:
         """Return the chain of proofs that leads to a member's next key; none where its key was in other hands."""

@@ -88,7 +88,8 @@ class RunExecution:
         elif preflight_is_due(run, self.store):
             named = 0 if compiled.private else steering.quorum or manifest.quorum
             ask_preflight(run, manifest, self.dispatcher, steering.excluded, compiled.private, named)
-        if len(run.members) < MIN_UPDATES_FOR_MEDIAN and self.store.runs.round(run.id, 0) is None:
+        few = run.rounds and len(run.members) < MIN_UPDATES_FOR_MEDIAN
+        if few and self.store.runs.round(run.id, 0) is None:
             may = "nothing bounds what one of them does to the model"
             if isinstance(compiled.aggregator, NormClipped):
                 may = "one of them may move the model by several times the length of its initial weights in a round"

@@ -86,7 +86,7 @@ class Line:
         Raises StateError (E-RUN-11) on a parent that nobody goes on from; ConfigError: E-RUN-05 on a member, E-CFG-08
         on options and E-CFG-23 on data that do not go with the parent's sums.
         """
-        adding, out = manifest.method.name == Analytic.name, _digests(manifest.method.options)
+        adding, out = manifest.rounds > 0 and manifest.method.name == Analytic.name, _digests(manifest.method.options)
         if out:
             self._require_taken_out(parent, manifest, out)
             return

@@ -26,6 +26,7 @@ from coordinator.storage.store import Store
 from coordinator.storage.uploads import UploadRegistry
 from fl_core import validate
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
+from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
@@ -94,11 +95,20 @@ class RunScheduler:
         for member in manifest.members:
             if member.name not in enrolled:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
+        never = self.store.members.validation_only() if manifest.rounds else set()
+        if refused := sorted(never & {member.name for member in manifest.members}):
+            raise ConfigError(
+                "E-RUN-05",
+                f"expected hospitals that train, found {', '.join(refused)}, which only evaluate: leave "
+                "them out of silos=[...], and measure the model there with coordinator evaluate",
+            )
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
         if manifest.secagg is not None:  # what the manifest says of a hospital is all that is known of it
             sizes = {m.name: (float(m.units), 0.0) for m in manifest.members}
         CompiledRun.of(manifest)
+        if manifest.own:
+            self._require_own(manifest)
         parent = self.store.runs.get(start_from) if start_from else None
         Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
@@ -106,6 +116,7 @@ class RunScheduler:
         if start_from or weights is not None:
             with self.model_lock:
                 manifest, state = start_point.resolve(parent, manifest, self.objects)
+        manifest.require_model()
         text = manifest.to_json().encode()
         with self.objects.lock:
             filled = None if weights is None else StoredObject(weights.object, weights.size)
@@ -117,6 +128,17 @@ class RunScheduler:
         self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
+
+    def _require_own(self, manifest: RunManifest) -> None:
+        """Raise ConfigError (E-RUN-10, E-CFG-23) unless `own` names a run whose hospitals each trained alone."""
+        kept = self.store.runs.get(manifest.own)
+        other = RunManifest.from_json(kept.manifest)
+        if kept.method != LocalOnly.name or other.schema != manifest.schema:
+            raise ConfigError(
+                "E-CFG-23",
+                f"expected own=RUN to name a run of method={LocalOnly.name} with the same classes and examples, found "
+                f"{kept.id} of method {kept.method}: start one (coordinator run method={LocalOnly.name} ...)",
+            )
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""

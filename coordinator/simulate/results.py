@@ -23,6 +23,7 @@ from fl_core.errors.extras import require
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.measures import FineTuned
+from fl_core.types import intervals
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
@@ -126,7 +127,7 @@ class Result:
             "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
             "last_rounds": LAST,
             **uncertainty.balanced(*self.sums[-1]).facts("balanced_accuracy", "balanced_"),
-            "clinical": self.clinical and self.clinical.facts(),
+            "clinical": self.clinical and intervals.facts(self.clinical),
             "class_accuracy": {name: e.point for name, e in self.by_class().items()},
             "accuracy_by_round": [e.point for e in estimates],
             **self._intervals(estimates),

@@ -156,6 +156,10 @@ class MemberStore:
         with self._db.read() as db:
             return _silo(db, name, self._clock())
 
+    def validation_only(self) -> Set[str]:
+        """Name the silos that evaluate models and train none, by their invitation or as they say of themselves."""
+        return {silo.name for silo in self.silos() if silo.validation_only or silo.data.validation_only}
+
     def silos(self) -> list[Silo]:
         """Return all silos, revoked ones included, by name."""
         with self._db.read() as db:
@@ -232,6 +236,7 @@ class MemberStore:
             used = {"used": now, "fingerprint": fingerprint, "certificate": made.serial}
             db.execute(update(invitations).where(invitations.c.serial == invitation).values(**used))
             _certify(db, made, proofs, now)
+            db.execute(update(silos).where(silos.c.name == name).values(validation_only=row.validation_only))
             return made
 
     def renew(self, made: Certificate, proofs: tuple[tuple[str, str], ...]) -> None:
@@ -374,6 +379,7 @@ def _to_silo(row: RowMapping, now: float) -> Silo:
     own = {name: row[name] for name in ("name", "since", "software", "last_seen")}
     if own["last_seen"] > now + CLOCK_SKEW_S:
         own["last_seen"] = 0.0
+    own["validation_only"] = bool(row["validation_only"])
     return Silo(revoked=row["state"] == "revoked", certificate=held, proofs=proofs, data=data, **own)
 
 

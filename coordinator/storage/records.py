@@ -55,6 +55,7 @@ class DataOffer:
         masks: whether its version sends updates under masks
         labels_digest: of its label dictionary, where it says so
         coarse_labels: whether that has names that stand for one of several classes
+        validation_only: whether it evaluates models and trains none
     """
 
     name: str = ""
@@ -68,6 +69,7 @@ class DataOffer:
     masks: bool = False
     labels_digest: str = ""
     coarse_labels: bool = False
+    validation_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,10 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Silo:
-    """A hospital: `revoked` or a member. proofs: its renewals as (previous key, signature)."""
+    """A hospital: `revoked` or a member. proofs: its renewals as (previous key, signature).
+
+    validation_only: invited to evaluate models and never asked to train; `data` says what it states of itself.
+    """
 
     name: str
     revoked: bool
@@ -96,6 +101,7 @@ class Silo:
     software: str = ""
     data: DataOffer = field(default_factory=DataOffer)
     last_seen: float = 0.0
+    validation_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,7 @@ class InvitationRow:
     used: float | None = None
     fingerprint: str | None = None
     certificate: str | None = None
+    validation_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

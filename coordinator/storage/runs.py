@@ -76,7 +76,8 @@ class RunStore:
                 note_object(db, start[0], run.id, ObjectKind.STATE, 0, start[1])
             if weights is not None:
                 note_object(db, weights[0], run.id, ObjectKind.WEIGHTS, 0, weights[1])
-            text = f"{counted(run.rounds, 'round')} of {run.method} with {counted(len(run.members), 'silo')}"
+            length = counted(run.rounds, "round") if run.rounds else "an evaluation of the model"
+            text = f"{length} of {run.method} with {counted(len(run.members), 'silo')}"
             self._event(db, run.id, "submitted", text=f"{text}, from {run.parent}" if run.parent else text)
             for name, (train, test) in (sizes or {}).items():
                 db.execute(insert(declared_sizes).values(run_id=run.id, silo=name, train=train, test=test))

@@ -24,6 +24,7 @@ silos = sa.Table(
     sa.Column("software", sa.String, nullable=False, default=""),
     sa.Column("data", sa.JSON),
     sa.Column("last_seen", sa.Float, nullable=False, default=0.0),
+    sa.Column("validation_only", sa.Integer, nullable=False, server_default=sa.text("0")),  # 1: it is asked no training
 )
 
 certificates = sa.Table(
@@ -79,6 +80,7 @@ invitations = sa.Table(
     sa.Column("used", sa.Float),
     sa.Column("fingerprint", sa.String),  # of the key that used it
     sa.Column("certificate", sa.String),  # serial of what it got
+    sa.Column("validation_only", sa.Integer, nullable=False, server_default=sa.text("0")),
 )
 
 rosters = sa.Table(
@@ -272,6 +274,12 @@ def _sets_of_masked_rounds(db: sqlite3.Connection) -> None:
     db.execute(_SEALS)
 
 
+def _validation_only_members(db: sqlite3.Connection) -> None:
+    known = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    for table in {"silos", "invitations"} & known:  # a file without them is refused, as another one
+        db.execute(f"ALTER TABLE {table} ADD COLUMN validation_only INTEGER NOT NULL DEFAULT 0")
+
+
 FIRST_VERSION = 8
 """That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = (_one_record_of_a_round, _sets_of_masked_rounds)
+MIGRATIONS: tuple[Step, ...] = (_one_record_of_a_round, _sets_of_masked_rounds, _validation_only_members)

@@ -24,7 +24,7 @@ from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat, Ring
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, most_steps
 from fl_core.errors import ConfigError
-from fl_core.training.evaluation import GLOBAL_PARTS, METRICS, PERSONAL_PARTS
+from fl_core.training.evaluation import GLOBAL_PARTS, METRICS, OWN, PERSONAL_PARTS
 from fl_core.types.enums import Weighing
 from fl_core.types.values import PartSpec
 
@@ -82,7 +82,7 @@ class _Bounds:
 
     def _weight(self, part: str, spec: PartSpec) -> tuple[float, float]:
         """Return the most that a weight is, and that noise adds to it."""
-        if part in GLOBAL_PARTS:
+        if part in (*GLOBAL_PARTS, OWN):
             return self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
         rule, size = self._check.rule(part, bool(spec.weight_shape)), self._train
         weight = {Weighing.ONCE: 1.0, Weighing.QUALITY: max(size, math.e), Weighing.EXAMPLES: size}[rule.weight]
@@ -92,7 +92,7 @@ class _Bounds:
 
     def _value(self, part: str, spec: PartSpec, weight: float) -> float:
         """Return the most that a number of a part's total is."""
-        if part in GLOBAL_PARTS:
+        if part in (*GLOBAL_PARTS, OWN):
             return weight
         if part in PERSONAL_PARTS:
             return 1.0

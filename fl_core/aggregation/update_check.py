@@ -29,7 +29,15 @@ from torch import Tensor
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import BUFFERS, RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.errors import ProtocolError
-from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS
+from fl_core.training.evaluation import (
+    BY_HOSPITAL,
+    CLINICAL_PART,
+    METRIC_PARTS,
+    METRICS,
+    OWN,
+    PAIRED,
+    PERSONAL_PARTS,
+)
 from fl_core.types.enums import Weighing
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule
@@ -209,10 +217,10 @@ class UpdateCheck:
 
     def rule(self, name: str, per_row: bool) -> PartRule:
         """Return what a part means; prototypes and what else has a weight per row count examples unless it says not."""
-        if name == HOSPITALS:
+        if name in (HOSPITALS, BY_HOSPITAL):
             return PartRule(Weighing.ONCE)
-        if name in (METRICS, *PERSONAL_PARTS):
-            return PartRule(Weighing.EXAMPLES if name == METRICS else Weighing.ONCE)
+        if name in (METRICS, OWN, PAIRED, *PERSONAL_PARTS):
+            return PartRule(Weighing.ONCE if name in PERSONAL_PARTS else Weighing.EXAMPLES)
         return self.rules.get(name, PartRule() if per_row else self.rules.get("delta", PartRule()))
 
     # ---- weights ---------------------------------------------------------------------------------------------------
@@ -221,7 +229,7 @@ class UpdateCheck:
         """Return the weight in float64, once it is within its range."""
         weight, slack = self._numbers(f"{name}.weight", part.weight), self._slack(name, part.weight)
         size, rule = self.sizes.get(silo, DeclaredSize()), self.rule(name, bool(weight.dim()))
-        most = size.test if name == METRICS else size.train
+        most = size.test if name in (METRICS, OWN, PAIRED) else size.train
         if rule.weight is Weighing.ONCE:
             most = float(self.updates)
         elif rule.weight is Weighing.QUALITY:
@@ -304,6 +312,15 @@ class UpdateCheck:
         if name == METRICS:
             _within("correct answers beyond the examples", value - weight, -math.inf, 2 * slack, math.inf, silo)
             _within("correct answers", value, -slack, math.inf, math.inf, silo)
+        elif name == OWN:
+            _within("correct answers of two models", value, 0.0, math.inf, math.inf, silo)
+            _within("correct answers beyond the examples", value - weight, -math.inf, 0.0, math.inf, silo)
+        elif name == PAIRED:
+            n = float(weight)
+            low, high = (-n, n) if key == "difference" else (0.0, n * n)
+            _within(f"{name}.{key}", value, low, high, math.inf, silo)
+        elif name == BY_HOSPITAL:
+            _within("consent", value - weight, 0.0, 0.0, math.inf, silo)
         elif name in PERSONAL_PARTS:
             rest = _ROUNDING * self.updates
             low, high = (-rest, rest) if key.endswith("_rest") else (0.0, float(weight))

@@ -58,11 +58,15 @@ class HasPublishedNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """What was read from a file of weights. sha256: of its bytes; classes: of its head, where the file names them."""
+    """What was read from a file of weights. sha256: of its bytes; classes: of its head, where the file names them.
+
+    facts: what `coordinator export` wrote beside them; of unknown origin like all the rest.
+    """
 
     tensors: Tensors
     sha256: str
     classes: tuple[str, ...] | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> WeightsFile:
@@ -91,7 +95,8 @@ def read_file(path: Path) -> WeightsFile:
         raise ConfigError("E-CFG-02", f"expected a state dict in {path}, found {error}") from error
     classes = facts.get("classes")
     named = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    return WeightsFile(found, hashlib.sha256(raw).hexdigest(), tuple(classes) if named else None)  # type: ignore[arg-type]
+    digest = hashlib.sha256(raw).hexdigest()
+    return WeightsFile(found, digest, tuple(classes) if named else None, facts)  # type: ignore[arg-type]
 
 
 class _UnsoundError(ValueError):

@@ -22,10 +22,18 @@ from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
 from fl_core.rounds import closing, sampling
 from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.training.clinical import clinical_metrics
-from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS, personal_scores
+from fl_core.training.evaluation import (
+    CLINICAL_PART,
+    METRIC_PARTS,
+    METRICS,
+    PERSONAL_PARTS,
+    own_models,
+    personal_scores,
+    shown_result,
+)
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
-from fl_core.types.records import RoundRecord
+from fl_core.types.records import HospitalResult, RoundRecord
 from fl_core.types.values import Bundle, RoundContext, State, Tensors
 
 
@@ -139,7 +147,7 @@ class RoundLoop:
         observer.opened(context, kind, names)
         check = self.check.of(round_layout(self.method, self.check.layout, kind))
         sums = self._round_sum(check, NO_HISTORY, {}, context, kind)
-        included, missing, _ = self._collect_updates({}, context, kind, ids, sums, observer)
+        included, missing, *_ = self._collect_updates({}, context, kind, ids, sums, observer)
         if len(included) < len(ids):
             raise UnavailableError(
                 "E-RUN-03",
@@ -172,7 +180,7 @@ class RoundLoop:
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
         sums = self._round_sum(check, history, msg, context, kind)
-        included, missing, added = self._collect_updates(msg, context, kind, ids, sums, observer)
+        included, missing, added, shown = self._collect_updates(msg, context, kind, ids, sums, observer)
         self._require_enough(included, missing, len(ids), t)
         decided = sums.finish()
         included = sorted(set(included) - set(decided.refused))
@@ -199,6 +207,8 @@ class RoundLoop:
             decided.cut_rows,
             decided.unbounded,
             {} if decided.cut else {name: added[name] for name in included if name in added},
+            {name: shown[name] for name in included if name in shown},
+            own_models(total),
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}
@@ -247,16 +257,16 @@ class RoundLoop:
         ids: Sequence[int],
         sums: RoundSum,
         observer: Observer,
-    ) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    ) -> tuple[list[str], dict[str, str], dict[str, str], dict[str, HospitalResult]]:
         """Take updates as they arrive, one at a time; one that does not fit is refused and the round goes on.
 
-        Returns who is in the sum, why others are not, and the fingerprints of what was added.
+        Returns who is in the sum, why others are not, the fingerprints of what was added, and what may be shown alone.
 
         Raises FederationError where a bundle that was accepted can no longer be read: the round cannot go on.
         """
         index = {self.ports[k].name: k for k in ids}
         included: list[str] = []
-        missing, added = dict[str, str](), dict[str, str]()
+        missing, added, shown = dict[str, str](), dict[str, str](), dict[str, HospitalResult]()
         ask = self.exchange or self._replies
         for name, reply in ask([self.ports[k] for k in ids], msg, context, kind):
             try:
@@ -266,6 +276,8 @@ class RoundLoop:
                     require_expected(self.method, update, context.round)
                     if found := self.method.fingerprint(update):
                         added[name] = found
+                if (own_result := shown_result(update)) is not None:
+                    shown[name] = own_result
             except FederationError as error:
                 missing[name] = str(error)[:REASON_CHARS]  # the names in a bundle may be of any length
                 observer.refused(name, missing[name])
@@ -277,7 +289,7 @@ class RoundLoop:
             del update
             included.append(name)
             observer.arrived(name)
-        return included, missing, added
+        return included, missing, added, shown
 
     def _replies(self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind) -> Replies:
         """Yield replies as they arrive, at most `parallel` silos at work; with one, silos run in this thread."""

@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
-from fl_core.training.evaluation import GLOBAL_PARTS, METRICS, evaluate_personal
+from fl_core.training.evaluation import (
+    BY_HOSPITAL,
+    GLOBAL_PARTS,
+    METRICS,
+    consent,
+    evaluate_personal,
+    no_own_parts,
+)
 from fl_core.training.local_data import NOTHING_TO_TRAIN, PlainLocalData
 from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.enums import TaskKind
@@ -30,11 +37,18 @@ class DummyExamples(Examples):
 
 
 def derive_layout(
-    method: Method, model: nn.Module, schema: Schema, personal: bool = False, metrics: str = BASIC
+    method: Method,
+    model: nn.Module,
+    schema: Schema,
+    personal: bool = False,
+    metrics: str = BASIC,
+    trains: bool = True,
+    closing: Layout | None = None,
 ) -> Layout:
     """Run one local step on two blank examples and read the layout off the bundle.
 
-    personal: whether personal models are measured   metrics: which of METRICS_KINDS.
+    personal: whether personal models are measured   metrics: which of METRICS_KINDS   trains: whether the run has a
+    round of training, without which updates are evaluations alone   closing: what `closing_layout` gives.
 
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
@@ -43,6 +57,11 @@ def derive_layout(
     data = PlainLocalData(RoundData(blank, blank, TrainConfig(batch_size=2, epochs=1), context))
     server = method.init_server(model, context)
     msg = method.broadcast(server)
+    parts = GLOBAL_PARTS if metrics == CLINICAL else (METRICS,)
+    measured = _layout(measure_global(method, model, msg, data, context.n_classes, parts))
+    measured |= closing or {}
+    if not trains:
+        return dict(sorted(measured.items()))
     try:
         layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)
     except ConfigError as error:
@@ -51,13 +70,22 @@ def derive_layout(
         raise ConfigError(error.code, f"method {method.name}: {error.message}") from error
     if personal:
         layout |= _layout(evaluate_personal(model, data, context.n_classes))
-    parts = GLOBAL_PARTS if metrics == CLINICAL else (METRICS,)
-    layout |= _layout(measure_global(method, model, msg, data, context.n_classes, parts))
-    layout = dict(sorted(layout.items()))
+    layout = dict(sorted((layout | measured).items()))
     run_silo_round(
         SiloRuntime(method, model, layout), msg, None, data, context, TaskKind.TRAIN
     )  # the layout is stable: it fits itself
     return layout
+
+
+def closing_layout(n_classes: int, by_hospital: bool, own: bool, metrics: str, masked: bool) -> Layout:
+    """Return the layout of what a run asks of the closing evaluation beside its metrics.
+
+    by_hospital, own: as in the manifest. Areas are compared where the run measures scores and sums have no masks.
+    """
+    found = dict[str, PartSpec]()
+    if by_hospital:
+        found |= _layout({BY_HOSPITAL: consent()})
+    return found | (_layout(no_own_parts(n_classes, metrics == CLINICAL and not masked)) if own else {})
 
 
 def _layout(bundle: Bundle) -> dict[str, PartSpec]:

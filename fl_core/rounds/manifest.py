@@ -18,7 +18,7 @@ from fl_core.errors import ConfigError, ProtocolError
 from fl_core.extensions.registry import Extension
 from fl_core.rounds import sampling
 from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES, METRICS_KINDS
-from fl_core.types.records import Schema, TrainConfig
+from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import Layout, PartSpec
 from fl_core.validate import Count, between, bounded, one_of
@@ -30,6 +30,7 @@ MAX_WEIGHTS_BYTES, MAX_SOURCE_CHARS = 1 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_RUN_ID, _NAMED = re.compile(r"[a-z0-9][a-z0-9-]{0,79}"), 80
 _ABSENT: Mapping[str, object] = {
     "lead": "",
     "private_form": {},
@@ -39,6 +40,8 @@ _ABSENT: Mapping[str, object] = {
     "metrics": BASIC,
     "extensions": (),
     "secagg": None,
+    "by_hospital": False,
+    "own": "",
 }
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
@@ -153,7 +156,11 @@ class RunManifest:
     lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
     model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
     None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS; extensions: the code of
-    other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear.
+    other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear;
+    by_hospital: whether hospitals are asked to show their own part of the closing evaluation under their names; own:
+    the run of method=local whose models, which hospitals keep, are measured beside this run's last one; empty: none.
+
+    A run of no rounds is an evaluation: the model that it starts from is measured, and nobody trains.
     """
 
     name: str
@@ -184,6 +191,8 @@ class RunManifest:
     metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
     extensions: tuple[Extension, ...] = ()
     secagg: Secagg | None = None
+    by_hospital: bool = False
+    own: str = ""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -249,6 +258,28 @@ class RunManifest:
                     f"expected a digest of {member.name}'s label dictionary in 64 hex digits, found "
                     f"{shown(member.labels)}: ask that hospital",
                 )
+        exact = self.privacy.name == "none" and self.train.freeze != FEATURES
+        if self.own and not (exact and _RUN_ID.fullmatch(self.own)):
+            raise ConfigError(
+                "E-CFG-08",
+                "expected the id of a run, and neither privacy nor a frozen body, beside own=RUN, found "
+                f"own={self.own[:_NAMED]}, privacy={self.privacy.name} and train.freeze={self.train.freeze}: "
+                "leave own out",
+            )
+        if self.by_hospital and (self.secagg is not None or self.privacy.name != "none"):
+            hidden = "masks, which open sums alone" if self.secagg is not None else f"privacy={self.privacy.name}"
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected secagg=off and privacy=none beside by_hospital=true, found {hidden}: leave by_hospital out, "
+                "or start the run without",
+            )
+        if not self.rounds and (self.personal or self.privacy.name != "none"):
+            raise ConfigError(
+                "E-CFG-08",
+                "expected personal=false and privacy=none in an evaluation without training (rounds=0), found "
+                f"personal={str(self.personal).lower()} and privacy={self.privacy.name}: a run with noise measures its "
+                "last model by itself",
+            )
         if len(self.name) > MAX_NAME_CHARS:
             raise ConfigError(
                 "E-CFG-02",
@@ -256,6 +287,19 @@ class RunManifest:
             )
         if self.start is not None and self.start.weights is not None:
             self.start.weights.require_possible()
+
+    def require_model(self) -> None:
+        """Raise ConfigError (E-CFG-02) on an evaluation whose start, complete by now, gives no whole model."""
+        if self.rounds:
+            return
+        fresh = () if self.start is None or self.start.run or self.start.weights is None else self.start.weights.fresh
+        if self.start is None or fresh:
+            found = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected a whole model beside rounds=0, which measures one and trains nothing, found {found}: name a "
+                "run (coordinator evaluate RUN), or a file that has all of it (model.weights=FILE)",
+            )
 
     def index(self, silo: str) -> int:
         """Return a member's index in the roster; raises ConfigError (E-RUN-05) for any other name."""

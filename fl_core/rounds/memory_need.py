@@ -117,11 +117,17 @@ class StepMemory:
 
 
 def measure_step(
-    runtime: SiloRuntime, msg: State, open_data: Callable[[int], LocalData], context: RoundContext, device: torch.device
+    runtime: SiloRuntime,
+    msg: State,
+    open_data: Callable[[int], LocalData],
+    context: RoundContext,
+    device: torch.device,
+    trains: bool = True,
 ) -> StepMemory:
     """Do a silo's round on a few made-up examples, one step for each of its trainings, and see what it takes.
 
-    msg: as the first round sends it   open_data: opens so many examples, for one step   context: of the first round.
+    msg: as the first round sends it   open_data: opens so many examples, for one step   context: of the first round
+    trains: whether the run has a round of training.
     Raises RefusedError (E-RUN-38) before more than half of the free memory is taken, and whatever the method does.
     Guarantees: reads no record; leaves torch's global generator as it was.
     """
@@ -129,7 +135,7 @@ def measure_step(
     taken = [LiveTensors(device, None if free is None else free // 2) for _ in FEW]
     for live, number in zip(taken, FEW, strict=True):
         with live:
-            _two_rounds(runtime, msg, partial(_opened, open_data, number, live), context)
+            _two_rounds(runtime, msg, partial(_opened, open_data, number, live), context, trains)
     few, more = taken
     return StepMemory(device, tuple(few.after), tuple(more.after), tuple(few.in_training))
 
@@ -147,7 +153,9 @@ def measure_pass(body: nn.Module, shape: Sequence[int], device: torch.device) ->
     return StepMemory(device, tuple(few.after), tuple(more.after), tuple(few.in_training))
 
 
-def _two_rounds(runtime: SiloRuntime, msg: State, open_data: Callable[[], LocalData], context: RoundContext) -> None:
+def _two_rounds(
+    runtime: SiloRuntime, msg: State, open_data: Callable[[], LocalData], context: RoundContext, trains: bool
+) -> None:
     """Do a first round, and one that has what the first left to this silo: an earlier model, a control variate."""
     method, state = runtime.method, None
     received = {group: {name: v.clone() for name, v in values.items()} for group, values in msg.items()}
@@ -155,6 +163,8 @@ def _two_rounds(runtime: SiloRuntime, msg: State, open_data: Callable[[], LocalD
         data = open_data()
         state = method.init_silo(runtime.reset_model(), context) if state is None else state
         measure_global(method, runtime.reset_model(), received, data, context.n_classes, runtime.layout)
+        if not trains:
+            return
         bundle, state = method.local(runtime.reset_model(), received, state, data, context)
         del bundle
 

@@ -27,6 +27,7 @@ from fl_core.models import SplitModel, build_model, pretrained
 from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
+from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.rounds.silo_round import Masking, SiloRuntime, round_layout
 from fl_core.training.evaluation import METRIC_PARTS, METRICS
@@ -164,6 +165,20 @@ class RunSetup:
             return found
         self._require_weights()
         return {**tensor_maps.select(tensor_maps.copy_state(self.network), lambda n: n.startswith("body.")), **found}
+
+    def own_layout(self) -> Layout:
+        """Derive the layout of updates from what the manifest asks, without what a profile or masks add."""
+        manifest, classes = self.manifest, len(self.manifest.schema.classes)
+        masked = manifest.secagg is not None
+        return derive_layout(
+            self.method,
+            self.new_model(),
+            self.schema,
+            manifest.personal,
+            manifest.metrics,
+            trains=manifest.rounds > 0,
+            closing=closing_layout(classes, manifest.by_hospital, bool(manifest.own), manifest.metrics, masked),
+        )
 
     def new_model(self) -> nn.Module:
         """Copy the model with its initial weights; training and dry runs change what they are given."""

@@ -18,13 +18,19 @@ from fl_core.aggregation.round_sum import require_direction
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.training.evaluation import (
+    BY_HOSPITAL,
     CLINICAL_PART,
+    CLOSING_PARTS,
     GLOBAL_PARTS,
     METRIC_PARTS,
     METRICS,
+    OWN,
+    PAIRED,
     PERSONAL,
     PERSONAL_PARTS,
+    consent,
     evaluate_global,
+    evaluate_own,
     evaluate_personal,
     withheld,
 )
@@ -99,7 +105,8 @@ class SiloRuntime:
     """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
 
     initial: the run's initial weights, read off `model` when they are not given   withholds: parts of the evaluation
-    that this hospital measures for itself and does not send   masking: in a masked run, what becomes of an update.
+    that this hospital measures for itself and does not send   masking: in a masked run, what becomes of an update
+    own: the model that the silo trained alone, where a run asks for it and it is there.
     """
 
     method: Method
@@ -109,6 +116,7 @@ class SiloRuntime:
     initial: Tensors = field(default_factory=dict)
     withholds: frozenset[str] = frozenset()
     masking: Masking | None = None
+    own: nn.Module | None = None
 
     def __post_init__(self) -> None:
         if not self.initial:
@@ -164,6 +172,11 @@ def run_silo_round(
         model = runtime.reset_model()
     if PERSONAL in layout:
         bundle |= evaluate_personal(method.personal(model, msg, own, data, context), data, context.n_classes)
+    if OWN in layout:
+        received = method.global_model(runtime.reset_model(), msg)
+        bundle |= evaluate_own(received, runtime.own, data, context.n_classes, PAIRED in layout)
+    if BY_HOSPITAL in layout:
+        bundle[BY_HOSPITAL] = consent()
     bundle |= {name: withheld(bundle[name]) for name in runtime.withholds & set(bundle)}
     check_layout(bundle, {name: spec for name, spec in layout.items() if name not in guard_parts})
     guarded: Bundle = bundle
@@ -185,11 +198,14 @@ def require_expected(method: Method, update: Bundle, round: int) -> None:
 
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
-    """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind."""
+    """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind.
+
+    A hospital's own numbers are shown of the closing evaluation alone: those of every round would tell of images.
+    """
     if kind is TaskKind.CENSUS:
         return census_layout(*layout[METRICS].weight_shape)
     train = kind is TaskKind.TRAIN
-    left = set(GLOBAL_PARTS) if not train else set(layout) - set(PERSONAL_PARTS)
+    left = {*GLOBAL_PARTS, *CLOSING_PARTS} if not train else set(layout) - {*PERSONAL_PARTS, *CLOSING_PARTS}
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
     return {name: spec for name, spec in layout.items() if name in left | measured}
 

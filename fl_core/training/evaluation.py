@@ -9,6 +9,11 @@
 | personal        | a, a^2 (and what rounding cut off) | 1 per silo, 0 without test examples                      |
 | personal_public | PM(L), PM(V) and their squares     | 1 per silo, 0 without public examples of its classes     |
 | personal_ga     | GA and its square                  | 1 per silo, 0 where the public test set has no example   |
+| own             | correct answers per class (C,) of  | test examples per class (C,), 0 without an own model     |
+|                 | its own model and of the received  |                                                          |
+| paired          | n d and n^2 v of delong.py         | n: test examples () whose scores were compared           |
+| by_hospital     | 1 for each silo that lets its own  | the same; in evaluations of runs that ask for it         |
+|                 | numbers be shown beside the sums   |                                                          |
 
 a is a personal model's accuracy on its silo's own test split; mean and standard deviation over silos follow from the
 sums (`personal_scores`). With counts n_kc of silo k's training examples, on the public test set,
@@ -25,13 +30,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from fl_core.training.clinical import clinical_part, no_clinical_part
+from fl_core.training.clinical import clinical_metrics, clinical_part, no_clinical_part
+from fl_core.training.delong import paired_auc
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
+from fl_core.types.records import HospitalResult, OwnModels
 from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import BatchSums, Bundle, ClassSums, Examples, Part, Tensors
 
@@ -45,7 +53,13 @@ PERSONAL = "personal"
 PERSONAL_PUBLIC = "personal_public"
 PERSONAL_GA = "personal_ga"
 PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC, PERSONAL_GA)
-METRIC_PARTS = frozenset({*GLOBAL_PARTS, *PERSONAL_PARTS})
+BY_HOSPITAL = "by_hospital"
+"""The hospital's consent that its own part of the sums be kept and shown under its name."""
+OWN, PAIRED = "own", "paired"
+"""The model that a hospital trained alone beside the one received, on the same images; and their areas: delong.py."""
+CLOSING_PARTS = (BY_HOSPITAL, OWN, PAIRED)
+"""Parts of the closing evaluation alone, of runs that ask for them."""
+METRIC_PARTS = frozenset({*GLOBAL_PARTS, *PERSONAL_PARTS, *CLOSING_PARTS})
 """Parts that measure: no method's `merge` sees them."""
 _SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v"), PERSONAL_GA: ("ga",)}
 
@@ -91,6 +105,77 @@ def evaluate_global(model: nn.Module | None, data: LocalData, n_classes: int, cl
     part = clinical_part(model, data, n_classes)
     confusion = part.total["confusion"]
     return {METRICS: Part({"correct": confusion.diagonal().clone()}, confusion.sum(1)), CLINICAL_PART: part}
+
+
+def consent() -> Part:
+    """Make the part by which a silo lets its own numbers be shown; `withheld` makes that of one that does not."""
+    return Part({"shown": torch.tensor(1.0)}, torch.tensor(1.0))
+
+
+def no_own_parts(n_classes: int, paired: bool) -> dict[str, Part]:
+    """Return the parts of a silo that has no model of its own."""
+    zeros, nothing = torch.zeros(n_classes), torch.tensor(0.0)
+    parts = {OWN: Part({"own": zeros, "measured": zeros.clone()}, zeros.clone())}
+    if paired:
+        parts[PAIRED] = Part({"difference": nothing, "square": nothing.clone()}, nothing.clone())
+    return parts
+
+
+def evaluate_own(
+    received: nn.Module, own: nn.Module | None, data: LocalData, n_classes: int, paired: bool
+) -> dict[str, Part]:
+    """Measure the model received and the silo's own on the same test images. They must not be private.
+
+    paired: also the difference of their macro AUC, from scores that stay here.
+    """
+    parts = no_own_parts(n_classes, paired)
+    if own is None:
+        return parts
+    models, seen = (own.eval(), received.eval()), list[tuple[Tensor, Tensor, Tensor]]()
+
+    def right(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = [model(x) for model in models]
+        if paired:  # a comparison of areas needs all scores at once
+            seen.append((*(torch.softmax(z.cpu().double(), 1) for z in logits), y.cpu()))  # type: ignore[arg-type]
+        return torch.stack([(z.argmax(1) == y).float() for z in logits], 1)
+
+    sums = data.sum(ClassSums(right, n_classes), bound=math.sqrt(2), split=Split.TEST)
+    parts[OWN] = Part({"own": sums["sum"][:, 0].clone(), "measured": sums["sum"][:, 1].clone()}, sums["count"])
+    if not seen:
+        return parts
+    mine, theirs, labels = (torch.cat(column) for column in zip(*seen, strict=True))
+    if (found := paired_auc(theirs, mine, labels)) is not None:
+        n = float(found.images)
+        total = {"difference": torch.tensor(n * found.difference), "square": torch.tensor(n * n * found.variance)}
+        parts[PAIRED] = Part(total, torch.tensor(n))
+    return parts
+
+
+def own_models(parts: Bundle) -> OwnModels | None:
+    """Read what is known of hospitals' own models off an update or a sum; None where it has none."""
+    if OWN not in parts or float(parts[OWN].weight.sum()) <= 0:
+        return None
+    own, paired = parts[OWN], parts.get(PAIRED)
+    mine, theirs, of = (tuple(v.tolist()) for v in (own.total["own"], own.total["measured"], own.weight))
+    found = OwnModels(mine, theirs, of)
+    if paired is None or float(paired.weight) <= 0:
+        return found
+    difference, square = (float(paired.total[name]) for name in ("difference", "square"))
+    return replace(found, images=float(paired.weight), difference=difference, square=square)
+
+
+def shown_result(update: Bundle) -> HospitalResult | None:
+    """Read off an update that was checked what its silo lets be shown of it alone; None where it does not."""
+    if BY_HOSPITAL not in update or float(update[BY_HOSPITAL].weight) != 1.0:
+        return None
+    metrics, clinical = update[METRICS], update.get(CLINICAL_PART)
+    return HospitalResult(
+        tuple(metrics.total["correct"].tolist()),
+        tuple(metrics.weight.tolist()),
+        None if clinical is None else clinical_metrics(clinical),
+        own_models(update),
+    )
 
 
 def withheld(part: Part) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Protocol
@@ -118,6 +119,49 @@ _LATER: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
+class OwnModels:
+    """How models did that hospitals trained alone, each on its own test images, and the measured model on the same.
+
+    own, measured, examples: right answers and test examples (C,)   images, difference, square: over the hospitals that
+    compared scores, sums of n, of n d and of n^2 v, as in training/delong.py; d is of the measured model's macro AUC
+    minus the own one's.
+    """
+
+    own: tuple[float, ...]
+    measured: tuple[float, ...]
+    examples: tuple[float, ...]
+    images: float = 0.0
+    difference: float = 0.0
+    square: float = 0.0
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> OwnModels:
+        own, measured, examples = (tuple(raw[name]) for name in ("own", "measured", "examples"))
+        return cls(own, measured, examples, raw["images"], raw["difference"], raw["square"])
+
+    @property
+    def auc_ahead(self) -> tuple[float, float] | None:
+        """Return by how much the measured model's macro AUC is higher, and the standard error; None where unknown."""
+        return (self.difference / self.images, math.sqrt(self.square) / self.images) if self.images > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class HospitalResult:
+    """One hospital's part of an evaluation's sums, which it lets be shown. Fields as in `RoundRecord`."""
+
+    correct: tuple[float, ...]
+    examples: tuple[float, ...]
+    clinical: ClinicalMetrics | None = None
+    own: OwnModels | None = None
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> HospitalResult:
+        clinical, own = raw["clinical"], raw.get("own")
+        found = clinical and ClinicalMetrics.of(clinical)
+        return cls(tuple(raw["correct"]), tuple(raw["examples"]), found, own and OwnModels.of(own))
+
+
+@dataclass(frozen=True, slots=True)
 class RoundRecord:
     """What is known of one round after its close.
 
@@ -127,7 +171,9 @@ class RoundRecord:
     cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block; clinical: over the
     test sets of the silos that send them, None in runs that measure accuracies alone; cut_rows: rows of prototypes
     that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with;
-    added: silo -> fingerprint of what it added whole to a sum that it can be taken out of again (`Method.fingerprint`).
+    added: silo -> fingerprint of what it added whole to a sum that it can be taken out of again (`Method.fingerprint`);
+    by_hospital: silo -> its own part, of those that let it be shown in a run that asks; own: the hospitals' own models
+    beside the measured one, None where nobody asks or has any.
     """
 
     round: int
@@ -144,13 +190,17 @@ class RoundRecord:
     cut_rows: int = 0
     unbounded: bool = False
     added: Mapping[str, str] = field(default_factory=dict)
+    by_hospital: Mapping[str, HospitalResult] = field(default_factory=dict)
+    own: OwnModels | None = None
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> RoundRecord:
         """Read what `to_dict` wrote, by way of JSON: numbers come back as they were, infinite ones too."""
         lists = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
         clinical = raw.get("clinical")
-        measured = {"clinical": clinical and ClinicalMetrics.of(clinical)}
+        each = {name: HospitalResult.of(found) for name, found in raw.get("by_hospital", {}).items()}
+        measured = {"clinical": clinical and ClinicalMetrics.of(clinical), "by_hospital": each}
+        measured["own"] = (own := raw.get("own")) and OwnModels.of(own)
         return cls(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,12 +13,13 @@ _HEADER_BYTES = 1 << 20
 _HEADER_PER_TENSOR = 512
 
 
-def max_object_bytes(manifest: RunManifest) -> int:
+def max_object_bytes(manifest: RunManifest, broadcast: int = 0) -> int:
     """Bound the bytes of an update or a broadcast of this run: 8 per number of its layout, and room for the header.
 
-    A method broadcasts what its updates have the layout of, and less; a masked update has packages and commitments too.
+    A method broadcasts what its updates have the layout of, and less, but for an evaluation without training: then
+    `broadcast` is how many numbers its model has. A masked update has packages and commitments too.
     """
     shapes = [s for spec in manifest.layout.values() for s in (*spec.shapes.values(), spec.weight_shape)]
     masks = 0 if manifest.secagg is None else bytes_beside(len(manifest.members))
-    numbers = _BYTES_PER_NUMBER * sum(math.prod(s) for s in shapes)
+    numbers = _BYTES_PER_NUMBER * (sum(math.prod(s) for s in shapes) + (0 if manifest.rounds else broadcast))
     return masks + numbers + _HEADER_PER_TENSOR * len(shapes) + _HEADER_BYTES

@@ -60,9 +60,16 @@ def join(
         "authority_fingerprint": authority,
         "certificate_until": peer.not_after.timestamp(),
         "home": str(home.path),
+        "validation_only": home.validation_only,
     }
+    takes_part = (
+        "in evaluations alone: nothing is ever trained here"
+        if home.validation_only
+        else "in runs, as policy.toml allows"
+    )
     facts = [
         ("joined", str(peer.identity)),
+        ("takes part", takes_part),
         ("home", str(home.path)),
         ("fingerprint", colons(peer.fingerprint)),
         ("authority", colons(authority)),

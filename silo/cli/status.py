@@ -14,7 +14,7 @@ from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import leaving
 from silo.storage.store import RunRecord, Store, TaskRecord
-from silo.training import evaluation_summary
+from silo.training import evaluation_summary, policy_in_force
 
 Json = Mapping[str, object]
 
@@ -23,13 +23,15 @@ Json = Mapping[str, object]
 def status(home: SiloHome) -> Reply:
     """Show identity, connection, outbox, and what this hospital measured of each model it received.
 
-    These measurements are in no message that names this hospital; they can be read here alone.
+    These measurements can be read here alone, unless the policy lets runs show them ([evaluation] by_hospital).
     """
     identity = SiloIdentity(home.path)
     own, addresses = identity.load(), [str(address) for address in home.addresses()]
     with open_store(home.database) as store:
         about = own, addresses, identity.renewal_due(), Peers.of(identity, store), store
-        return Reply(status_json(*about), list(_shown(*about)))
+        trains = policy_in_force.trains(home)
+        part = Facts([("takes part", "in evaluations alone: nothing is trained here")])
+        return Reply({**status_json(*about), "trains": trains}, [*([] if trains else [part]), *_shown(*about)])
 
 
 class Peers(NamedTuple):

@@ -148,12 +148,15 @@ class RunRequest:
         """
         floors, runs = policy.privacy, policy.runs
         most = f"epsilon {floors.epsilon:g} at delta {floors.delta:g}"
-        start = f", going on from {self.start}" if self.start else ""
+        going_on = "going on from" if self.rounds else "the model of"
+        start = f", {going_on} {self.start}" if self.start else ""
+        length = f"{self.rounds} rounds" if self.rounds else "an evaluation, nobody trains,"
+        trains = "–" if runs.train else "only evaluations: nothing is trained here"
         rows = [
             Comparison("Asked for by", self.lead or "a lead without a name", ", ".join(runs.leads) or "any lead"),
             Comparison("Method", self.method, ", ".join(runs.methods) or "any method"),
             Comparison("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
-            Comparison("Length", f"{self.rounds} rounds with {self.hospitals} hospitals, {self.model}{start}", "–"),
+            Comparison("Length", f"{length} with {self.hospitals} hospitals, {self.model}{start}", trains),
         ]
         if self.sums_of or policy.secagg.require:
             rows.append(self._sums(policy, confirmed))
@@ -207,7 +210,11 @@ class RunRequest:
         accuracies = "correct answers per class"
         more = ", confusion matrix, scores and confidence in bins" if "clinical" in self.parts else ""
         leaves = {CLINICAL: "all of it leaves", ACCURACY: f"only {accuracies} leave", NOTHING: "nothing leaves"}
-        return Comparison("Results on test images", f"{accuracies}{more}", leaves[policy.evaluation.send])
+        allowed = leaves[policy.evaluation.send]
+        if "by_hospital" in self.parts:
+            more += ", shown under this hospital's name beside the sums"
+            allowed += "; under its name too" if policy.evaluation.by_hospital else "; shown in sums alone"
+        return Comparison("Results on test images", f"{accuracies}{more}", allowed)
 
     def _prototypes(self, policy: Policy) -> Comparison:
         said = policy.prototypes

@@ -73,6 +73,7 @@ def join(
         raise ProtocolError("E-WIRE-06", "expected the authority of the invitation, found another one: ask the lead")
     roster = SignedRoster.unpack(answer.signed_roster) if answer.signed_roster else None
     home.write_addresses(material.addresses)
+    home.join_for(answer.validation_only)  # before the identity, without which nothing is served
     return identity.install(answer.certificate_pem, invitation.ca_pem, roster)
 
 

@@ -344,6 +344,7 @@ class Service:
         """
         offer = pb.DataOffer()
         offer.CopyFrom(self._data_offer)
+        offer.validation_only = not self._controls.trains()
         told = self._controls.tells_data()
         if not self._size_declared and (self._controls.hides_size() or not told):
             offer.nominal_size = offer.train_examples = offer.test_examples = 0.0

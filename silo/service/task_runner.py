@@ -6,14 +6,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+from torch import nn
+
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
+from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
@@ -276,12 +279,12 @@ class TaskRunner:
         self.emit(event("training", f"{key} of {name}: {doing}", key, {"name": name}))
         self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
-        state = self._kept_state(task, prepared)
+        state, own = self._kept_state(task, prepared), self._own_model(key, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
             with self._marked(task):
-                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress)
+                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress, own)
         except CancelledError:
             raise
         except Exception:
@@ -309,7 +312,8 @@ class TaskRunner:
 
     def _fetch_base(self, task: Task, prepared: PreparedRun) -> State:
         """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""
-        offer, progress, most = task.offer, self._progress(task, pb.FETCHING), max_object_bytes(prepared.run.manifest)
+        offer, progress = task.offer, self._progress(task, pb.FETCHING)
+        most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
         if prepared.run.contributor_floor is not None:
@@ -360,6 +364,26 @@ class TaskRunner:
                 raise
             self.emit(event("restarted", f"{key} begins anew here: {error}", key, {"code": error.code}))
             self.queue.tell(task, error)
+            return None
+
+    def _own_model(self, key: TaskKey, prepared: PreparedRun) -> nn.Module | None:
+        """Make the model that this hospital trained alone in the run that the manifest names.
+
+        None, which the hospital is told, where it took no part in it, or keeps it no longer.
+        """
+        manifest = prepared.run.manifest
+        if not manifest.own or key.kind is not TaskKind.EVALUATE:
+            return None
+        try:
+            digest, state = self.outbox.store.manifest_of(manifest.own), self.outbox.state(manifest.own)
+            if digest is None or state is None:
+                raise StateError("E-STATE-24", f"expected a model of this hospital alone of {manifest.own}, found none")
+            kept = CompiledRun.of(_read_manifest(self.outbox.objects.verified(digest), digest))
+            if not isinstance(kept.method, LocalOnly) or kept.manifest.schema != manifest.schema:
+                raise StateError("E-STATE-24", f"expected a run of method=local on such data, found {manifest.own}")
+            return kept.method.own_model(kept.new_model(), state)
+        except (FederationError, FileNotFoundError) as error:
+            self.emit(event("alone", f"{key}: no model of this hospital alone is measured beside: {error}", key))
             return None
 
     def _prepare(self, task: Task) -> PreparedRun:
@@ -466,6 +490,12 @@ class TaskRunner:
         if self.queue.cleanup_needed.is_set():
             self.queue.cleanup_needed.clear()
             self.outbox.sweep()
+
+
+def _numbers(broadcast: Mapping[str, object]) -> int:
+    """Count the numbers that a server sends: of each group, names with shapes and kinds."""
+    groups = (group for group in broadcast.values() if isinstance(group, Mapping))
+    return sum(math.prod(shape) for group in groups for shape, _ in group.values())
 
 
 @lru_cache(maxsize=1)

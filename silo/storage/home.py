@@ -6,6 +6,7 @@
 `ledger.db` what its records were used for, and what is left of their budget
 `served.json` which data the last service served         `features/` what frozen models made of the hospital's examples
 `ledger.key` the secret that it is chained under        `ledger.json` where both lie instead, when homes share them
+`validation_only` where this hospital evaluates models and trains none
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ VARIABLE = "CONSILIUM_SILO_HOME"
 OBJECTS = "objects"
 FEATURES = "features"
 SERVED = "served.json"
+VALIDATION_ONLY = "validation_only"
 LOCK_FILE = "serve.lock"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
 """Name the ledger's file and its key's, and win over the home's own file."""
@@ -124,6 +126,18 @@ class Home:
     @property
     def had_policy(self) -> Path:
         return self.path / "policy.was_here"
+
+    @property
+    def validation_only(self) -> bool:
+        """Tell whether this hospital joined to evaluate models and never to train: no message changes that later."""
+        return (self.path / VALIDATION_ONLY).exists()
+
+    def join_for(self, validation_only: bool) -> None:
+        """Note what this hospital joined for, where a person of it joins (again)."""
+        if validation_only:
+            private_files.write_private(self.path / VALIDATION_ONLY, b"")
+        else:
+            private_files.remove(self.path / VALIDATION_ONLY)
 
     @property
     def objects(self) -> Path:

@@ -18,7 +18,7 @@ from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.survey.method import Survey
-from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS
+from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import Capability
@@ -27,8 +27,8 @@ from fl_core.types.targets import classes_in
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
-from privacy.policy import Policy, check_labels
-from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING
+from privacy.policy import Policy, check_labels, validates_only
+from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING, Evaluation
 from privacy.profiles.prototype_filter import Withheld
 from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
@@ -95,6 +95,10 @@ class HospitalControls:
             return not self.policy().secagg.require
         except RefusedError:
             return False
+
+    def trains(self) -> bool:
+        """Tell whether the hospital takes part in training at all; as `policy_in_force.trains`."""
+        return policy_in_force.trains(self.home)
 
     def attestation(self) -> Attestation:
         if not self.home.ledger.exists():
@@ -172,6 +176,8 @@ class HospitalControls:
         """
         try:
             policy = self.policy()
+            if manifest.rounds and self.home.validation_only:
+                raise validates_only(manifest.rounds, "it joined for validation alone")
             policy.check_request(manifest)
             if manifest.secagg is not None and policy.secagg.confirmed_peers:
                 identity = SiloIdentity(self.home.path)
@@ -301,10 +307,12 @@ class HospitalControls:
     def withheld_parts(self) -> frozenset[str]:
         """Name the parts of evaluations that the policy keeps here; of a policy that cannot be read all of them."""
         try:
-            send = self.policy().evaluation.send
+            found = self.policy().evaluation
         except RefusedError:
-            send = NOTHING
-        return {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART}), NOTHING: METRIC_PARTS}[send]
+            found = Evaluation(NOTHING)
+        less = frozenset({CLINICAL_PART, PAIRED})
+        kept = {CLINICAL: frozenset[str](), ACCURACY: less, NOTHING: METRIC_PARTS}[found.send]
+        return kept if found.by_hospital else kept | {BY_HOSPITAL}
 
     def record_refusal(self, run: str, error: FederationError) -> None:
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
@@ -339,9 +347,11 @@ def check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None
 
 def describe_request(run: CompiledRun) -> str:
     manifest, profile = run.manifest, run.profile
-    what = f"{manifest.method.name} on {manifest.data}, {manifest.rounds} rounds"
+    length = f"{manifest.rounds} rounds" if manifest.rounds else "an evaluation, nobody trains"
+    what = f"{manifest.method.name} on {manifest.data}, {length}"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
-    lead += f", going on from {manifest.start}" if manifest.start else ""
+    lead += f", {'going on from' if manifest.rounds else 'of the model of'} {manifest.start}" if manifest.start else ""
+    lead += ", with the results of each hospital that lets them be shown" if manifest.by_hospital else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
     lead += ", under masks" if manifest.secagg is not None else ""
     if profile.terms is None:

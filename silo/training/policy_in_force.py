@@ -40,6 +40,14 @@ def accepts_new_peers(home: Home) -> bool:
         return False
 
 
+def trains(home: Home) -> bool:
+    """Tell whether the hospital takes part in training at all; not with a policy that cannot be read."""
+    try:
+        return in_force(home).runs.train and not home.validation_only
+    except RefusedError:
+        return False
+
+
 def digest_of(home: Home) -> str:
     """Return the SHA-256 of the policy file, whatever it says; empty where there is none, or none that can be read."""
     try:

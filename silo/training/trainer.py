@@ -25,7 +25,6 @@ from fl_core.datasets.examples import SPLITS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
 from fl_core.extensions import loading
 from fl_core.rounds import sampling
-from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
@@ -213,7 +212,8 @@ class PreparedRun:
         context = public.for_silo(self.index, manifest.seed, self.submits, manifest.masked_units(self.index))
         step = run.profile.made_up_step(self.index, context, self.device)
         with _cpu_threads(manifest.threads):
-            return step, measure_step(self.runtime, msg, step.opened, context, self.device)
+            trains = manifest.rounds > 0
+            return step, measure_step(self.runtime, msg, step.opened, context, self.device, trains)
 
     def require_memory(self) -> None:
         """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.
@@ -323,8 +323,7 @@ class Trainer:
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
         check_dictionary(run, index, dataset)
-        own = derive_layout(run.method, run.new_model(), run.schema, manifest.personal, manifest.metrics)
-        if {**own, **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
+        if {**run.own_layout(), **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
@@ -375,9 +374,18 @@ class Trainer:
             self._fitting = prepared
 
     def train(
-        self, prepared: PreparedRun, key: TaskKey, size: int, msg: State, state: State | None, progress: Progress
+        self,
+        prepared: PreparedRun,
+        key: TaskKey,
+        size: int,
+        msg: State,
+        state: State | None,
+        progress: Progress,
+        own: nn.Module | None = None,
     ) -> TrainingResult:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
+
+        own: the model that this hospital trained alone, to be measured beside the one received.
 
         Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
         model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
@@ -409,7 +417,8 @@ class Trainer:
                 self._controls.record_refusal(key.run_id, error)
                 raise
             with _hide_details(prepared.run.private):
-                outcome = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
+                runtime = prepared.runtime if own is None else replace(prepared.runtime, own=own.to(self.device))
+                outcome = self._run_round(runtime, msg, state, data, context, key.kind)
         if key.kind is TaskKind.TRAIN:  # before anything of other records leaves
             require_expected(prepared.run.method, outcome.bundle, context.round)
         evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method

@@ -320,18 +320,19 @@ class Site:
         return [n.text for n in self.notices if n.event == event]
 
 
-def enrolled(world: World, name: str, folder: Path) -> Home:
+def enrolled(world: World, name: str, folder: Path, validation_only: bool = False) -> Home:
     """Enrol a hospital without a connection, its home ready to serve."""
     home = Home(folder).make()
     identity = SiloIdentity(home.path)
     store = Store(world.home)
     try:
         membership = Membership(world.home, store)
-        token = InvitationToken.decode(membership.invite(name).token)
+        token = InvitationToken.decode(membership.invite(name, validation_only=validation_only).token)
         material = identity.join_material(token)
         made = membership.join(identity_of(token.cert_pem), material.csr_pem)
     finally:
         store.close()
+    home.join_for(made.validation_only)
     identity.install(made.certificate_pem, made.authority_pem)
     home.write_addresses(material.addresses)
     return home

@@ -219,13 +219,14 @@ def stored(bundle: Bundle, folder: Path, name: str = "bundle") -> BundleFile:
     return BundleFile(folder / name)
 
 
-def measured(run: CompiledRun) -> StepMemory:
+def measured(run: CompiledRun, trains: bool = True) -> StepMemory:
     """Measure a step of the first silo of a run."""
     manifest, cpu = run.manifest, torch.device("cpu")
     facts = len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, len(manifest.members)
     context = RoundContext(*facts).for_silo(0, manifest.seed)
     msg = run.method.broadcast(run.initial_state())
-    return measure_step(run.silo_runtime(), msg, run.profile.made_up_step(0, context, cpu).opened, context, cpu)
+    opened = run.profile.made_up_step(0, context, cpu).opened
+    return measure_step(run.silo_runtime(), msg, opened, context, cpu, trains)
 
 
 class Exact(QData):

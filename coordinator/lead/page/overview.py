@@ -120,6 +120,8 @@ def headline(found: Snapshot, now: float) -> tuple[str, str]:
         return f"{halted.run_id} is {run_state(halted.state).word}", halted.reason or "No reason was given."
     if under_way:
         first = under_way[-1]
+        if not first.rounds:
+            return f"The model of {first.run_id} is being measured", present
         return f"{first.run_id} is in round {min(first.closed + 1, first.rounds)} of {first.rounds}", present
     if not members:
         return "No hospital has joined yet", "Invite one: coordinator invite NAME"

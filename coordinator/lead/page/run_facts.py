@@ -17,6 +17,7 @@ from fl_core.types.records import judgements
 from fl_core.types.survey import SURVEY
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core import clinical_report
 from service_core.console import span
 
 _TROUBLE = ("refused", "lost", "cut", "forgetting", "waiting", "warning", "excluded", "extended", "ended")
@@ -61,7 +62,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
     """Collect what is known of a run. info: the newest; raises ProtocolError (E-WIRE-06) as `RunRecord`."""
     record = followed.record
     curves, members = record.compared.curves, record.compared.members
-    head, below = headline(info, curves.get("accuracy"))
+    head, below = headline(info, curves.get("balanced_accuracy"))
     hospitals = _hospitals(members, record.detail, info)
     return RunFacts(
         info=info,
@@ -72,8 +73,9 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
         privacy=_privacy(record.detail.manifest_json),
         open=open_round(info, members, followed.events, now),
         scores=tuple(
-            (TITLES[n], text(n, c.scores.final), text(n, c.scores.best), text(n, c.scores.last))
-            for n, c in curves.items()
+            (title, text(n, curves[n].scores.final), text(n, curves[n].scores.best), text(n, curves[n].scores.last))
+            for n, title in TITLES.items()
+            if n in curves
         ),
         aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
         rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
@@ -85,8 +87,11 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
 
 def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     """Say how the run stands: in one sentence, and what explains it."""
-    newest = accuracy.newest(info)
-    reached = "" if newest == NOTHING else f"Newest accuracy: {newest.text()}."
+    plain, balanced = accuracy.newest(info), accuracy.newest_balanced(info)
+    newest = plain if balanced == NOTHING else balanced
+    reached = (
+        "" if newest == NOTHING else f"Newest {'' if balanced == NOTHING else 'balanced '}accuracy: {newest.text()}."
+    )
     if info.state == "finished" and info.method == SURVEY:
         return "Hospitals have answered", f"The answers, as tables: coordinator survey --of {info.run_id}"
     if info.state == "finished":
@@ -94,10 +99,13 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
             return "Finished", f"How good the model is, is withheld: {newest.withheld}."
         if newest.point is None:
             return "Finished", "Nothing was measured of the model."
-        best = "" if curve is None else f" Best over rounds: {curve.scores.best.text()}."
+        best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
+        if balanced == NOTHING:
+            return f"Finished: accuracy {plain.text()}", f"Of all test images, classified correctly.{best}"
+        guessing = f"guessing: {clinical_report.percent(accuracy.chance(info))}"
         return (
-            f"Finished: {newest.text()}",
-            f"of all hospitals' test images are classified correctly by the shared model.{best}",
+            f"{'Finished' if info.rounds else 'Measured'}: balanced accuracy {balanced.text()}",
+            f"Each class counts alike ({guessing}). Of all test images {plain.text()} are classified correctly.{best}",
         )
     if info.state in ("paused", "failed", "aborted"):
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
@@ -106,7 +114,8 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         closes = _sentence(tables.there_text(info.waiting))
         return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
     if info.state == "running":
-        return f"{info.closed} of {info.rounds} rounds are done", reached
+        done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being measured"
+        return done, reached
     return "It waits for its turn", "It begins when the runs before it are over."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.lead import accuracy, tables
+from coordinator.lead import accuracy, hospital_results, tables
 from coordinator.lead.comparison import ComparedRun
 from coordinator.lead.curves import Curve, by_class, curves_of_sums
 from protos.consilium.v1 import federation_pb2 as pb
@@ -16,8 +16,8 @@ from service_core.console import span
 from service_core.web.chart import MAX_SERIES, Chart, Series
 
 TITLES = {
+    "balanced_accuracy": "balanced accuracy",
     "accuracy": "accuracy",
-    "balanced_accuracy": "balanced",
     "macro_auc": "macro AUC",
     "pa": "personal",
     "pm_l": "personal, all",
@@ -44,11 +44,14 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class Clinical:
-    """What medicine asks of the newest model. by_class: rows under `head`; confusion: class, then predictions."""
+    """What medicine asks of the newest model.
+
+    by_class: (row under `head`, whether it rests on few images)   confusion: class, then predictions.
+    """
 
     sentence: str
     head: tuple[str, ...]
-    by_class: tuple[tuple[str, ...], ...]
+    by_class: tuple[tuple[tuple[str, ...], bool], ...]
     classes: tuple[str, ...]
     confusion: tuple[tuple[str, ...], ...]
 
@@ -65,7 +68,8 @@ class RunRecord:
 
     @cached_property
     def chart(self) -> Chart | None:
-        return chart_of("Measured on all test images", {TITLES[n]: c for n, c in self.compared.curves.items()})
+        found = self.compared.curves
+        return chart_of("Measured on all test images", {title: found[n] for n, title in TITLES.items() if n in found})
 
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:
@@ -103,16 +107,26 @@ class RunRecord:
         return said and f"{said[:1].upper()}{said[1:]}."
 
     @cached_property
+    def hospitals(self) -> tuple[tuple[tuple[str, ...], ...], str] | None:
+        """The rows of hospitals that let their results be shown, and how they stand; None where none does."""
+        found = accuracy.results_of(self.detail.rounds[-1]) if self.detail.rounds else {}
+        if not found:
+            return None
+        said = hospital_results.standing(found).sentence()
+        return tuple(hospital_results.rows(found)), f"{said[:1].upper()}{said[1:]}."
+
+    @cached_property
     def clinical(self) -> Clinical | None:
         classes, rounds = self.compared.classes, self.detail.rounds
         found = accuracy.clinical_of(rounds[-1]) if rounds else None
         if found is None or len(classes) != len(found.confusion):
             return None
         sentence = clinical_report.sentence(found, sum(rounds[-1].examples))
+        few = [n < clinical_report.FEW for n in found.per_class]
         return Clinical(
             sentence=f"{sentence[:1].upper()}{sentence[1:]}",
             head=clinical_report.CLASS_HEAD,
-            by_class=tuple(clinical_report.class_rows(found, classes)),
+            by_class=tuple(zip(clinical_report.class_rows(found, classes), few, strict=True)),
             classes=classes,
             confusion=tuple(clinical_report.confusion_rows(found, classes)),
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from coordinator.lead import accuracy, tables
 from coordinator.lead.client import LeadClient
 from coordinator.lead.comparison import ComparedRun, Comparison, compare, score_rows
+from coordinator.lead.hospital_results import HEAD
 from coordinator.lead.page import exports, overview
 from coordinator.lead.page.overview import OwnCertificates
 from coordinator.lead.page.run_facts import run_facts
@@ -113,7 +114,7 @@ class LeadPage:
         return {**about, "headline": compared.headline, "comparison": compared}
 
     def _about(self, found: Snapshot) -> Mapping[str, object]:
-        words = {"accuracy": accuracy, "overview": overview, "tables": tables}
+        words = {"accuracy": accuracy, "hospital_head": HEAD, "overview": overview, "tables": tables}
         return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
 
     def _followed(self, run_id: str) -> tuple[Snapshot, pb.RunInfo, FollowedRun]:

@@ -53,6 +53,12 @@ class LocalOnly(FedAvg):
         data.sgd(model, self.objective(model, msg, data, context))
         return LocalResult(self.extras(model, msg, data, context), {"net": kept(model)})
 
+    @staticmethod
+    def own_model(model: nn.Module, silo: State) -> nn.Module:
+        """Load the model that a silo trained alone into `model`, from what it kept."""
+        tensor_maps.load_state(model, silo["net"])
+        return model
+
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:  # noqa: ARG002
         raise _no_model(self.name)
 

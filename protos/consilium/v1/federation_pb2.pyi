@@ -123,19 +123,23 @@ class Membership(_message.Message):
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
     AUTHORITY_PEM_FIELD_NUMBER: _builtins.int
     SIGNED_ROSTER_FIELD_NUMBER: _builtins.int
+    VALIDATION_ONLY_FIELD_NUMBER: _builtins.int
     certificate_pem: _builtins.bytes
     authority_pem: _builtins.bytes
     signed_roster: _builtins.bytes
+    validation_only: _builtins.bool
+    """in the answer to Join: by its invitation the silo evaluates models and trains none"""
     def __init__(
         self,
         *,
         certificate_pem: _builtins.bytes = ...,
         authority_pem: _builtins.bytes = ...,
         signed_roster: _builtins.bytes = ...,
+        validation_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority_pem", b"authority_pem", "certificate_pem", b"certificate_pem", "signed_roster", b"signed_roster"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority_pem", b"authority_pem", "certificate_pem", b"certificate_pem", "signed_roster", b"signed_roster", "validation_only", b"validation_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,6 +393,7 @@ class DataOffer(_message.Message):
     MASKS_FIELD_NUMBER: _builtins.int
     LABELS_DIGEST_FIELD_NUMBER: _builtins.int
     COARSE_LABELS_FIELD_NUMBER: _builtins.int
+    VALIDATION_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"digits", "isic2019", "folder", "manifest" """
     nominal_size: _builtins.float
@@ -402,6 +407,8 @@ class DataOffer(_message.Message):
     """BLAKE3 of its label dictionary, in hex; empty: it has none, or does not say"""
     coarse_labels: _builtins.bool
     """whether that dictionary has names that stand for one of several classes"""
+    validation_only: _builtins.bool
+    """it evaluates models and trains none"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one example; empty when it depends on the run (image size)"""
@@ -430,10 +437,11 @@ class DataOffer(_message.Message):
         masks: _builtins.bool = ...,
         labels_digest: _builtins.str = ...,
         coarse_labels: _builtins.bool = ...,
+        validation_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "coarse_labels", b"coarse_labels", "holds", b"holds", "labels_digest", b"labels_digest", "masks", b"masks", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "coarse_labels", b"coarse_labels", "holds", b"holds", "labels_digest", b"labels_digest", "masks", b"masks", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples", "validation_only", b"validation_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1809,6 +1817,8 @@ class RunInfo(_message.Message):
     BEST_ESTIMATE_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
+    BALANCED_ACCURACY_FIELD_NUMBER: _builtins.int
+    CLASSES_TESTED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -1831,6 +1841,8 @@ class RunInfo(_message.Message):
     """of the newest closed round"""
     model_object: _builtins.str
     """digest of the stored server state; fetch it with Get"""
+    classes_tested: _builtins.int
+    """classes with test images in it: guessing has a balanced accuracy of 1 / so many"""
     @_builtins.property
     def accuracy_estimate(self) -> Global___Estimate:
         """of a run whose evaluation is noisy; accuracy is its point then, -1 when withheld"""
@@ -1843,6 +1855,10 @@ class RunInfo(_message.Message):
 
     @_builtins.property
     def excluded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def balanced_accuracy(self) -> Global___Estimate:
+        """of the newest round; none before the first, and where nothing was tested"""
+
     def __init__(
         self,
         *,
@@ -1867,10 +1883,12 @@ class RunInfo(_message.Message):
         best_estimate: Global___Estimate | None = ...,
         waiting: Global___Waiting | None = ...,
         excluded: _abc.Iterable[_builtins.str] | None = ...,
+        balanced_accuracy: Global___Estimate | None = ...,
+        classes_tested: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "best_estimate", b"best_estimate", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_estimate", b"best_estimate", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "excluded", b"excluded", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "classes_tested", b"classes_tested", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "excluded", b"excluded", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2265,6 +2283,8 @@ class RoundInfo(_message.Message):
     ARRIVALS_FIELD_NUMBER: _builtins.int
     BASE_BYTES_FIELD_NUMBER: _builtins.int
     WITHHELD_FIELD_NUMBER: _builtins.int
+    BY_HOSPITAL_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     clipped: _builtins.int
@@ -2314,6 +2334,14 @@ class RoundInfo(_message.Message):
     def withheld(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """personal scores that were measured, with noise of unknown size"""
 
+    @_builtins.property
+    def by_hospital(self) -> _containers.RepeatedCompositeFieldContainer[Global___HospitalResult]:
+        """of those whose policy lets their own part of the sums be shown"""
+
+    @_builtins.property
+    def own(self) -> Global___OwnModels:
+        """none where nobody asks, or no hospital has a model of its own"""
+
     def __init__(
         self,
         *,
@@ -2336,14 +2364,97 @@ class RoundInfo(_message.Message):
         arrivals: _abc.Iterable[Global___Arrival] | None = ...,
         base_bytes: _builtins.int = ...,
         withheld: _abc.Iterable[_builtins.str] | None = ...,
+        by_hospital: _abc.Iterable[Global___HospitalResult] | None = ...,
+        own: Global___OwnModels | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise", "own", b"own"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "personal", b"personal", "round", b"round", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "by_hospital", b"by_hospital", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "own", b"own", "personal", b"personal", "round", b"round", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundInfo: _TypeAlias = RoundInfo  # noqa: Y015
+
+@_typing.final
+class OwnModels(_message.Message):
+    """Models that hospitals trained alone, and the measured one on the same test images."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWN_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    EXAMPLES_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    SQUARE_FIELD_NUMBER: _builtins.int
+    images: _builtins.float
+    """sums over hospitals of n, n d and n^2 v: docs/evaluation.md"""
+    difference: _builtins.float
+    square: _builtins.float
+    @_builtins.property
+    def own(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """right answers per class"""
+
+    @_builtins.property
+    def measured(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def examples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        own: _abc.Iterable[_builtins.float] | None = ...,
+        measured: _abc.Iterable[_builtins.float] | None = ...,
+        examples: _abc.Iterable[_builtins.float] | None = ...,
+        images: _builtins.float = ...,
+        difference: _builtins.float = ...,
+        square: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "examples", b"examples", "images", b"images", "measured", b"measured", "own", b"own", "square", b"square"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnModels: _TypeAlias = OwnModels  # noqa: Y015
+
+@_typing.final
+class HospitalResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: _builtins.int
+    CORRECT_FIELD_NUMBER: _builtins.int
+    EXAMPLES_FIELD_NUMBER: _builtins.int
+    CLINICAL_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    silo: _builtins.str
+    @_builtins.property
+    def correct(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """per class, as in RoundInfo"""
+
+    @_builtins.property
+    def examples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def clinical(self) -> Global___ClinicalMetrics:
+        """none where it sends accuracies alone"""
+
+    @_builtins.property
+    def own(self) -> Global___OwnModels: ...
+    def __init__(
+        self,
+        *,
+        silo: _builtins.str = ...,
+        correct: _abc.Iterable[_builtins.float] | None = ...,
+        examples: _abc.Iterable[_builtins.float] | None = ...,
+        clinical: Global___ClinicalMetrics | None = ...,
+        own: Global___OwnModels | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "own", b"own"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "correct", b"correct", "examples", b"examples", "own", b"own", "silo", b"silo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HospitalResult: _TypeAlias = HospitalResult  # noqa: Y015
 
 @_typing.final
 class ClinicalMetrics(_message.Message):

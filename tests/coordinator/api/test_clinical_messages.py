@@ -67,7 +67,8 @@ def test_a_person_reads_a_row_per_class_and_over_how_many_classes_means_are() ->
     text = captured.get()
     assert "sensitivity" in text
     assert "melanoma" in text
-    assert "over 2 of 3 classes that have test examples: balanced accuracy 50.0 %" in text
+    assert "over 2 of 3 classes that have test examples: macro AUC" in text
+    assert "balanced accuracy" not in text  # the one of all test images stands elsewhere
     assert "without 3 test examples whose hospitals send accuracies alone" in text
 
 
@@ -86,9 +87,9 @@ def test_watch_shows_the_newest_metrics() -> None:
         info.correct[1], info.examples[1] = 4, 5  # of which one hospital sends accuracies alone
         watcher.show(pb.Event(kind="closed", closed=info, info=pb.RunInfo(run_id="r", accuracy=0.5)))
     first, second = captured.get().splitlines()
-    assert "balanced 50.00 %  AUC 0." in first
+    assert "balanced accuracy 50.00 %  AUC 0." in first
     assert "test images" not in first
-    assert "balanced 65.00 %  AUC 0." in second
+    assert "balanced accuracy 65.00 %  AUC 0." in second
     assert "on 4 of 7 test images" in second
 
 

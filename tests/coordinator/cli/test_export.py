@@ -174,10 +174,10 @@ def test_a_card_has_sensitivity_specificity_auc_confusion_and_reliability() -> N
     counts = clinical_counts(torch.tensor([[2.0, 1, 0, 0], [0, 2, 1, 0], [1, 0, -3, 0]]), torch.tensor([0, 0, 1]), 4)
     found = clinical_metrics(Part(counts, counts["confusion"].sum()))
     text = card(found)
-    assert "| class | test examples | sensitivity | specificity | AUC |" in text
-    assert "| a | 2 | 50.0 % | 0.0 % |" in text
-    assert "| c | 0 | - | 100.0 % | - |" in text
-    assert "over 2 of 4 classes that have test examples: balanced accuracy 25.0 %" in text
+    assert "| class | test examples | sensitivity (95 %) | specificity (95 %) | AUC (95 %) |" in text
+    assert "| a | 2 | 50.0 % (1.3 to 98.7) | 0.0 % (0.0 to 97.5) |" in text
+    assert "| c | 0 | - | 100.0 % (29.2 to 100.0) | - |" in text
+    assert "over 2 of 4 classes that have test examples: macro AUC" in text
     assert "without 4 test examples whose hospitals send accuracies alone" in text
     assert "| a | 1 | 1 | 0 | 0 |" in text
     assert text.count("| 60 to 67 % |") == 1

@@ -26,8 +26,10 @@ def test_scores_are_of_trained_models_alone_and_the_mean_is_of_the_last_five() -
 def test_fewer_than_five_rounds_are_averaged_all_and_a_run_without_a_round_has_no_score() -> None:
     assert curves(measured([0.0, 0.2, 0.6]))["accuracy"].scores.last.point == pytest.approx(0.4)
     assert curves([]) == {}
-    alone = curves(measured([0.3])[:1])["accuracy"].scores
+    alone = curves(measured([0.3, 0.4])[:1])["accuracy"].scores
     assert (alone.final, alone.best, alone.last) == (NOTHING, NOTHING, NOTHING)
+    without_training = curves(measured([0.3]))["accuracy"].scores  # measured alone: the model was trained elsewhere
+    assert without_training.final.point == pytest.approx(0.3)
 
 
 def test_accuracy_and_balanced_accuracy_are_those_of_scikit_learn() -> None:

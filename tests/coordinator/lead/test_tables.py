@@ -179,7 +179,7 @@ def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_ab
         watcher.show(pb.Event(kind="silo", info=info, silos=[pb.SiloInfo(name="north", state="online")]))
     lines = out.getvalue().splitlines()
     assert any("warning" in line and "fewer than 3 silos" in line for line in lines)
-    assert any("run-1  running  round 1/3  accuracy 50.00 %" in line for line in lines)
+    assert any("run-1  running  round 1/3  balanced accuracy -  accuracy 50.00 %" in line for line in lines)
 
 
 def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_before_it() -> None:
@@ -189,7 +189,7 @@ def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_befo
         watcher.show(pb.Event(kind="closed", round=0, info=info))
         watcher.show(pb.Event(kind="closed", round=3, info=info))
     assert out.getvalue().count("accuracy before it 50.00 %") == 1
-    assert out.getvalue().count("accuracy 50.00 %") == 1
+    assert out.getvalue().count(" accuracy 50.00 %") == 1
 
 
 def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:

@@ -162,6 +162,13 @@ def test_a_step_of_every_method_is_the_same_operations_whatever_the_number_of_ex
     assert found.need(64, 64) <= found.need(512, 64) <= found.need(4096, 64)
 
 
+def test_an_evaluation_needs_the_memory_of_a_forward_pass_alone() -> None:
+    run = CompiledRun.of(manifest())
+    trained, evaluated = measured(run), measured(run, trains=False)
+    assert not any(evaluated.trained)
+    assert evaluated.need(512, 512) < trained.need(512, 512)
+
+
 def test_the_measure_counts_what_a_forward_pass_keeps_for_the_backward_one() -> None:
     wide = manifest_from(
         compose_spec(["data=digits", "model=digits_linear", "model.projection=[65536]", "train.momentum=0"]), ["a", "b"]

@@ -23,6 +23,11 @@ def unknown_classes():
     return Schema((1, 8, 8), tuple("abcdefghij"))
 
 
+def measured_alone():
+    schema = manifest().schema
+    return derive_layout(build_method("fedavg", {}), build_model("digits_cnn", {}, schema, 3), schema, trains=False)
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -32,9 +37,10 @@ def unknown_classes():
         (lambda: {"schema": unknown_classes()}, "E-DATA-05"),
         (lambda: {"layout": {"metrics": PartSpec({"correct": (10,)}, (10,))}}, "E-WIRE-06"),
         (lambda: {"cohort": 2}, "E-RUN-33"),
-        (lambda: {"rounds": 0}, "E-RUN-33"),
+        (lambda: {"rounds": 0}, "E-WIRE-06"),  # an evaluation whose updates would have a model's parts
+        (lambda: {"rounds": 0, "layout": measured_alone()}, "E-RUN-33"),  # and one with a round of training
     ],
-    ids=["privacy", "software", "stranger", "label space", "layout", "cohort", "round"],
+    ids=["privacy", "software", "stranger", "label space", "layout", "cohort", "parts", "round"],
 )
 def test_a_manifest_that_does_not_fit_is_refused(make, change, code):
     hospital = make(manifest(**change()))

@@ -43,6 +43,7 @@ TOLD = {
     "DataOffer.masks": DECLARED,
     "DataOffer.labels_digest": DECLARED,
     "DataOffer.coarse_labels": DECLARED,
+    "DataOffer.validation_only": STATED,
     "Hello.staged": DECLARED,
     "Hello.policy_digest": STATED,
     "Hello.roster_version": DECLARED,

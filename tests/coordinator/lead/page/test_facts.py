@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from coordinator.lead import accuracy
 from coordinator.lead.page import overview
 from coordinator.lead.page.overview import DAY_S, OwnCertificates, State
 from coordinator.lead.page.run_facts import headline, open_round, run_facts
@@ -137,8 +138,9 @@ def test_curves_of_the_page_are_those_of_the_record() -> None:
     made = detail("run-1", measured([0.1, 0.25, 0.5]))
     facts = run_facts(made.info, FollowedRun(RunRecord(made)), 1.0)
     assert facts.record.chart is not None
-    assert facts.record.chart.series[0].values == pytest.approx([10.0, 25.0, 50.0])
-    assert {series.name for series in facts.record.chart.series} == {"accuracy", "balanced"}
+    assert facts.record.chart.series[1].values == pytest.approx([10.0, 25.0, 50.0])
+    assert [series.name for series in facts.record.chart.series] == ["balanced accuracy", "accuracy"]
+    assert [name for name, *_ in facts.scores] == ["balanced accuracy", "accuracy"]
     assert [chart.series[0].name for chart in facts.record.class_charts] == ["a"]
 
 
@@ -160,7 +162,12 @@ def test_a_run_in_any_state_has_a_headline(state: str) -> None:
     text, _ = headline(info, None)
     assert text
     if state == "finished":
-        assert text == "Finished: 50.00 %"
+        assert text == "Finished: accuracy 50.00 %"  # of a service that says no balanced one
+        info.classes_tested = 4
+        accuracy.set_balanced(info, ([1, 1, 0, 2], [2, 2, 2, 2], None))
+        text, below = headline(info, None)
+        assert text == "Finished: balanced accuracy 50.00 %"
+        assert "guessing: 25.0 %" in below
     if state == "paused":
         assert text == "Paused after 1 of 3 rounds"
 

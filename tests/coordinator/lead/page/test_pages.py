@@ -32,6 +32,7 @@ def hostile_detail(run_id: str) -> pb.RunDetail:
         r.missing["south" + HOSTILE] = HOSTILE
         r.cut["east" + HOSTILE] = HOSTILE
         r.arrivals.append(pb.Arrival(silo=HOSTILE, bytes=3, at_unix=r.opened_unix + 1))
+        r.by_hospital.append(pb.HospitalResult(silo=HOSTILE, correct=r.correct, examples=r.examples))
     spec = {**SPEC, "data": {"name": HOSTILE}, HOSTILE: HOSTILE}
     made = detail(run_id, rounds, spec, reason=HOSTILE, data=HOSTILE, model_object="a", model_digest=HOSTILE)
     made.info.name, made.info.method, made.info.state = HOSTILE, HOSTILE, "paused"
@@ -71,6 +72,12 @@ def test_no_name_brings_markup_or_an_invisible_character_into_a_page(lied_to: Br
     if answer.status == 200:
         assert "&lt;script&gt;alert(1)" in answer.text
     assert len(answer.body) < 1_500_000
+
+
+def test_hospitals_that_let_it_be_shown_stand_in_a_table_of_their_own(lied_to: Browser) -> None:
+    page = lied_to.get("/runs/run-1").text
+    assert "Hospital by hospital, of those that let it be shown" in page
+    assert "Cannot rank: 1 hospital with at least 10 test images" in page
 
 
 def test_a_private_run_says_what_noise_keeps_from_being_measured(lied_to: Browser) -> None:
@@ -171,7 +178,7 @@ def test_the_page_shows_what_the_service_says(world: World, browser: Browser) ->
     for words in ("run-a", "run-b", "north", "50.00 %", "lead (you)", "the authority"):
         assert words in home
     run = browser.get("/runs/run-b").text
-    for words in ("Finished: 50.00 %", "train.lr", "Round by round", '<svg role="img"', "3 of 3"):
+    for words in ("Finished: balanced accuracy 50.00 %", "train.lr", "Round by round", '<svg role="img"', "3 of 3"):
         assert words in run
     compared = html.unescape(browser.get("/compare?a=run-a&b=run-b").text)
     assert "B ends" in compared

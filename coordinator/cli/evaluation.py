@@ -1,0 +1,202 @@
+"""`coordinator evaluate`: a model is measured at the hospitals, and nobody trains."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator.cli.options import Extensions, Place
+from coordinator.cli.runs import detail_lines, follow_submitted, require_no_path
+from coordinator.lead.as_json import detail_json, start_json
+from coordinator.lead.client import LeadClient
+from fl_core.errors import ConfigError
+from service_core.command_line import Json, command
+from service_core.console import Reply
+
+if TYPE_CHECKING:
+    from coordinator.config.run_spec import RunSpec
+    from protos.consilium.v1 import federation_pb2 as pb
+
+_FILES = (".safetensors", ".pt", ".pth", ".bin")
+ALL = "all"
+OWN = ("folder", "manifest", "table")
+"""Data that name their classes themselves; those of a published set are the set's."""
+
+
+@command
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run's id or name, `latest`, or a file of weights (./FILE).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Of a file what it does not say: data=folder model=resnet18 ...")
+    ] = None,
+    on: Annotated[str, typer.Option("--on", metavar="all|NAMES", help="Hospitals, by name and with commas.")] = ALL,
+    by_hospital: Annotated[
+        bool,
+        typer.Option(
+            "--by-hospital",
+            help="Ask each hospital to show its own part of the results; such a run has no masks.",
+        ),
+    ] = False,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            "--beside",
+            metavar="RUN",
+            help="Measure also the models that hospitals trained alone in this run of method=local, each at home.",
+        ),
+    ] = None,
+    detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
+    extension: Extensions = None,
+    as_json: Json = False,
+    *,
+    home: Place,
+) -> Reply:
+    """Measure a stored or exported model at the hospitals. No update is sent: counts of right answers and scores are.
+
+    It is a run of no rounds: hospitals decide about it by the same policy, and `show`, `compare` and the page have it.
+    """
+    from coordinator.config import weights
+    from coordinator.config.run_spec import SecaggSpec
+    from fl_core.extensions import loading
+
+    loading.load_distributions(extension)
+    silos = _named(on)
+    with closing(LeadClient.open(home)) as client:
+        parent = None
+        if _is_file(model):
+            spec, taken = weights.take(of_file(Path(model), overrides or []))
+        else:
+            parent, taken = _measurable(client, model), None
+            spec = of_run(parent, overrides or [])
+        own = "" if beside is None else client.show(beside).info.run_id
+        require_no_path(spec)
+        spec = replace(spec, silos=silos, by_hospital=by_hospital, own=own)
+        if by_hospital and not _sets("secagg", overrides):  # else what was asked for is refused, with both
+            spec = replace(spec, secagg=SecaggSpec())
+        if taken is not None:
+            with weights.written(taken) as file:
+                client.send_weights(taken.named.object, file)
+        info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
+        followed = follow_submitted(client, info, "" if parent is None else parent.manifest_json, detach, as_json)
+        if detach:
+            return followed
+        found = client.show(info.run_id)
+        return Reply(detail_json(found), detail_lines(found), status=followed.status)
+
+
+def _named(on: str) -> tuple[str, ...] | None:
+    """Read --on; raises ConfigError (E-CFG-02) on no name, or one twice."""
+    if on == ALL:
+        return None
+    names = tuple(name.strip() for name in on.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError("E-CFG-02", f"expected --on all, or names with commas, each once, found {on!r}: correct it")
+    return names
+
+
+def _is_file(model: str) -> bool:
+    """Tell whether a word names a file, by its ending or a slash; raises ConfigError (E-CFG-02) on one not there."""
+    named = model.endswith(_FILES) or "/" in model
+    if named and not Path(model).is_file():
+        raise ConfigError(
+            "E-CFG-02", f"expected a run or a file of weights, found no file at {model}: correct the path"
+        )
+    return named
+
+
+def _measurable(client: LeadClient, run: str) -> pb.RunDetail:
+    """Return the run whose model is measured: of an evaluation the one that it measured.
+
+    Raises ConfigError (E-RUN-10; E-CFG-02 on an evaluation of a file).
+    """
+    found = client.show(run)
+    if found.info.rounds:
+        return found
+    start = start_json(found.manifest_json) or {}
+    if not start.get("run"):
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected a run with a model of its own, found {found.info.run_id}, which measured a file: name the file",
+        )
+    return client.show(str(start["run"]))
+
+
+def of_run(parent: pb.RunDetail, words: Sequence[str]) -> RunSpec:
+    """Return the configuration that measures the last model of a run: its own method and model, and no round.
+
+    Raises ConfigError (E-CFG-08) on a run without a model of the federation's own.
+    """
+    from coordinator.config.hydra_config import compose_from
+    from coordinator.config.run_spec import RunSpec
+    from fl_core.rounds.manifest import RunManifest
+    from privacy.compiled_run import CompiledRun
+
+    manifest = RunManifest.from_json(parent.manifest_json)
+    if not CompiledRun.of(manifest).method.has_global_model:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a run with a model of the federation's own, found {parent.info.run_id} by "
+            f"{manifest.method.name}, whose hospitals keep their own: choose another run",
+        )
+    before = RunSpec.from_json(parent.spec_json)
+    # As it was run: a private run has the private form of its method.
+    as_run = replace(
+        before,
+        method={"name": manifest.method.name, **manifest.method.options},
+        model={"name": manifest.model.name, **manifest.model.options},
+        name=f"evaluate-{parent.info.run_id}",
+        aggregator={"name": "mean"},
+        personal=False,
+        cohort=0,
+        quorum=0,
+    )
+    spec = compose_from(as_run, [*words, "rounds=0"])
+    spec = replace(spec, prototype_share=1.0)
+    return spec if _sets("privacy", words) else replace(spec, privacy={"name": "none"})
+
+
+def _sets(group: str, words: Sequence[str] | None) -> bool:
+    return any(word.lstrip("+").partition("=")[0].partition(".")[0] == group for word in words or [])
+
+
+def of_file(file: Path, words: Sequence[str]) -> RunSpec:
+    """Return the configuration that measures a file of weights: as its metadata say, and words where they say nothing.
+
+    Raises ConfigError: E-CFG-08 on a file of a method whose model is more than its tensors; as `compose_spec`.
+    """
+    from coordinator.config.hydra_config import compose_spec, written
+    from fl_core.methods.shared.class_vectors import CLASSIFIER
+    from fl_core.models import pretrained
+
+    found = pretrained.read_file(file)
+    if CLASSIFIER in found.tensors:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a model that is its tensors alone in {file}, found one of method "
+            f"{found.facts.get('method')}, which classifies by fixed vectors: evaluate its run instead (coordinator "
+            "evaluate RUN)",
+        )
+    keys = {word.partition("=")[0] for word in words}
+    own = [f"{key}={written(value)}" for key, value in _stated(found.facts, keys).items() if key not in keys]
+    weights = f"model.weights={written(str(file))}"
+    return compose_spec(["method=fedavg", "aggregator=mean", *own, *words, weights, "rounds=0"])
+
+
+def _stated(facts: Mapping[str, object], keys: Collection[str]) -> dict[str, object]:
+    """Return the keys of a configuration that an exported file states of its model and data; none of what it does not.
+
+    keys: of words beside it: who names another model has its options as well.
+    """
+    found: dict[str, object] = {key: name for key in ("data", "model") if isinstance(name := facts.get(key), str)}
+    if isinstance(options := facts.get("model_options"), Mapping) and "model" not in keys:
+        found |= {f"model.{key}": value for key, value in options.items()}
+    if facts.get("data") in OWN and isinstance(classes := facts.get("classes"), list):
+        found["data.classes"] = classes
+        found |= {"data.image_size": size} if isinstance(size := facts.get("image_size"), int) else {}
+    return found

@@ -1,0 +1,172 @@
+"""How a model does at the hospitals that let it be shown: each with its interval, the lowest one, and the gap.
+
+Hospitals see different diseases, and a number over different diseases ranks diseases. So they are held against each
+other over the classes that all of them have test images of, by balanced accuracy, and a rank is given only where the
+test images can tell: where the interval of the gap between the highest and the lowest lies above 0, at a level at which
+all pairs of hospitals hold at once (Bonferroni). Else it is said why nobody can be ranked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+
+from fl_core.types import intervals
+from fl_core.types.clinical import macro_mean
+from fl_core.types.intervals import LEVEL, Interval
+from fl_core.types.records import HospitalResult, OwnModels
+from service_core import clinical_report
+from service_core.clinical_report import FEW
+from service_core.console import counted
+
+HEAD = ("hospital", "test images", "classes", "balanced accuracy", "guessing", "accuracy", "macro AUC", "its own model")
+
+
+_Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The hospitals that can be held against each other.
+
+    compared: their balanced accuracies over `classes`, the positions of those that all of them have
+    lowest, gap: the hospital with the lowest, and by how much the highest is ahead; None of fewer than two
+    interval: of the gap   cannot_rank: why the order may be chance; empty where it is told apart.
+    Guarantees: of hospitals at which a model does equally well, at most one evaluation in 20 ranks any.
+    """
+
+    compared: Mapping[str, float]
+    classes: tuple[int, ...]
+    lowest: str = ""
+    gap: float | None = None
+    interval: Interval | None = None
+    cannot_rank: str = ""
+
+    def sentence(self) -> str:
+        if self.gap is None or self.interval is None:
+            return f"cannot rank: {self.cannot_rank}"
+        over = f"over {len(self.classes)} {'class' if len(self.classes) == 1 else 'classes'} that all have"
+        gap = f"gap {100 * self.gap:.1f} points (95 %: {100 * self.interval.low:.1f} to {100 * self.interval.high:.1f})"
+        low = f"{self.lowest} is lowest with {100 * self.compared[self.lowest]:.1f} % balanced accuracy {over}, {gap}"
+        return f"cannot rank: {low}; {self.cannot_rank}" if self.cannot_rank else low
+
+    def facts(self) -> dict[str, object]:
+        """Write it for machines."""
+        return {
+            "compared_classes": list(self.classes),
+            "balanced_accuracy": dict(self.compared),
+            "lowest": self.lowest or None,
+            "gap": self.gap,
+            "gap_interval": self.interval and list(self.interval),
+            "cannot_rank": self.cannot_rank or None,
+        }
+
+
+def standing(results: Mapping[str, HospitalResult]) -> Standing:
+    """Hold hospitals against each other; see the module for when they are ranked."""
+    enough = {name: found for name, found in results.items() if sum(found.examples) >= FEW}
+    if len(enough) < 2:
+        few = f" ({len(results) - len(enough)} with fewer)" if len(enough) < len(results) else ""
+        found = f"{counted(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
+        return Standing({}, (), cannot_rank=f"{found}, and it takes two")
+    width = min(len(found.examples) for found in enough.values())
+    common = tuple(c for c in range(width) if all(found.examples[c] > 0 for found in enough.values()))
+    if not common:
+        return Standing(
+            {}, (), cannot_rank="no class has test images at all of them, so they tell of different diseases"
+        )
+    scores = {name: _balanced(found, common) for name, found in enough.items()}
+    lowest, highest = (choose(scores, key=lambda name: scores[name]) for choose in (min, max))
+    pairs = math.comb(len(scores), 2)
+    level = 1 - (1 - LEVEL) / pairs
+    ends = [_interval(enough[name], common, level) for name in (highest, lowest)]
+    interval = intervals.difference(scores[highest], ends[0], scores[lowest], ends[1])
+    chance = "" if interval.low > 0 else "the luck of these test images explains it"
+    return Standing(scores, common, lowest, scores[highest] - scores[lowest], interval, chance)
+
+
+def _balanced(found: HospitalResult, classes: Sequence[int]) -> float:
+    return math.fsum(found.correct[c] / found.examples[c] for c in classes) / len(classes)
+
+
+def _interval(found: HospitalResult, classes: Sequence[int], level: float) -> Interval:
+    interval = intervals.mean_of_shares(
+        [found.correct[c] for c in classes], [found.examples[c] for c in classes], level
+    )
+    assert interval is not None
+    return interval
+
+
+def rows(results: Mapping[str, HospitalResult]) -> Iterator[tuple[str, ...]]:
+    """Yield a row per hospital under `HEAD`, by name."""
+    for name, found in sorted(results.items()):
+        shares = [c / n if n else None for c, n in zip(found.correct, found.examples, strict=True)]
+        tested, right, present = sum(found.examples), sum(found.correct), sum(n > 0 for n in found.examples)
+        balanced = intervals.mean_of_shares(found.correct, found.examples)
+        yield (
+            name,
+            f"{tested:.0f}" + (" (few)" if tested < FEW else ""),
+            str(present),
+            clinical_report.with_interval(macro_mean(shares), balanced),
+            clinical_report.percent(1 / present if present else None),
+            clinical_report.with_interval(right / tested if tested else None, intervals.share(right, tested)),
+            "-" if found.clinical is None else clinical_report.macro_auc(found.clinical),
+            "-" if found.own is None else _shares(found.own.own, found.own.examples),
+        )
+
+
+def _shares(right: Sequence[float], of: Sequence[float]) -> str:
+    mean = macro_mean(c / n if n else None for c, n in zip(right, of, strict=True))
+    return clinical_report.with_interval(mean, intervals.mean_of_shares(right, of))
+
+
+def own_sentence(found: OwnModels, tested: float) -> str:
+    """Say how hospitals' own models do, each at home, and the measured one on the same images.
+
+    tested: the test images of the evaluation, of which some hospitals may have no model of their own.
+    """
+    images = sum(found.examples)
+    text = (
+        f"on {images:.0f} of {tested:.0f} test images, where hospitals have models that they trained alone: balanced "
+        f"accuracy of those {_shares(found.own, found.examples)}, of the measured model "
+        f"{_shares(found.measured, found.examples)}"
+    )
+    if (ahead := found.auc_ahead) is None:
+        return text
+    point, error = ahead
+    low, high = point - _Z * error, point + _Z * error
+    told = "" if low > 0 or high < 0 else ", not told apart"
+    return f"{text}; macro AUC within hospitals {point:+.3f} (95 %: {low:+.3f} to {high:+.3f}, DeLong{told})"
+
+
+def own_facts(found: OwnModels) -> dict[str, object]:
+    """Write it for machines."""
+    ahead = found.auc_ahead
+    return {
+        **asdict(found),
+        "auc_ahead": ahead and ahead[0],
+        "auc_ahead_interval": ahead and [ahead[0] - _Z * ahead[1], ahead[0] + _Z * ahead[1]],
+    }
+
+
+def facts(results: Mapping[str, HospitalResult]) -> dict[str, object]:
+    """Write what each hospital lets be shown, and how they stand, for machines."""
+    return {
+        "hospitals": {
+            name: {
+                "correct": list(found.correct),
+                "examples": list(found.examples),
+                "balanced_accuracy": macro_mean(c / n if n else None for c, n in zip(found.correct, found.examples)),  # noqa: B905
+                "balanced_accuracy_interval": _list(intervals.mean_of_shares(found.correct, found.examples)),
+                "clinical": found.clinical and intervals.facts(found.clinical),
+            }
+            for name, found in sorted(results.items())
+        },
+        "standing": standing(results).facts(),
+    }
+
+
+def _list(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else list(interval)

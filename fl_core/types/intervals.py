@@ -1,0 +1,152 @@
+"""Intervals for the luck of a test set, from the counts that travel.
+
+| of                  | interval                                                                                      |
+|---------------------|-----------------------------------------------------------------------------------------------|
+| a share k / n       | exact: all p under which k or more, and k or fewer, have at least a chance of 2.5 % [1]        |
+| a mean of shares    | the shares' own intervals, put together by squares and add ("MOVER") [2]                       |
+| a difference        | likewise, as of two test sets that share no image [2]                                          |
+| an AUC              | all areas t with (AUC - t)^2 <= z^2 V(t) [3]; where bins leave a range, from its low to its    |
+|                     | high end                                                                                      |
+| a mean of AUCs      | the mean of the lower and of the upper ends, right whatever the areas have in common, since the|
+|                     | same images are in all of them; so it is wider than it need be                                 |
+
+With m examples of the class and n others, V(t) = t (1 - t) (1 + N (1 - t) / (2 - t) + N t / (1 + t)) / (m n),
+N = (m + n) / 2 - 1, which needs no score and holds for small sets and for an area of 1.
+
+All assume images that were drawn independently: several of one patient tell less than they seem to.
+
+[1] Clopper and Pearson, Biometrika 26, 1934.
+[2] Newcombe, Statistics in Medicine 17, 1998; Zou and Donner, Statistics in Medicine 27, 2008.
+[3] Newcombe, "Confidence intervals for an effect size measure based on the Mann-Whitney statistic. Part 2", Statistics
+    in Medicine 25, 2006, method 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+from fl_core.types.clinical import ClinicalMetrics, Range
+
+LEVEL = 0.95
+_STEPS = 60
+"""Halvings of a bracket: beyond what a float64 can tell apart."""
+
+
+class Interval(NamedTuple):
+    """Where a number may lie at the level that it was asked for: `low` to `high`, both ends included."""
+
+    low: float
+    high: float
+
+    def text(self) -> str:
+        return f"{100 * self.low:.1f} to {100 * self.high:.1f} %"
+
+
+def share(right: float, of: float, level: float = LEVEL) -> Interval | None:
+    """Return the interval of the probability behind `right` of `of`; None of nothing.
+
+    Guarantees: covers it in at least `level` of all samples, whatever it is.
+    """
+    if not 0 <= right <= of or of <= 0:
+        return None
+    from scipy.special import betaincinv  # most commands that read this module compute none
+
+    tail = (1 - level) / 2
+    low = 0.0 if right == 0 else float(betaincinv(right, of - right + 1, tail))
+    high = 1.0 if right == of else float(betaincinv(right + 1, of - right, 1 - tail))
+    return Interval(low, high)
+
+
+def mean_of_shares(right: Sequence[float], of: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Return the interval of the mean of the shares that have examples, each counted alike: of a balanced accuracy."""
+    rows = [(r / n, share(r, n, level)) for r, n in zip(right, of, strict=True) if n > 0]
+    found = [(point, interval) for point, interval in rows if interval is not None]
+    if not found:
+        return None
+    mean = math.fsum(point for point, _ in found) / len(found)
+    down = math.hypot(*(point - interval.low for point, interval in found)) / len(found)
+    up = math.hypot(*(interval.high - point for point, interval in found)) / len(found)
+    return Interval(max(0.0, mean - down), min(1.0, mean + up))
+
+
+def difference(first: float, of_first: Interval, second: float, of_second: Interval) -> Interval:
+    """Return the interval of first - second, measured on different images."""
+    down = math.hypot(first - of_first.low, of_second.high - second)
+    up = math.hypot(of_first.high - first, second - of_second.low)
+    return Interval(max(-1.0, first - second - down), min(1.0, first - second + up))
+
+
+def auc(found: Range | None, positives: int, negatives: int, level: float = LEVEL) -> Interval | None:
+    """Return the interval of an area that was measured on so many examples of the class and others; None of none."""
+    if found is None or positives < 1 or negatives < 1:
+        return None
+    z = NormalDist().inv_cdf((1 + level) / 2)
+
+    def outside(area: float, measured: float) -> bool:
+        return (measured - area) ** 2 > z * z * auc_variance(area, positives, negatives)
+
+    low = _end(found.low, 0.0, lambda area: outside(area, found.low))
+    return Interval(low, _end(found.high, 1.0, lambda area: outside(area, found.high)))
+
+
+def auc_variance(area: float, positives: int, negatives: int) -> float:
+    """Return V(t) of the table above."""
+    pairs, half = positives * negatives, (positives + negatives) / 2 - 1
+    return area * (1 - area) * (1 + half * (1 - area) / (2 - area) + half * area / (1 + area)) / pairs
+
+
+def _end(inside: float, bound: float, outside: Callable[[float], bool]) -> float:
+    """Return where an interval ends between a point that is in it and a bound, by halving."""
+    if not outside(bound):
+        return bound
+    beyond = bound
+    for _ in range(_STEPS):
+        middle = (inside + beyond) / 2
+        if outside(middle):
+            beyond = middle
+        else:
+            inside = middle
+    return inside
+
+
+# ---- of an evaluation ------------------------------------------------------------------------------------------------
+
+
+def by_class(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
+    """Return the interval of each class's sensitivity."""
+    return [share(row[c], sum(row), level) for c, row in enumerate(found.confusion)]
+
+
+def specificities(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
+    total, per_class = found.examples, found.per_class
+    correct = [None if s is None else s * (total - n) for s, n in zip(found.specificity, per_class, strict=True)]
+    return [None if k is None else share(round(k), total - n, level) for k, n in zip(correct, per_class, strict=True)]
+
+
+def areas(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
+    """Return the interval of each class's AUC."""
+    total = found.examples
+    return [auc(area, n, total - n, level) for area, n in zip(found.auc, found.per_class, strict=True)]
+
+
+def macro_auc(found: ClinicalMetrics, level: float = LEVEL) -> Interval | None:
+    known = [interval for interval in areas(found, level) if interval is not None]
+    if not known:
+        return None
+    return Interval(*(math.fsum(ends) / len(known) for ends in zip(*known, strict=True)))
+
+
+def facts(found: ClinicalMetrics) -> dict[str, object]:
+    """Write an evaluation for machines, with the intervals of its numbers beside them; None for what there is not."""
+    right = [row[c] for c, row in enumerate(found.confusion)]
+    return {
+        **found.facts(),
+        "balanced_accuracy_interval": mean_of_shares(right, found.per_class),
+        "sensitivity_interval": by_class(found),
+        "specificity_interval": specificities(found),
+        "macro_auc_interval": macro_auc(found),
+        "auc_interval": areas(found),
+    }
