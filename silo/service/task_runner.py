@@ -177,19 +177,30 @@ class TaskRunner:
         self.queue.set_activity(preflight_task, pb.FETCHING)
         self.secagg.apply_roster(preflight_task.request.signed_roster)
         run = self._admitted_run(preflight_task, digest)
-        began = self.outbox.store.run_data.find(key.run_id)
-        prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task), began)
         try:
-            prepared.require_whole_run(self.outbox.objects.folder)
+            self._require_ready(preflight_task, run)
         except RefusedError as error:
-            if run.private:
-                self.controls.record_refusal(key.run_id, error)
-            raise
+            if not run.private:
+                raise
+            raise self.controls.with_all_lacking(error, self.trainer.declared_classes) from error
         leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
         self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
+
+    def _require_ready(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
+        """Return what a run is prepared as; raises RefusedError unless all of it can be done here."""
+        run_id = preflight_task.key.run_id
+        began = self.outbox.store.run_data.find(run_id)
+        prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task), began)
+        try:
+            prepared.require_whole_run(self.outbox.objects.folder)
+        except RefusedError as error:
+            if run.private:
+                self.controls.record_refusal(run_id, error)
+            raise
+        return prepared
 
     def _past_kill(self, task: Task) -> RefusedError | None:
         """Return what to tell of a service that was killed over this run; raises it where that was too often."""

@@ -195,6 +195,10 @@ class Trainer:
         self._unreadable: tuple[PreparedRun, frozenset[str]] | None = None
         self._features = features
 
+    @property
+    def declared_classes(self) -> tuple[str, ...]:
+        return self._data.declared_classes
+
     def data_now(self) -> RunData:
         """Describe the data of the run that was prepared last, which begins with them."""
         return self._data.run_data()
