@@ -24,6 +24,8 @@ $(STAMP): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $$UV venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV); \
 	$$UV pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock && \
 	$$UV pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null 2>&1 || \
+	  echo "this Python has no pip of its own: install extras with uv (uv pip install --python $(BIN)/python ...)"
 	@$(BIN)/python -m compileall -q $(PACKAGES)
 	@touch $(STAMP)
 

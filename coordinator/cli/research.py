@@ -22,6 +22,7 @@ from coordinator.simulate import partition_plot
 from coordinator.simulate.checkpoints import EVERY
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result, left_out
+from coordinator.simulate.round_printer import RoundPrinter
 from coordinator.simulate.runner import SimulationJob
 from coordinator.simulate.sweep import SweepTable, combinations, sweep, swept
 from fl_core.errors import ConfigError
@@ -30,37 +31,12 @@ from fl_core.extensions import registry
 from fl_core.methods import METHODS
 from fl_core.methods.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from fl_core.models import MODELS, ModelFacts, describe
-from fl_core.rounds.engine import Observer
-from fl_core.rounds.manifest import RunManifest
 from fl_core.simulation.ray import Cluster
-from fl_core.types.enums import TaskKind
-from fl_core.types.records import RoundRecord, judgements
-from fl_core.types.values import State
-from privacy import profiles
+from fl_core.types.records import judgements
 from privacy.accounting import uncertainty
 from service_core import clinical_report
 from service_core.command_line import Json, command
 from service_core.console import ERR, Reply, make_table, print_json, show, span
-
-
-class _RoundPrinter(Observer):
-    """One line per round on stderr, so that stdout holds the result alone."""
-
-    def __init__(self, manifest: RunManifest) -> None:
-        self._noise = profiles.result_noise(manifest)
-        self._first = True
-
-    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
-        """Print the accuracy of the model that the round began with."""
-        hidden = self._noise.scores
-        scores = tables.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
-        found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
-        trained = record.kind is TaskKind.TRAIN
-        if self._first and trained and record.round:
-            ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
-        self._first = False
-        when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
-        ERR.print(f"{when}  accuracy {found.text()}{scores}{tables.changed_text([record])}")
 
 
 @command
@@ -97,6 +73,7 @@ def simulate(
 
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
     data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
+    Several paths are a hospital each: data.path=[north/images,south/images].
     """
     if checkpoint_every is not None and out is None:
         raise ConfigError(
@@ -115,7 +92,7 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
     if swept(words):
         raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
     try:
-        result = job.run(words, None if as_json else _RoundPrinter)
+        result = job.run(words, None if as_json else RoundPrinter)
     except KeyboardInterrupt:
         if job.out is not None:
             ERR.print("interrupted: the same command goes on at its newest checkpoint")

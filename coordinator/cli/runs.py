@@ -170,7 +170,7 @@ def _reply(info: pb.RunInfo, status: int = 0) -> Reply:
 
 
 def _shown(info: pb.RunInfo) -> list[str | Table]:
-    return [tables.runs_table([info]), *filter(None, (info.reason, *tables.waiting_lines(info)))]
+    return [tables.runs_table([info]), *filter(None, (*info.reason.splitlines(), *tables.waiting_lines(info)))]
 
 
 @command

@@ -61,10 +61,14 @@ class Watcher:
             self._silos[event.silo] = event.kind if not event.text else f"{event.kind}: {event.text}"
         if self._live:
             if event.kind in _SAID_ABOVE:
-                self._live.console.print(self._line(event), soft_wrap=True)
+                self._print(self._live.console, event)
             self._live.refresh()
         elif event.kind not in ("silo", "software"):
-            self._console.print(self._line(event), soft_wrap=True)
+            self._print(self._console, event)
+
+    def _print(self, console: Console, event: pb.Event) -> None:
+        for line in self._line(event).splitlines():
+            console.print(line, soft_wrap=True)
 
     def _left(self) -> str:
         info = self._info

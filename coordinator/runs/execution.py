@@ -296,7 +296,7 @@ def ask_preflight(
         failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
     if not failures:
         return found
-    error = _combined_error(failures, len(names))
+    error = _combined_error(failures, len(names), run.id)
     if not 0 < quorum <= len(run.members) - len(excluded) - len(failures):
         raise error
     text = f"begun with the quorum of {quorum} that was named, although {len(failures)} refused: {error}"
@@ -343,21 +343,20 @@ def _failures(
     return failures
 
 
-def _combined_error(failures: Mapping[str, FederationError], silos: int) -> FederationError:
+def _combined_error(failures: Mapping[str, FederationError], silos: int, run_id: str) -> FederationError:
+    """Make one error of all, with a line for each silo and what comes next on the last."""
     silent = sorted(name for name, error in failures.items() if error.code == _NO_ANSWER)
     unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
     refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]
-    remedy = "no round was begun and nothing charged; have it put right, then resume the run"
+    remedy = f"no round was begun and nothing charged; have it put right, then: coordinator resume {run_id}"
     if not refused:
         return UnavailableError(
             "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unanswered}: {remedy}"
         )
-    listed = "; ".join([*refused, unanswered] if unanswered else refused)
-    return RefusedError(
-        "E-RUN-36",
-        f"expected all {silos} silos to be ready, found {len(refused)} not: {listed}: {remedy}; what a hospital does "
-        "about its code says `coordinator explain CODE`",
-    )
+    lines = [f"expected all {silos} silos to be ready, found {len(refused)} not", *sorted(refused)]
+    lines += [unanswered] if unanswered else []
+    explained = "what a hospital does about its code says `coordinator explain CODE`"
+    return RefusedError("E-RUN-36", "\n  ".join([*lines, f"{explained}; {remedy}"]))
 
 
 def _shortened(error: FederationError) -> str:

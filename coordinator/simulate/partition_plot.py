@@ -11,7 +11,7 @@ import numpy as np
 
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate.runner import read_silos
+from coordinator.simulate.runner import own_references, read_silos
 from fl_core import datasets
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.sources import isic2019
@@ -63,7 +63,8 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
     reports = read_silos(spec, data_root, datasets.check_all)
     for report in reports:
         report.require_sound()
-    title = f"{spec.data['name']} {datasets.federation_text(spec.federation)}"
+    how = "of their own" if own_references(spec) else datasets.federation_text(spec.federation)
+    title = f"{spec.data['name']} {how}"
     return SplitTable.of(title, reports[0].classes, ((r.counts[Split.TRAIN], r.counts[Split.TEST]) for r in reports))
 
 

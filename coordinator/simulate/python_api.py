@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from coordinator.lead.surveys import SurveyAnswers
 from coordinator.simulate import results, runner
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result, ResultFolder
+from coordinator.simulate.round_printer import RoundPrinter, is_watched
 from coordinator.simulate.runner import tracked
 from fl_core import datasets
 from fl_core.datasets.partition.by_class import Labels
@@ -31,6 +33,7 @@ from fl_core.extensions.user_partition import OwnPartition, Shares
 from fl_core.methods import METHODS
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import MODELS, ModelOptions
+from fl_core.models.own import Make, maker, options_of
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
@@ -136,25 +139,28 @@ def simulate(
     method: str | FedAvg | type[FedAvg] | None = None,
     data: str | Data | None = None,
     federation: str | Partition | None = None,
-    model: str | ModelOptions | type[ModelOptions] | None = None,
+    model: str | ModelOptions | type[ModelOptions] | nn.Module | type[nn.Module] | Make | None = None,
     *,
     data_root: str | Path | None = None,
     config_dir: str | Path | None = None,
     out: str | Path | None = None,
     engine: SimulationEngine | None = None,
     fine_tune: int = 0,
-    progress: Callable[[Progress], object] | None = None,
+    progress: Callable[[Progress], object] | bool | None = None,
     tracker: str | Sequence[str] = (),
     **keys: object,
 ) -> Simulation:
     """Run a federation in this process, as `coordinator simulate` does.
 
     method, model: a name, "package.module:Name", a class, or an instance, whose options are then all taken from it
+    model also: an `nn.Module` that ends in a linear layer of one output per class, which begins with its weights, such
+    a class, or a function of the examples' schema (`shape`, `classes`) that returns such a module, drawn from the seed
     data: a name, "package.module:Name", a class or an instance below `ArrayData`, or ((x, y), (x, y)) of train and test
     federation: a name, "package.module:Name", a partition, a function of the train and test labels (n,) that returns
     shares, or the shares: positions of each silo's training examples, or (train, test) positions of each
     keys: all other words of the command line, `rounds=20, seed=0, train__lr=0.1` or `train={"lr": 0.1}`
-    progress: called after each round, in this thread; what it raises ends the simulation
+    progress: called after each round, in this thread; what it raises ends the simulation. True prints a line per round
+    on stderr, as the command line does, False nothing; by default lines are printed in a terminal or a notebook.
     tracker: "tensorboard:DIR", "mlflow:URI" or several of them, which get each round as it is closed. One that stops
     taking numbers is warned about and left out.
 
@@ -165,14 +171,16 @@ def simulate(
     with ExitStack() as stack:
         asked = _Request(stack)
         asked.choose("method", method, METHODS)
-        asked.choose("model", model, MODELS)
+        asked.choose_model(model)
         asked.choose_data(data)
         for key, value in keys.items():
             asked.put(key.replace("__", "."), value)
         asked.choose_federation(federation, root, folder)
         spec = asked.spec(folder)
         where = [tracker] if isinstance(tracker, str) else tracker
-        observer = None if progress is None else partial(_Reporter, progress)
+        observer: runner.MakeObserver | None = partial(_Reporter, progress) if callable(progress) else None
+        if progress is True or (progress is None and is_watched()):
+            observer = RoundPrinter
         observed = stack.enter_context(tracked(where, observer, lambda text: warnings.warn(text, stacklevel=2)))
         result = runner.run(spec, root, observed, engine, fine_tune, out=_path(out))
     return Simulation(result, spec)
@@ -217,6 +225,14 @@ class _Request:
             known = next((name for name, one in (ours or {}).items() if one is of), None)
             value = known or self._stack.enter_context(loading.given(kind or group, of))
         self._words.append(f"{group}={value}")
+
+    def choose_model(self, model: object) -> None:
+        """Choose as `choose`; a network or a function of the schema becomes a model without options."""
+        network = isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))
+        if network or (callable(model) and not isinstance(model, type) and not hasattr(model, "build")):
+            label = re.sub(r"\W", "_", getattr(model, "__name__", type(model).__name__))
+            model = self._given("model", options_of(maker(model)), label, _network_digest(model))  # type: ignore[arg-type]
+        self.choose("model", model, MODELS)
 
     def choose_data(self, data: object) -> None:
         if isinstance(data, tuple) and len(data) == 2:
@@ -301,6 +317,17 @@ def _plain(path: str, value: object) -> object:
     if value is None or isinstance(value, str | int | float):
         return value
     raise ConfigError("E-CFG-02", f"{path}: expected a plain value, found {value!r}"[:300])
+
+
+def _network_digest(given: object) -> str:
+    """Hash a network's layers and weights, or the code that makes one."""
+    if not isinstance(given, nn.Module):
+        return loading.class_digest(given if isinstance(given, type) else type("Made", (), {"make": given}))
+    hasher = blake3(repr(given).encode())
+    for name, value in given.state_dict().items():
+        hasher.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        hasher.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _arrays(half: object) -> tuple[torch.Tensor, torch.Tensor]:

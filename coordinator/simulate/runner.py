@@ -25,6 +25,7 @@ from coordinator.simulate.results import Result, ResultFolder
 from coordinator.simulate.sweep import folder_name
 from fl_core import datasets
 from fl_core.aggregation.update_check import DeclaredSize
+from fl_core.converter import shown
 from fl_core.errors import ConfigError
 from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.engine import Observer
@@ -87,10 +88,34 @@ def data_reference(spec: RunSpec) -> str:
     return f"{name}:{path}"
 
 
+def own_references(spec: RunSpec) -> list[str]:
+    """Return the references of silos that have a path each; none where data.path is no list.
+
+    Raises ConfigError (E-CFG-23) on a list of other than different paths.
+    """
+    name, paths = str(spec.data["name"]), spec.data.get("path")
+    if name not in OWN or not isinstance(paths, list | tuple):
+        return []
+    if not paths or not all(isinstance(path, str) and path.strip() for path in paths) or len(set(paths)) < len(paths):
+        raise ConfigError(
+            "E-CFG-23", f"expected different paths in data.path, one for each silo, found {shown(paths)}: correct it"
+        )
+    return [f"{name}:{path}" for path in paths]
+
+
 def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., list[T]]) -> list[T]:
-    """Call `read`, which is `datasets.load_all` or `datasets.check_all`, for all silos' data."""
-    references = datasets.federation(data_reference(spec), datasets.federation_text(spec.federation))
-    return read(references, request_of(spec), data_root=data_root)
+    """Call `read`, which is `datasets.load_all` or `datasets.check_all`, for all silos' data.
+
+    Data that are dealt are named by one path; where data.path lists several, each is a silo's own.
+    """
+    request = request_of(spec)
+    if references := own_references(spec):
+        if request.classes is None:  # of each its own, and of the run all of them
+            reports = datasets.check_all(references, request, data_root=data_root)
+            request = replace(request, classes=sorted({name for report in reports for name in report.classes}))
+    else:
+        references = datasets.federation(data_reference(spec), datasets.federation_text(spec.federation))
+    return read(references, request, data_root=data_root)
 
 
 def run(

@@ -16,7 +16,7 @@ import torch
 from fl_core.datasets.decoding.dicom import Window, is_dicom
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import content, open_image
-from fl_core.datasets.examples import SPLITS, SiloDataset, fingerprint
+from fl_core.datasets.examples import SPLITS, ListedRecord, SiloDataset, fingerprint_of
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import ImageLoader, cores
 from fl_core.datasets.label_dictionary import FILE, TABLE, Translator
@@ -26,6 +26,8 @@ from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 
 SHOWN, IN_A_LINE = 50, 5
+ONE_IN = 100
+"""Of so many records one may be broken, and one of fewer: they are left out of a run, and more are refused."""
 MAX_KINDS = 20
 
 
@@ -33,7 +35,8 @@ MAX_KINDS = 20
 class CheckProblem:
     """One kind of fault: its error code, what was expected and found, how often, the first names, what to do.
 
-    first: at most SHOWN names, of which the text has IN_A_LINE
+    first: at most SHOWN names, of which the text has IN_A_LINE   records: each name is a record that the source lists
+    and that cannot be read, so that a few of them are left out of a run.
     """
 
     code: str
@@ -41,6 +44,7 @@ class CheckProblem:
     count: int
     first: tuple[str, ...]
     remedy: str
+    records: bool = False
 
     def __str__(self) -> str:
         names = ", ".join(self.first[:IN_A_LINE]) + (", ..." if self.count > IN_A_LINE < len(self.first) else "")
@@ -74,6 +78,12 @@ class CheckReport:
         if self.problems:
             lines = "".join(f"\n  {problem}" for problem in self.problems)
             raise DataError(self.problems[0].code, f"{self.origin} cannot be used as it is:{lines}")
+
+    def require_usable(self) -> None:
+        """Raise as `require_sound`, unless all that is wrong are a few records that runs leave out."""
+        broken = sum(problem.count for problem in self.problems if problem.records)
+        if any(not p.records for p in self.problems) or broken > spared(sum(map(sum, self.counts.values()))):
+            self.require_sound()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +129,7 @@ class SourceIndex:
             (*self.problems, *dictionary_problems(self.labels), *self._unknown(), *self._empty(), *self._ungrouped()),
             (*self.notes, *self.labels.notes(), *self._without_images(counts)),
             groups=len(groups) or None,
-            fingerprint=self._fingerprint(),
+            fingerprint=fingerprint_of(self._records()),
             unread=self.unread,
         )
 
@@ -151,21 +161,23 @@ class SourceIndex:
         )
 
     def dataset(self, transform: ImageTransform, loader: ImageLoader | None = None) -> SiloDataset:
-        """Make the examples; raises DataError when the report has a problem."""
+        """Make the examples, also of a few files that cannot be read; raises DataError on any other problem."""
         report = self.report()
-        report.require_sound()
+        report.require_usable()
         size = transform.size
         train, test = (
             self._examples([item for item in self.items if item.split is split], transform, loader) for split in SPLITS
         )
         public = self._examples(self.public, transform, loader) if self.public else None
         schema, dictionary = Schema((3, size, size), self.classes), self.labels.dictionary
-        return SiloDataset(schema, train, test, self.origin, report.fingerprint, public, dictionary)
+        records = tuple(r for split in SPLITS for r in self._records() if r.split == split.value)
+        return SiloDataset(schema, train, test, self.origin, report.fingerprint, public, dictionary, records)
 
     def has_problems(self) -> bool:
-        """Tell what `report` would say, without looking at a file."""
+        """Tell whether `report` would say more than which records cannot be read, without looking at a file."""
         faults = self.labels.dictionary.faults
-        return bool(self.problems or faults or self._unknown() or self._empty() or self._ungrouped())
+        other = any(not p.records for p in self.problems)
+        return bool(other or faults or self._unknown() or self._empty() or self._ungrouped())
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
         """Divide the items; raises ConfigError (E-CFG-23) on coarse labels, which belong to no class."""
@@ -182,7 +194,8 @@ class SourceIndex:
         kept = [train[i] for i in share.train] + [test[i] for i in share.test]
         kept += [replace(train[i], split=Split.TEST) for i in share.held_out]
         public = tuple(test) if len(share.held_out) else ()
-        return replace(self, origin=origin, items=tuple(kept), public=public)
+        problems = tuple(p for p in self.problems if not p.records)  # whose records they are, reading them tells
+        return replace(self, origin=origin, items=tuple(kept), problems=problems, public=public)
 
     def _examples(self, items: Sequence[Item], transform: ImageTransform, loader: ImageLoader | None) -> ImageExamples:
         labels = torch.tensor([self.labels.target(item.label, self.classes) for item in items], dtype=torch.int64)
@@ -190,13 +203,11 @@ class SourceIndex:
         whole = groups if len(groups) == len(items) else None
         return ImageExamples([i.path for i in items], labels, transform, whole, loader=loader)
 
-    def _fingerprint(self) -> str:
-        """Hash names, sizes in bytes, labels, groups and splits; not the pixels, which would take minutes."""
-        rows = sorted(
-            (i.name, i.label, i.split.value, i.group or "", _bytes(i.path) if i.size is None else i.size)
+    def _records(self) -> tuple[ListedRecord, ...]:
+        return tuple(
+            ListedRecord(i.name, i.label, i.split.value, i.group or "", _bytes(i.path) if i.size is None else i.size)
             for i in self.items
         )
-        return fingerprint(*rows)
 
     def _without_images(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[str, ...]:
         train, test = ({c for c, n in zip(self.classes, counts[s], strict=True) if not n} for s in SPLITS)
@@ -225,15 +236,17 @@ class SourceIndex:
         return problem("E-DATA-07", "images without a group among images that have one", ungrouped, "Name every group")
 
 
+def spared(n: int) -> int:
+    """Return how many of n records may be broken and are left out."""
+    return max(1, n // ONE_IN)
+
+
 def problem(
-    code: str, what: str, names: Sequence[str], remedy: str, count: int | None = None
+    code: str, what: str, names: Sequence[str], remedy: str, count: int | None = None, records: bool = False
 ) -> tuple[CheckProblem, ...]:
     """Make a problem of these names, or nothing when there are none; count: when a name stands for several."""
-    return (
-        (CheckProblem(code, what, len(names) if count is None else count, tuple(names[:SHOWN]), remedy),)
-        if names
-        else ()
-    )
+    number = len(names) if count is None else count
+    return (CheckProblem(code, what, number, tuple(names[:SHOWN]), remedy, records),) if names else ()
 
 
 def unknown_labels(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ SPLITS = (Split.TRAIN, Split.TEST)
 """The splits that a hospital's own data has."""
 
 
+class ListedRecord(NamedTuple):
+    """A record in a file, as its source lists it; group: empty without one   size: in bytes, -1 where it is gone."""
+
+    name: str
+    label: str
+    split: str
+    group: str
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class SiloDataset:
     """One silo's data.
@@ -27,6 +38,7 @@ class SiloDataset:
     fingerprint: SHA-256 (hex) over what identifies the data; the same after a move to another folder
     public:      the official test set, where the silo's own test examples were held out of its training data
     dictionary:  what made the classes of the hospital's own names
+    records:     of examples in files: training examples, then test examples
     """
 
     schema: Schema
@@ -36,6 +48,7 @@ class SiloDataset:
     fingerprint: str
     public: Examples | None = None
     dictionary: LabelDictionary = NO_DICTIONARY
+    records: tuple[ListedRecord, ...] = ()
 
     @property
     def coarse(self) -> bool:
@@ -108,6 +121,11 @@ class ArrayExamples(Examples):
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Read the examples at `index` (B,), augmented when a generator is given, then normalised."""
         return self.prepared(self.stored(index), augment), self.labels[index]
+
+
+def fingerprint_of(records: Iterable[ListedRecord]) -> str:
+    """Hash names, labels, splits, groups and sizes in bytes; not the pixels, which would take minutes."""
+    return fingerprint(*sorted(records))
 
 
 def fingerprint(*fields: Iterable[str | int] | str | bytes) -> str:

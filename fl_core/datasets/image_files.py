@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,6 +95,15 @@ class ImageExamples(Examples):
                 "the dataset's description; `silo data check` finds all such files before a run",
             ) from error
         return torch.from_numpy(squares).permute(0, 3, 1, 2).contiguous()
+
+    def without(self, broken: Collection[int]) -> ImageExamples:
+        """Return the same examples, each in the state in which it was met, but for those at some positions."""
+        kept = [i for i in range(len(self)) if i not in broken]
+        groups = None if self.groups is None else tuple(self.groups[i] for i in kept)
+        paths, labels = [self.paths[i] for i in kept], self.labels[torch.tensor(kept, dtype=torch.long)]
+        fewer = ImageExamples(paths, labels, self._transform, groups, loader=self._loader)
+        fewer._seen = {k: self._seen[i] for k, i in enumerate(kept) if i in self._seen}
+        return fewer
 
     def _crop(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Cut out (size, size): the middle, or anywhere."""

@@ -19,6 +19,7 @@ A folder, a manifest or a table may be partitioned as well, to simulate hospital
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +134,14 @@ def _parse_silo(text: str, reference: str) -> tuple[Partitioner, int]:
 
 
 def _hint(reference: str) -> str:
+    """Say what was meant: what lies there, or the nearest name."""
+    path = Path(reference).expanduser()
+    with suppress(OSError, ValueError):
+        if path.is_dir() and reference.strip():
+            return f"did you mean folder:{reference}? "
+        if path.is_file():
+            kind = "table" if path.suffix == ".parquet" or path.with_suffix(".toml").is_file() else "manifest"
+            return f"did you mean {kind}:{reference}? "
     hint = suggest(reference, _KNOWN)
     return f"{hint.split('? ')[0]}? " if hint.startswith("did you mean") else ""
 

@@ -7,6 +7,7 @@ Every model is features and a head (`split_model.py`). One file per family; `sma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
@@ -153,10 +154,24 @@ def describe(name: str, schema: Schema, options: Mapping[str, object] | None = N
         # Only our own models are known to be what their options say, whenever they are built.
         count = _facts if name in MODELS else _facts.__wrapped__
         return count(name, chosen, schema)  # type: ignore[arg-type]  # our own are hashable
+    except ConfigError as error:
+        if error.code != "E-CFG-23" or not (fitting := _fitting(schema)):
+            raise
+        raise ConfigError(error.code, f"{error.message}; models for these examples: {', '.join(fitting)}") from error
     except (RuntimeError, OverflowError, TypeError) as error:  # a tensor of more than 2^63 bytes
         raise ConfigError(
             "E-CFG-02", f"expected sizes that a tensor can have in {name}, found {shown(asked)}: make them smaller"
         ) from error
+
+
+def _fitting(schema: Schema) -> list[str]:
+    """Name the models that take examples of a schema, with the options that they have by default."""
+    found = []
+    for name, kind in MODELS.items():
+        with suppress(ConfigError):
+            _facts(name, kind(), schema)  # type: ignore[arg-type]  # our own are hashable
+            found.append(name)
+    return found
 
 
 @lru_cache(maxsize=64)

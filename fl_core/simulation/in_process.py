@@ -14,6 +14,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
 from fl_core.training import devices
+from fl_core.training.broken_records import readable
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.training.frozen_features import in_memory
 from fl_core.training.local_data import PlainLocalData
@@ -147,18 +148,17 @@ def on_device(shares: Sequence[SiloShare], device: torch.device, train_as_stored
 def with_features(
     run: RunSetup, shares: Sequence[SiloShare], device: torch.device | None = None, threads: int = 0
 ) -> list[SiloShare]:
-    """Make what a run with a frozen body is trained on of what silos have; of any other run it is what they have.
+    """Make what a run is trained on of what silos have: with a frozen body its features, else what can be read.
 
-    Raises as `RunSetup.features`. A set that several silos share passes through the body once.
+    Raises as `RunSetup.features` and `broken_records.require_few`. A set that several silos share is read once.
     """
-    if not run.frozen:
-        return list(shares)
     made: dict[tuple[int, int], Examples] = {}
 
     def of(examples: Examples, train: bool = False) -> Examples:
-        key = id(examples), run.views(train)
+        key = id(examples), run.views(train) if run.frozen else 1
         if key not in made:
-            made[key] = in_memory(examples, run.features(examples, device or torch.device("cpu"), train))
+            batches = run.features(examples, device or torch.device("cpu"), train) if run.frozen else None
+            made[key] = readable(examples) if batches is None else in_memory(examples, batches)
         return made[key]
 
     with thread_count(run.manifest.threads or threads):

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.datasets.examples import TensorExamples
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, behind_body, body_rows
+from fl_core.training.broken_records import name_of, read_readable, require_few
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import eval_batch
 from fl_core.types.interfaces import Method
@@ -32,8 +33,6 @@ from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.values import Examples, Layout
 
 log = logging.getLogger(__name__)
-ONE_IN = 100
-"""Of so many examples one may be unreadable, and one of fewer: they are left out."""
 
 
 class Trained(NamedTuple):
@@ -117,7 +116,7 @@ def feature_batches(
 
     views: V, of each example   Guarantees: views follow from the content of their example alone.
     An example that cannot be read (E-DATA-04), or whose features are not finite, is named in the log and left out: a
-    rule that looks at no other example. Raises DataError (E-DATA-04) once more than one in a hundred cannot be read.
+    rule that looks at no other example. Raises DataError (E-DATA-04) as `require_few`, once too many cannot be read.
     Features that are not finite never raise: a body that is made for it would ask of records what no ledger counts.
     """
     blank, _ = examples.batch(torch.zeros(0, dtype=torch.long))
@@ -125,7 +124,7 @@ def feature_batches(
     lost, n = 0, len(examples)
     for first in range(0, max(1, n), size):
         index = torch.arange(first, min(first + size, n))
-        kept, x = _read(examples, index)
+        kept, x = read_readable(examples, index)
         made = list[Tensor]()
         for view in _views(examples, kept, x, views):
             whole = torch.cat((view, view.new_zeros(size - len(view), *view.shape[1:])))
@@ -133,14 +132,9 @@ def feature_batches(
         rows = torch.stack(made, 1)
         finite = torch.isfinite(rows).flatten(1).all(1)
         for i in kept[~finite].tolist():
-            log.warning("%s is left out: its features are not finite numbers", _name(examples, i))
+            log.warning("%s is left out: its features are not finite numbers", name_of(examples, i))
         lost += len(index) - len(kept)
-        if lost > max(1, n // ONE_IN):
-            raise DataError(
-                "E-DATA-04",
-                f"expected readable examples but for one in {ONE_IN}, found more that are not: this hospital's log "
-                "names them; restore them, or take them out (`silo data check`)",
-            )
+        require_few(lost, n)
         yield FeatureBatch(kept[finite], rows[finite], min(first + size, n))
 
 
@@ -169,27 +163,3 @@ def _views(examples: Examples, index: Tensor, x: Tensor, number: int) -> Iterato
         drawn = [rng.stream(0, "view", content, v) for content in contents]
         ones = zip(torch.split(index, 1), drawn, strict=True)
         yield torch.cat([examples.batch(one, generator)[0] for one, generator in ones])
-
-
-def _read(examples: Examples, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Read a batch; one by one where one of them cannot be."""
-    try:
-        return index, examples.batch(index)[0]
-    except DataError as error:
-        if error.code != "E-DATA-04":
-            raise
-    kept, found = list[Tensor](), [examples.batch(index[:0])[0]]
-    for one in torch.split(index, 1):
-        try:
-            found.append(examples.batch(one)[0])
-            kept.append(one)
-        except DataError as error:
-            if error.code != "E-DATA-04":
-                raise
-            log.warning("%s is left out: %s", _name(examples, int(one)), error.message)
-    return torch.cat([index[:0], *kept]), torch.cat(found)
-
-
-def _name(examples: Examples, i: int) -> str:
-    paths = getattr(examples, "paths", None)
-    return f"example {i + 1}" if paths is None else str(paths[i])

@@ -16,6 +16,8 @@ from silo.reports.leaving import leaving
 from silo.storage.store import RunRecord, Store, TaskRecord
 from silo.training import evaluation_summary, policy_in_force
 
+SHOWN = 3
+"""Names of broken records of a run; all are in the JSON."""
 Json = Mapping[str, object]
 
 
@@ -52,7 +54,7 @@ class Peers(NamedTuple):
 
 
 def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: Peers, store: Store) -> Json:
-    contact, left = store.contact(), leaving(store)
+    contact, left, broken = store.contact(), leaving(store), store.run_data.broken()
     return {
         "silo": own.identity.name,
         "consortium": own.identity.consortium,
@@ -80,12 +82,12 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers
             }
             for e in store.outbox()
         ],
-        "runs": [_run_json(run, peers) for run in store.history()],
+        "runs": [_run_json(run, peers, broken.get(run.run_id, ())) for run in store.history()],
         "receipts": len(store.receipts()),
     }
 
 
-def _run_json(run: RunRecord, peers: Peers) -> Json:
+def _run_json(run: RunRecord, peers: Peers, broken: Sequence[str]) -> Json:
     others = peers.runs.get(run.run_id)
     return {
         "run": run.run_id,
@@ -94,6 +96,7 @@ def _run_json(run: RunRecord, peers: Peers) -> Json:
         "reason": run.reason,
         "state_round": run.state_round,
         "privacy": run.privacy,
+        "left_out": list(broken),
         "masked": None if others is None else {"others": sorted(others), "confirmed": sorted(others & peers.confirmed)},
         "evaluations": [task_json(task) for task in run.tasks if task.evaluation is not None],
     }
@@ -137,10 +140,14 @@ def _shown(
     ]
     if entries:
         yield Rows("Outbox", ("task", "bytes", "state"), entries)
+    broken = store.run_data.broken()
     for run in store.history():
         title = f"{run.name or '?'} ({run.run_id}): {_fate(run)}" + (f", {run.privacy}" if run.privacy else "")
         if (others := peers.runs.get(run.run_id)) is not None:
             title += f"; {peers.sentence(others)}"
+        if lost := broken.get(run.run_id):
+            names = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
+            title += f"; without {counted(len(lost), 'record')} that could not be read ({names})"
         yield evaluations(title, run.tasks)
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:

@@ -55,7 +55,12 @@ class Examination:
         if SiloIdentity(self.home.path).joined:
             found |= {"modes": self._modes, "database": lambda: checks.database(self.home.database)}
         found |= {"network": self._network} if self.network else {}
-        found |= {"policy": self._policy, "ledger": self._ledger, "features": self._features}
+        found |= {
+            "policy": self._policy,
+            "ledger": self._ledger,
+            "private runs": self._private_runs,
+            "features": self._features,
+        }
         if self.data is not None:
             found["data"] = self._data
         if self.device is not None:
@@ -144,6 +149,23 @@ class Examination:
             return
         count = Ledger(file, key).verify(ChainHead(seen.seq, seen.head))
         yield checks.ok("ledger", f"{count} events, unbroken; others saw event {seen.seq}")
+
+    def _private_runs(self) -> Iterator[Finding]:
+        """List everything that a private run would still lack here, each with the command that brings it."""
+        from privacy.ledger.ledger import Ledger
+        from privacy.policy import Policy
+        from silo.training.private_readiness import lacking
+
+        there = self.home.ledger.exists() and self.home.ledger_key.exists()
+        ledger = Ledger(self.home.ledger, self.home.ledger_key) if there else None
+        declared = self.classes or ()
+        found = lacking(Policy.read(self.home.policy), ledger, declared)
+        for what, remedy in found:
+            if what == "classes declared":
+                remedy += ", or silo serve --holds A,B,..."
+            yield checks.warning("private runs", f"lacks {what}", remedy)
+        if not found:
+            yield checks.ok("private runs", "data registered, budgets set, classes declared")
 
     def _features(self) -> Iterator[Finding]:
         from silo.storage.feature_cache import FeatureCache

@@ -50,9 +50,10 @@ from silo.storage.home import Home
 from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation
+from silo.training.data_source import DataSource
 from silo.training.hospital_controls import HospitalControls
 from silo.training.policy_in_force import accepts_new_peers
-from silo.training.trainer import DataSource, RunRound, Trainer
+from silo.training.trainer import RunRound, Trainer
 
 if TYPE_CHECKING:  # a web server is loaded where metrics are asked for
     from service_core.operations.metrics_endpoint import MetricsEndpoint

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -37,6 +37,7 @@ from silo.service.task_queue import PreflightTask, Task, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary
+from silo.training.data_source import BrokenRecords
 from silo.training.hospital_controls import HospitalControls
 from silo.training.run_request import leaves_of, privacy_of
 from silo.training.trainer import PreparedRun, Trainer
@@ -110,6 +111,8 @@ class ResponseTiming:
 
 
 IDLE_S = 1.0
+SHOWN = 5
+"""Names of broken records in a line; all are in `silo status --json`."""
 _DOING = {TaskKind.TRAIN: "training", TaskKind.EVALUATE: "evaluating", TaskKind.CENSUS: "counting classes"}
 MAX_KILLS = 2
 """Times that the service may be killed in the middle of one task before the run is given up here."""
@@ -177,18 +180,30 @@ class TaskRunner:
         self.queue.set_activity(preflight_task, pb.FETCHING)
         self.secagg.apply_roster(preflight_task.request.signed_roster)
         run = self._admitted_run(preflight_task, digest)
-        prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task))
         try:
-            prepared.require_whole_run(self.outbox.objects.folder)
+            self._require_ready(preflight_task, run)
         except RefusedError as error:
-            if run.private:
-                self.controls.record_refusal(key.run_id, error)
-            raise
+            if not run.private:
+                raise
+            raise self.controls.with_all_lacking(error, self.trainer.declared_classes) from error
         leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
         self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
+
+    def _require_ready(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
+        """Return what a run is prepared as; raises RefusedError unless all of it can be done here."""
+        run_id = preflight_task.key.run_id
+        began = self.outbox.store.run_data.find(run_id)
+        prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task), began)
+        try:
+            prepared.require_whole_run(self.outbox.objects.folder)
+        except RefusedError as error:
+            if run.private:
+                self.controls.record_refusal(run_id, error)
+            raise
+        return prepared
 
     def _past_kill(self, task: Task) -> RefusedError | None:
         """Return what to tell of a service that was killed over this run; raises it where that was too often."""
@@ -284,7 +299,8 @@ class TaskRunner:
         self.timing.begin((key, offer.base_digest), private)
         try:
             with self._marked(task):
-                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress, own)
+                broken = self._broken_records(key)
+                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress, own, broken)
         except CancelledError:
             raise
         except Exception:
@@ -388,8 +404,11 @@ class TaskRunner:
 
     def _prepare(self, task: Task) -> PreparedRun:
         run = self._admitted_run(task, task.offer.manifest_digest)
-        prepared = self.trainer.prepare(run, self._fetch_weights(task))
-        if not self.outbox.store.pin_data_version(task.key.run_id, prepared.data_version):
+        began = self.outbox.store.run_data.find(task.key.run_id)
+        prepared = self.trainer.prepare(run, self._fetch_weights(task), began)
+        if began is None:
+            self.outbox.store.run_data.begin(task.key.run_id, self.trainer.data_now())
+        elif began.version != prepared.data_version:
             raise DataError(
                 "E-DATA-10",
                 f"expected the data that run {task.key.run_id} began with, found {prepared.dataset.origin} changed",
@@ -404,6 +423,19 @@ class TaskRunner:
             privacy=privacy_of(run),
         )
         return prepared
+
+    def _broken_records(self, key: TaskKey) -> BrokenRecords:
+        """Return what a run does without, so far; what breaks now is noted and said here, and told nobody."""
+        store = self.outbox.store.run_data
+        known = store.find(key.run_id)
+
+        def keep(names: Sequence[str]) -> None:
+            number = store.leave_out(key.run_id, names)
+            shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+            text = f"{key}: {counted(number, 'record')} cannot be read and left out of the run from now on: {shown}"
+            self.emit(event("broken", text, key, {"left_out": number}))
+
+        return BrokenRecords(set(known.broken) if known else set(), keep)
 
     def _admitted_run(self, task: Task | PreflightTask, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.

@@ -40,6 +40,8 @@ run_data = Table(  # which version of the data a run began with
     metadata,
     Column("run_id", String, primary_key=True),
     Column("fingerprint", String, nullable=False),
+    Column("files", LargeBinary),  # name, bytes and digest of each record in a file, as compressed JSON
+    Column("broken", String, nullable=False, default="[]"),  # names of records that it does without, as JSON
 )
 
 bases = Table(  # models that were broadcast, kept because a task may need them again
@@ -181,6 +183,11 @@ def _table_of_surveys(db: sqlite3.Connection) -> None:
     )
 
 
+def _broken_records(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE run_data ADD COLUMN files BLOB")
+    db.execute("ALTER TABLE run_data ADD COLUMN broken VARCHAR NOT NULL DEFAULT '[]'")
+
+
 FIRST_VERSION = 7
 """That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = (_tables_of_masked_runs, _table_of_surveys)
+MIGRATIONS: tuple[Step, ...] = (_tables_of_masked_runs, _table_of_surveys, _broken_records)

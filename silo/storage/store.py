@@ -38,6 +38,7 @@ from service_core.storage.sqlite import Database
 from silo.storage import secagg_keys
 from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
+from silo.storage.run_data import RunDataStore
 from silo.storage.schema import (
     FIRST_VERSION,
     MIGRATIONS,
@@ -129,6 +130,7 @@ class Store:
         self.approvals = Approvals(self.database, clock)
         self.secagg = SecaggStore(self.database)
         self.surveys = SurveyMemory(self.database, clock)
+        self.run_data = RunDataStore(self.database)
         self._clock = clock
 
     def close_database(self) -> None:
@@ -162,13 +164,6 @@ class Store:
                 for old in db.execute(newest.offset(BASES_PER_RUN)).all():
                     db.execute(delete(bases).where(bases.c.number == old.number))
             return _drop_lapsed(db, but=run_id)
-
-    def pin_data_version(self, run_id: str, version: str) -> bool:
-        """Note the version of the data that a run begins with; return whether this is the one that was noted."""
-        this = run_data.c.run_id == run_id
-        with self.database.write() as db:
-            db.execute(upsert(run_data).values(run_id=run_id, fingerprint=version).on_conflict_do_nothing())
-            return db.scalar(select(run_data.c.fingerprint).where(this)) == version
 
     def manifest_of(self, run_id: str) -> str | None:
         with self.database.read() as db:

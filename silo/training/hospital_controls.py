@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation, ledger_position
-from silo.training import policy_in_force
+from silo.training import policy_in_force, private_readiness
 from silo.training.run_request import request_of
 from silo.training.surveys import RememberedSurvey, survey_preview, surveyed_patients
 
@@ -291,6 +291,13 @@ class HospitalControls:
         except RefusedError as error:
             self.record_refusal(run.manifest.name, error)
             raise
+
+    def with_all_lacking(self, error: RefusedError, declared: Collection[str]) -> RefusedError:
+        """Return a refusal of a private run that names all that is missing here, not the first thing alone."""
+        if error.code not in private_readiness.NOT_READY:
+            return error
+        ledger = self.existing_ledger()
+        return private_readiness.with_all(error, private_readiness.lacking(self.policy(), ledger, declared))
 
     def require_declared(self, dataset: SiloDataset, declared: Iterable[str]) -> None:
         """Raise DataError (E-DATA-05) on a record of a class that is not declared, whatever a run's label space is."""

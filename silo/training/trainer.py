@@ -5,30 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from blake3 import blake3
 from torch import nn
 
-from fl_core import datasets
 from fl_core.aggregation import adaptive_guards
-from fl_core.datasets import DataRequest, ImageLoader, SiloDataset
+from fl_core.datasets import DataRequest, ImageExamples, SiloDataset
 from fl_core.datasets.examples import SPLITS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
-from fl_core.extensions import loading
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
 from fl_core.training import memory
+from fl_core.training.broken_records import UNREADABLE, EmptyWhereBroken, require_few, unreadable, without
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL
 from fl_core.training.frozen_features import with_rows
@@ -39,18 +36,17 @@ from fl_core.types.enums import Coupling, Split, TaskKind
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.values import Bundle, Examples, Progress, RoundContext, State, Tensors
 from privacy import profiles
-from privacy.accounting.record_config import round_to_two_digits
 from privacy.accounting.release_plan import TEST, TRAIN
 from privacy.compiled_run import CompiledRun
-from privacy.mechanisms.record.class_sums import PrivacyUnits
 from privacy.profiles.base import MadeUpStep
 from protos.wire.tasks import TaskKey
-from service_core.storage.digests import file_digest
 from service_core.version import version
 from silo.connection.retry import CancelledError
-from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
+from silo.storage.feature_cache import Block, FeatureCache, FeatureKey, KeptFeatures
 from silo.storage.outbox import TrainingResult
+from silo.storage.run_data import RunData
 from silo.storage.tasks import Evaluation
+from silo.training.data_source import BrokenRecords, DataSource
 from silo.training.hospital_controls import HospitalControls, check_dictionary
 
 if TYPE_CHECKING:
@@ -59,103 +55,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRIES = 3
+"""Of one round, of a run without privacy, where files break while it reads them."""
 RunRound = Callable[[SiloRuntime, State, State | None, LocalData, RoundContext, TaskKind], SiloRound]
 """A silo's whole round: `fl_core.rounds.silo_round.run_silo_round`, or a benchmark's replacement."""
-
-
-class DataSource:
-    """The hospital's data, as each run wants it: its label space, image size and window.
-
-    loader: of its images   holds: the classes that the operator declares.
-    """
-
-    def __init__(
-        self,
-        reference: str,
-        data_root: Path | None = None,
-        nominal_size: float | None = None,
-        loader: ImageLoader | None = None,
-        holds: tuple[str, ...] = (),
-    ) -> None:
-        self.reference = datasets.parse(loading.load_of_reference(reference))  # the hospital's own words
-        self._data_root = data_root
-        self._nominal_size = nominal_size
-        self.typed = nominal_size is not None
-        self._holds, self._published = holds, tuple[str, ...]()
-        self._loader = loader
-        self._last: tuple[DataRequest, SiloDataset] | None = None
-        self._contents, self._version = FileContents(), ""
-
-    def load(self, request: DataRequest = datasets.ANY) -> SiloDataset:
-        """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
-        if self._last is None or self._last[0] != request:
-            loaded = datasets.load(str(self.reference), request, data_root=self._data_root, loader=self._loader)
-            self._last, self._version = (request, loaded), ""
-            if request.classes is None:
-                self._published = loaded.schema.classes
-        return self._last[1]
-
-    @property
-    def declared_classes(self) -> tuple[str, ...]:
-        """Return the classes that are declared of these data; none of folders and lists, where records decide."""
-        if self._holds or self.reference.source in ("folder", "manifest"):
-            return self._holds
-        if not self._published:
-            self.load()
-        return self._published
-
-    def version(self) -> str:
-        """Say which data were loaded last: their fingerprint, and where they lie in files a digest of what those hold.
-
-        Raises DataError (E-DATA-04) on a file that cannot be read.
-        """
-        assert self._last is not None
-        if not self._version:
-            self._version = self._version_of(self._last[1].fingerprint, self._last[1])
-        return self._version
-
-    def _version_of(self, fingerprint: str, loaded: SiloDataset) -> str:
-        paths = [path for split in (loaded.train, loaded.test) for path in getattr(split, "paths", ())]
-        return f"{fingerprint}:{self._contents.digest(paths)}" if paths else fingerprint
-
-    def refresh(self) -> bool:
-        """Forget what was loaded where its files are others by now; return whether they are."""
-        if self._last is None or not hasattr(self._last[1].train, "paths"):
-            return False  # what is in memory cannot change
-        request, loaded = self._last
-        now = datasets.check(str(self.reference), request, data_root=self._data_root)
-        if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
-            return False
-        self._last, self._version, self._published = None, "", ()
-        if self._loader is not None:
-            self._loader.forget()
-        return True
-
-    def cache_text(self) -> str:
-        """Say where decoded images are kept, and how many; empty where no data are images in files."""
-        if self._loader is None or not hasattr(self.load().train, "paths"):
-            return ""
-        if self._loader.cache_bytes == 0:
-            return "decoded images are not kept (--image-cache 0)"
-        return (
-            f"decoded images are kept in {self._loader.folder}, at most {self._loader.cache_bytes / 2**30:g} GiB, in a "
-            "file without a name that is gone when the service ends (--image-cache 0 keeps none)"
-        )
-
-    @property
-    def examples(self) -> tuple[float, float]:
-        """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""
-        if self.typed:
-            return 0.0, 0.0
-        found = self.load()
-        return float(round_to_two_digits(len(found.train))), float(round_to_two_digits(len(found.test)))
-
-    @property
-    def nominal_size(self) -> float:
-        """Return the declared number of training units: as typed, else the true one rounded up."""
-        if self._nominal_size is None:
-            self._nominal_size = float(round_to_two_digits(len(PrivacyUnits.of(self.load().train))))
-        return self._nominal_size
 
 
 OBJECTS = 4
@@ -289,12 +192,24 @@ class Trainer:
         self._run_round = run_round
         self._prepared: tuple[str, PreparedRun] | None = None
         self._fitting: PreparedRun | None = None
+        self._unreadable: tuple[PreparedRun, frozenset[str]] | None = None
         self._features = features
 
-    def prepare(self, run: CompiledRun, fetch_weights: Callable[[Weights], Tensors]) -> PreparedRun:
+    @property
+    def declared_classes(self) -> tuple[str, ...]:
+        return self._data.declared_classes
+
+    def data_now(self) -> RunData:
+        """Describe the data of the run that was prepared last, which begins with them."""
+        return self._data.run_data()
+
+    def prepare(
+        self, run: CompiledRun, fetch_weights: Callable[[Weights], Tensors], began: RunData | None = None
+    ) -> PreparedRun:
         """Check that this silo can do its part of a run, and build what it needs.
 
-        fetch_weights: called, where the run begins with weights from elsewhere, once all else fits.
+        fetch_weights: called, where the run begins with weights from elsewhere, once all else fits   began: with which
+        data it began here, if it has.
 
         Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access`; ConfigError
         (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
@@ -309,17 +224,19 @@ class Trainer:
                 self._controls.require_labels(run, self._data.declared_classes)
             self._refresh()
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
-            return self._prepared[1]
+            prepared = self._prepared[1]
+            if prepared.data_version == (self._data.version() if began is None else began.version):
+                return prepared
         if not _compatible(manifest.software, version()):
             raise RefusedError(
                 "E-WIRE-01", f"expected a run of {version()}, found one of {manifest.software}: upgrade the older side"
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
-            dataset = self._data.load(DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window))
+            self._data.load(DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window))
+            dataset, data_version = self._data.as_begun(began)
             if run.private:
                 self._controls.require_declared(dataset, self._data.declared_classes)
-            data_version = self._data.version()
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
         check_dictionary(run, index, dataset)
@@ -382,19 +299,23 @@ class Trainer:
         state: State | None,
         progress: Progress,
         own: nn.Module | None = None,
+        broken: BrokenRecords | None = None,
     ) -> TrainingResult:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
 
-        own: the model that this hospital trained alone, to be measured beside the one received.
+        own: the model that this hospital trained alone, to be measured beside the one received   broken: what the run
+        does without; records that cannot be read now are added before anything leaves.
 
         Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
         model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
         taken out; RefusedError, before any example is read,
         on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for
         whatever goes wrong in a private run once examples are read.
-        Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU.
+        Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU. Where files break in
+        the middle, a round without privacy is made anew without them: a repeated task gives the same update, or that
+        without what broke since. In a private round, which is charged once, they add nothing.
         """
-        manifest = prepared.run.manifest
+        manifest, broken = prepared.run.manifest, broken or BrokenRecords(set())
         try:
             context = self._context(prepared, key, size)
         except ProtocolError as error:
@@ -409,16 +330,13 @@ class Trainer:
         if prepared.ledger is not None:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
-            with _hide_details(prepared.run.private):
-                train, test = self._examples(prepared, progress)
-            try:
-                data = prepared.data_factory(RoundData(train, test, manifest.train, context, self.device, progress))
-            except RefusedError as error:
-                self._controls.record_refusal(key.run_id, error)
-                raise
-            with _hide_details(prepared.run.private):
-                runtime = prepared.runtime if own is None else replace(prepared.runtime, own=own.to(self.device))
-                outcome = self._run_round(runtime, msg, state, data, context, key.kind)
+            if own is not None:
+                prepared = replace(prepared, runtime=replace(prepared.runtime, own=own.to(self.device)))
+            for left in reversed(range(TRIES)):
+                outcome = self._attempt(prepared, key, msg, state, context, progress, broken, left=left)
+                if outcome is not None:
+                    break
+        assert outcome is not None  # the last attempt raises
         if key.kind is TaskKind.TRAIN:  # before anything of other records leaves
             require_expected(prepared.run.method, outcome.bundle, context.round)
         evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method
@@ -431,20 +349,79 @@ class Trainer:
             fingerprint=prepared.dataset.fingerprint,
         )
 
-    def _examples(self, prepared: PreparedRun, progress: Progress) -> list[Examples]:
-        """Return the training and test examples of a run: with a frozen body their features, as kept or made here."""
+    def _attempt(
+        self,
+        prepared: PreparedRun,
+        key: TaskKey,
+        msg: State,
+        state: State | None,
+        context: RoundContext,
+        progress: Progress,
+        broken: BrokenRecords,
+        *,
+        left: int,
+    ) -> SiloRound | None:
+        """Do a round; None where a file broke in the middle of one without privacy, and attempts are left."""
+        private = prepared.run.private
+        with _hide_details(private):
+            train, test = self._examples(prepared, progress, broken)
+        try:
+            config = prepared.run.manifest.train
+            data = prepared.data_factory(RoundData(train, test, config, context, self.device, progress))
+        except RefusedError as error:
+            self._controls.record_refusal(key.run_id, error)
+            raise
+        try:
+            with _hide_details(private):
+                return self._run_round(prepared.runtime, msg, state, data, context, key.kind)
+        except DataError as error:
+            if private or not left or error.code != UNREADABLE:
+                raise
+            log.warning("%s begins anew, since a file could not be read: %s", key, error.message)
+            self._unreadable = None
+            return None
+
+    def _examples(self, prepared: PreparedRun, progress: Progress, broken: BrokenRecords) -> list[Examples]:
+        """Return the training and test examples of a run, without its broken ones: with a frozen body their features.
+
+        Raises DataError as `broken_records.require_few`.
+        """
+        splits, frozen = _splits(prepared), prepared.run.frozen
+        kept = [self._features_of(prepared, s, examples, progress) if frozen else None for s, examples in splits]
+        if self._unreadable is None or self._unreadable[0] is not prepared:
+            self._unreadable = prepared, self._find_unreadable(prepared, kept, progress, broken)
+        broken.add(self._unreadable[1])
         found = list[Examples]()
-        for split, examples in zip(SPLITS, (prepared.dataset.train, prepared.dataset.test), strict=True):
-            if not prepared.run.frozen:
-                found.append(examples)
+        for (split, examples), features in zip(splits, kept, strict=True):
+            names = _names(prepared, split)
+            gone = [i for i, name in enumerate(names) if name in broken.names]
+            if features is not None:
+                views = prepared.run.views(split is Split.TRAIN)
+                found.append(_of_features(examples, features, gone, views))
                 continue
-            make = partial(self._blocks, prepared.run, split, examples, progress)
-            kept = self._features.get(self._feature_key(prepared, split), len(examples), make)
-            there = torch.ones(len(examples), dtype=torch.bool)
-            there[list(kept.left_out)] = False
-            rows = torch.from_numpy(kept.rows).reshape(len(kept.rows), prepared.run.views(split is Split.TRAIN), -1)
-            found.append(with_rows(examples, torch.nonzero(there).flatten(), rows))
+            some = without(examples, gone)
+            if prepared.run.private and isinstance(some, ImageExamples):
+                there = [name for name in names if name not in broken.names]
+                some = EmptyWhereBroken(some, partial(_notice, broken, there))
+            found.append(some)
         return found
+
+    def _find_unreadable(
+        self, prepared: PreparedRun, kept: Sequence[KeptFeatures | None], progress: Progress, broken: BrokenRecords
+    ) -> frozenset[str]:
+        """Name what cannot be read of the examples that the run still has; with features, of those that have none."""
+        found = set[str]()
+        for (split, examples), features in zip(_splits(prepared), kept, strict=True):
+            names = _names(prepared, split)
+            among = range(len(names)) if features is None else features.left_out if names else ()
+            there = [i for i in among if names[i] not in broken.names]
+            found |= {names[i] for i in unreadable(examples, there, progress)}
+        return frozenset(found)
+
+    def _features_of(self, prepared: PreparedRun, split: Split, examples: Examples, progress: Progress) -> KeptFeatures:
+        """Return the features of a split, as kept or made here."""
+        make = partial(self._blocks, prepared.run, split, examples, progress)
+        return self._features.get(self._feature_key(prepared, split), len(examples), make)
 
     def _blocks(self, run: CompiledRun, split: Split, examples: Examples, progress: Progress) -> Iterator[Block]:
         for batch in run.features(examples, self.device, split is Split.TRAIN):
@@ -529,6 +506,31 @@ class Trainer:
         return context.for_silo(prepared.index, manifest.seed, prepared.submits, units)
 
 
+def _splits(prepared: PreparedRun) -> list[tuple[Split, Examples]]:
+    return list(zip(SPLITS, (prepared.dataset.train, prepared.dataset.test), strict=True))
+
+
+def _names(prepared: PreparedRun, split: Split) -> list[str]:
+    """Name the records of a split that lie in files, in the order of its examples."""
+    return [record.name for record in prepared.dataset.records if record.split == split.value]
+
+
+def _notice(broken: BrokenRecords, names: Sequence[str], positions: Sequence[int]) -> None:
+    broken.add({names[i] for i in positions})
+
+
+def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], views: int) -> Examples:
+    """Return examples as their features, without those that have none or are gone."""
+    require_few(len(gone), len(examples))
+    there = torch.ones(len(examples), dtype=torch.bool)
+    there[list(kept.left_out)] = False
+    rows, positions = torch.from_numpy(kept.rows).reshape(len(kept.rows), views, -1), torch.nonzero(there).flatten()
+    there[list(gone)] = False
+    if not bool((still := there[positions]).all()):
+        rows, positions = rows[still], positions[still]
+    return with_rows(examples, positions, rows)
+
+
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
     """Name the splits of whose records a bundle, or the sum under masks that it is in, tells more than noise bounds."""
     parts = set(prepared.run.flat_layouts[kind].layout) if prepared.run.masked else set(bundle)
@@ -600,59 +602,3 @@ def _cpu_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# ---- contents of files -----------------------------------------------------------------------------------------------
-
-_SETTLED_NS = 2_000_000_000
-"""A file that was changed this short before it was read may be changed again under the same time of change."""
-
-
-class _Status(NamedTuple):
-    """What the system says of a file without reading it. The time of change (ctime) is one that no program can set."""
-
-    size: int
-    modified_ns: int
-    changed_ns: int
-    inode: int
-    device: int
-
-    @classmethod
-    def of(cls, path: Path) -> _Status:
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
-
-
-class _Known(NamedTuple):
-    status: _Status
-    digest: str
-    settled: bool
-
-
-class FileContents:
-    """One digest of many files. Each is read once, and again when its status has changed; one thread at a time.
-
-    Guarantees: what was edited, replaced or exchanged since is noticed, also where size and date are put back (`cp -p`,
-    `rsync -t`); a file that was only touched is as before. What is not noticed is what somebody does who sets the
-    machine's clock back or writes below the file system.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Path, _Known] = {}
-
-    def digest(self, paths: Iterable[Path]) -> str:
-        """Return the BLAKE3 of the files' own digests, in this order; raises DataError (E-DATA-04) on one unread."""
-        self._known = {path: self._file(path) for path in paths}
-        return blake3("".join(known.digest for known in self._known.values()).encode()).hexdigest()
-
-    def _file(self, path: Path) -> _Known:
-        try:
-            status, known = _Status.of(path), self._known.get(path)
-            if known is not None and known.settled and known.status == status:
-                return known
-            settled = time.time_ns() - status.changed_ns > _SETTLED_NS
-            return _Known(status, file_digest(path), settled)
-        except OSError as error:
-            raise DataError(
-                "E-DATA-04", f"expected a readable file at {path}, found: {error.strerror}. Restore the file"
-            ) from error

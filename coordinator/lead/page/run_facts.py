@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -20,7 +20,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core import clinical_report
 from service_core.console import span
 
-_TROUBLE = ("refused", "lost", "cut", "forgetting", "waiting", "warning", "excluded", "extended", "ended")
+_TROUBLE = ("refused", "lost", "forgetting", "warning", "excluded", "extended", "ended")
+_AS_PLANNED = ("waiting", "cut")
+"""Kinds of events that a run is made for: hospitals take their time, and long updates are cut to the run's bound."""
 _MAX_TROUBLE, _MAX_HOSPITALS = 50, 200
 
 
@@ -56,6 +58,7 @@ class RunFacts:
     hospitals: tuple[HospitalRow, ...]
     hospitals_left_out: int
     trouble: tuple[pb.Event, ...]
+    as_planned: tuple[pb.Event, ...]
 
 
 def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
@@ -81,7 +84,8 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
         rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
         hospitals=tuple(hospitals[:_MAX_HOSPITALS]),
         hospitals_left_out=max(0, len(hospitals) - _MAX_HOSPITALS),
-        trouble=_trouble(followed.events),
+        trouble=_newest(e for e in followed.events if _is_trouble(e)),
+        as_planned=_newest(e for e in followed.events if e.kind in _AS_PLANNED),
     )
 
 
@@ -156,10 +160,14 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
     return rows
 
 
-def _trouble(events: Sequence[pb.Event]) -> tuple[pb.Event, ...]:
-    """Choose the events that somebody may have to look into, the newest first."""
-    found = [e for e in events if e.kind in _TROUBLE and not (e.kind == "ended" and e.text == "finished")]
-    return tuple(reversed(found[-_MAX_TROUBLE:]))
+def _is_trouble(event: pb.Event) -> bool:
+    """Tell whether somebody may have to look into an event."""
+    return event.kind in _TROUBLE and not (event.kind == "ended" and event.text == "finished")
+
+
+def _newest(events: Iterable[pb.Event]) -> tuple[pb.Event, ...]:
+    """Return the newest events, the last one first."""
+    return tuple(reversed([*events][-_MAX_TROUBLE:]))
 
 
 def _privacy(manifest: str) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -94,6 +94,12 @@ def composed(words: Sequence[str]) -> Plan:
 
 def main(words: Sequence[str]) -> int:
     """Run the ablation; the exit status is 1 when a check does not hold, 2 on a wrong word."""
+    if {"--help", "-h"} & set(words):
+        scales = "|".join(sorted(file.stem for file in (CONFIGS / "ablation" / "scale").glob("*.yaml")))
+        keys = ", ".join(f"{f.name}=" for f in fields(Plan))
+        for line in f"{__doc__}\nWords: scale={scales} (small where none is named), and over it {keys}".splitlines():
+            show(line)
+        return 0
     try:
         found = ablate(composed(words), ERR.print)
     except FederationError as error:

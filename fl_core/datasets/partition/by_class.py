@@ -27,10 +27,14 @@ def assign_classes(n_classes: int, silos: int, per_silo: int, seed: int) -> tupl
     Raises ConfigError (E-CFG-08) when that is impossible. Source: the FedMR and FedGELA papers' P5C2, P10C3, ...
     """
     if not 1 <= per_silo <= n_classes or silos * per_silo < n_classes:
+        enough = silos * per_silo >= n_classes
+        fits = [f"p{silos}c{n_classes if enough else -(-n_classes // silos)}"] if silos else []
+        fits += [f"p{-(-n_classes // per_silo)}c{per_silo}"] if per_silo and not enough else []
         raise ConfigError(
             "E-CFG-08",
             f"p{silos}c{per_silo} of {n_classes} classes: expected at most {n_classes} classes per silo and at least "
-            f"{n_classes} places, found {per_silo} and {silos * per_silo}: some class would have no silo",
+            f"{n_classes} places, found {per_silo} and {silos * per_silo}: some class would have no silo, or a silo "
+            f"one twice; take {' or '.join(fits)}",
         )
     random = rng.numpy_stream(seed, "partition", "classes")
     fresh = 0

@@ -44,6 +44,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             f"images of {file.name} without a file",
             [item.name for item in items if not _is_file(item.path)],
             f"Restore these files below {file.parent}, or remove their rows",
+            records=True,
         ),
         *problem(
             "E-DATA-07",

@@ -57,6 +57,13 @@ def read_rows(file: Path, required: Sequence[str]) -> Table:
 
 def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) -> None:
     if lacking := [name for name in required if name not in header]:
+        other = delimiter_of(header)
+        if other:
+            raise DataError(
+                "E-DATA-07",
+                f"expected cells separated by commas in {file}, found {other}: export it again with commas, or replace "
+                "them where no cell holds one",
+            )
         raise DataError(
             "E-DATA-07",
             f"expected the columns {', '.join(required)} separated by commas in {file}, found the header "
@@ -66,6 +73,14 @@ def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) ->
         raise DataError(
             "E-DATA-07", f"expected each column once in {file}, found {', '.join(twice)} twice: export it again"
         )
+
+
+_DELIMITERS = {";": "semicolons (;)", "\t": "tabs", "|": "vertical bars (|)"}
+
+
+def delimiter_of(header: Sequence[str]) -> str:
+    """Name what separates the cells of a header that was read as one cell; empty where nothing known does."""
+    return next((name for sign, name in _DELIMITERS.items() if len(header) == 1 and sign in header[0]), "")
 
 
 def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:

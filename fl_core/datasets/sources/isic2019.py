@@ -78,6 +78,7 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> SourceIndex:
             f"images of centre {center} in {SPLIT_FILE} without a file in {IMAGES}",
             missing,
             "Restore these files, or remove their rows",
+            records=True,
         ),
     )
     split_groups = groups_in_both_splits(items)

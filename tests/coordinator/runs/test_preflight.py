@@ -122,7 +122,8 @@ def test_a_reason_is_cut_between_words_and_what_to_do_about_its_code_is_said(dis
     dispatcher.preflight(session(), said(ready=False, code="E-BUDGET-04", reason="registered " * 100))
     error = asking.over()
     assert isinstance(error, RefusedError)
-    assert "registered ...: no round was begun" in error.message
+    assert "registered ...\n" in error.message
+    assert "coordinator resume run-1" in error.message.splitlines()[-1]
     assert "coordinator explain CODE" in error.message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import nn
 
 import consilium
 from consilium import ConfigError, DataError, Progress, simulate
 from consilium.extending import ArrayData, FedAvg, HeadOptions, Schema, SplitModel
 from coordinator.cli.research import simulate as command
 from coordinator.config.hydra_config import choices, compose_simulation
-from coordinator.simulate import runner
+from coordinator.simulate import round_printer, runner
 from coordinator.simulate.engine import SimulationEngine
 from fl_core.extensions import registry
 from fl_core.methods.disjoint.fedmr import FedMR
@@ -130,6 +133,71 @@ def test_classes_and_instances_of_ones_own_of_all_four_kinds_go_together() -> No
     assert simulate(Mine, Four(), Alternate, Flat(width=5), **FEW).digest == a.digest
     for kind, name in (("method", "Mine"), ("model", "Flat"), ("data", "Four"), ("partition", "Alternate")):
         assert registry.loaded(kind, f"{__name__}:{name}") is None  # nothing stays behind
+
+
+class Network(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(inplace=True), nn.Linear(16, 10))
+
+
+def network_of(schema: Schema) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(schema.shape)), len(schema.classes)))
+
+
+def test_a_module_a_class_of_modules_and_a_function_of_the_schema_are_models() -> None:
+    few = {"federation": "p5c2", "data": "digits", "rounds": 1, "train__max_steps": 2}
+    given = Network()
+    made = simulate(model=given, **few)  # type: ignore[arg-type]
+    assert made.digest == simulate(model=given, **few).digest  # type: ignore[arg-type]
+    assert made.model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert given[1].weight.requires_grad
+    by_class = [simulate(model=Network, seed=seed, **few).digest for seed in (0, 0, 1)]  # type: ignore[arg-type]
+    assert by_class[0] == by_class[1] != by_class[2]
+    assert simulate(model=network_of, **few).model(torch.zeros(1, 1, 8, 8)).shape == (1, 10)  # type: ignore[arg-type]
+    private = simulate(model=network_of, privacy="dp_record", **few)  # type: ignore[arg-type]
+    assert private.result.privacy
+    names = {one.manifest.model.name for one in (made, private)}
+    assert len(names) == 2
+    assert all(name.startswith("memory:") for name in names)
+
+
+def test_several_folders_are_a_silo_each_and_their_classes_the_run_s(tmp_path: Path) -> None:
+    for place, names in (("north", ("a", "b")), ("south", ("b", "c"))):
+        for name in names:
+            (tmp_path / place / name).mkdir(parents=True)
+            for k in range(4):
+                Image.new("RGB", (32, 32), (60 * k, 9, 9)).save(tmp_path / place / name / f"{k}.png")
+    paths = [str(tmp_path / place) for place in ("north", "south")]
+    words = {"data": "folder", "data__image_size": 32, "model": "simple_cnn", "rounds": 1, "train__epochs": 1}
+    made = simulate(data__path=paths, **words)  # type: ignore[arg-type]
+    assert made.manifest.schema.classes == ("a", "b", "c")
+    assert len(made.manifest.members) == 2
+    assert made.tables["silos"].examples.sum() == 16
+    for wrong in ([], [paths[0]] * 2, [paths[0], 7]):
+        with pytest.raises(ConfigError, match="E-CFG-23"):
+            simulate(data__path=wrong, **words)  # type: ignore[arg-type]
+
+
+def test_rounds_are_printed_where_somebody_watches_or_asks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"data": "digits", "federation": "p5c2", "rounds": 2, "train__max_steps": 1}
+    simulate(**few)  # type: ignore[arg-type]
+    assert capsys.readouterr().err == ""
+    simulate(progress=True, **few)  # type: ignore[arg-type]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split("accuracy")[0].split() for line in said] == [
+        ["before", "round", "1"],
+        ["before", "round", "2"],
+        ["after", "round", "2"],
+    ]
+    monkeypatch.setattr(round_printer.sys, "stderr", Watched())
+    assert round_printer.is_watched()
+
+
+class Watched(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_tensors_are_data_and_shares_are_a_federation() -> None:

@@ -86,6 +86,22 @@ def test_a_misspelt_kind_of_file_is_taken_for_one_and_not_for_a_package(referenc
         load_of_reference(reference)
 
 
+def test_a_path_without_its_kind_is_answered_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "images").mkdir()
+    for name in ("list.csv", "patients.csv", "patients.toml", "visits.parquet"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for path, kind in (
+        (str(tmp_path / "images"), "folder"),
+        ("images", "folder"),
+        ("list.csv", "manifest"),
+        ("patients.csv", "table"),
+        ("visits.parquet", "table"),
+    ):
+        with pytest.raises(ConfigError, match=f"did you mean {kind}:{path}\\?"):
+            parse(path)
+
+
 def test_federation_names_all_silos() -> None:
     assert federation("digits", "p5c2") == [f"digits/p5c2/{k}" for k in range(5)]
     assert federation("digits", "p7c3") == [f"digits/p7c3/{k}" for k in range(7)]

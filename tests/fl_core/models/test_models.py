@@ -9,6 +9,7 @@ from torch import nn
 from fl_core.errors import ConfigError
 from fl_core.models import MODELS, SplitModel, build_model, describe
 from fl_core.types import tensor_maps
+from fl_core.types.records import Schema
 from tests.support.federations import MODEL_SHAPES, schema, small
 
 
@@ -141,6 +142,16 @@ def test_what_cannot_be_built_is_refused(name, options, shape, code, match) -> N
     with pytest.raises(ConfigError, match=match) as caught:
         build_model(name, options, schema(shape), seed=0)
     assert caught.value.code == code
+
+
+def test_a_model_that_does_not_take_the_examples_names_those_that_do() -> None:
+    with pytest.raises(ConfigError, match="models for these examples: ") as caught:
+        describe("simple_cnn", Schema((3, 50, 50), ("a", "b")))
+    named = caught.value.message.rpartition("examples: ")[2].split(", ")
+    assert "resnet18" in named
+    assert not {"simple_cnn", "digits_cnn", "char_lstm"} & set(named)
+    for name in named:
+        describe(name, Schema((3, 50, 50), ("a", "b")))
 
 
 def test_one_class_is_no_classification() -> None:

@@ -28,7 +28,7 @@ from silo.connection.session import PULSE_CEILING_S, pulse_period
 from silo.service.service import SiloSettings, data_offer
 from silo.service.task_queue import public_reason
 from silo.storage.home import Home
-from silo.training.trainer import DataSource
+from silo.training.data_source import DataSource
 from tests.support import until
 from tests.support.fake_coordinator import FakeControl, Hospital, manifest
 from tests.support.hospital import Watched

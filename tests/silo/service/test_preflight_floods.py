@@ -21,6 +21,7 @@ from protos.wire.tasks import TaskKey
 from silo.events import Event
 from silo.service.task_queue import PREFLIGHTS_AT_ONCE, PREFLIGHTS_PER_MIN, TaskQueue
 from silo.storage.approvals import MAX_UNDECIDED
+from silo.storage.run_data import RunData
 from silo.storage.store import MAX_CLOSED, MAX_UNTRAINED, Store
 from tests.support import until
 from tests.support.fake_coordinator import Hospital
@@ -273,7 +274,7 @@ def test_runs_that_asked_and_offered_nothing_lapse_and_those_that_trained_stay(t
     for k in range(100):
         store.record_run(f"asked-{k}", "asked", M)
     for k in range(100):
-        store.pin_data_version(f"offered-{k}", "v1")
+        store.run_data.begin(f"offered-{k}", RunData("v1"))
         store.record_run(f"offered-{k}", "offered", M, B)
         store.end_run(f"offered-{k}", "failed", "")
     assert [r.run_id for r in store.history()] == ["run-1", *(f"offered-{k}" for k in range(80, 100))]

@@ -17,8 +17,8 @@ from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home
 from silo.storage.store import Store
+from silo.training.data_source import DataSource
 from silo.training.hospital_controls import HospitalControls, describe_request
-from silo.training.trainer import DataSource
 from tests.support.extensions import Installed, install
 
 ALLOWED = "[runs]\nextensions = ['mine-package']\n"

@@ -27,9 +27,10 @@ from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training import trainer
+from silo.training.data_source import DataSource
 from silo.training.hospital_controls import HospitalControls
 from silo.training.run_request import request_of
-from silo.training.trainer import DataSource, Trainer
+from silo.training.trainer import Trainer
 from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
 from tests.support.hospital import rounds_equal
 from tests.support.privacy import TRAIN, budgeted, private

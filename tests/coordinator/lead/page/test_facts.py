@@ -134,6 +134,15 @@ def test_the_page_says_the_rule_and_counts_what_it_did_to_updates() -> None:
     ]
 
 
+def test_waiting_and_cuts_are_not_what_went_wrong() -> None:
+    kinds = ("waiting", "cut", "refused", "ended", "closed", "warning", "waiting")
+    events = [pb.Event(kind=kind, round=k, text=f"number {k}") for k, kind in enumerate(kinds)]
+    made = detail("run-1", [])
+    facts = run_facts(made.info, FollowedRun(RunRecord(made), events=events), 1.0)
+    assert [e.kind for e in facts.trouble] == ["warning", "ended", "refused"]
+    assert [(e.kind, e.round) for e in facts.as_planned] == [("waiting", 6), ("cut", 1), ("waiting", 0)]
+
+
 def test_curves_of_the_page_are_those_of_the_record() -> None:
     made = detail("run-1", measured([0.1, 0.25, 0.5]))
     facts = run_facts(made.info, FollowedRun(RunRecord(made)), 1.0)

@@ -128,6 +128,14 @@ def test_the_table_has_fedmrs_layout_and_the_picture_is_drawn(tmp_path: Path) ->
     assert "51.00 ± 1.00 | - |" in report.table5(missing, SMALL, "digits", "p5c2")
 
 
+def test_help_says_what_it_does_and_with_which_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert privacy_ablation.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "python -m coordinator.simulate.ablation scale=small" in said
+    assert "scale=paper|small|smoke" in said
+    assert "epsilons=" in said
+
+
 def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert privacy_ablation.composed(["scale=paper"]).grid == PAPER
     for scale in ("smoke", "small", "paper"):

@@ -238,3 +238,17 @@ def test_federation_names_have_one_canonical_form(text: str, canonical: str) -> 
 def test_misspelt_federations_are_refused(text: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         federations.parse_federation(text)
+
+
+@pytest.mark.parametrize(
+    ("silos", "per_silo", "classes", "fits"),
+    [(3, 2, 8, ("p3c3", "p4c2")), (2, 9, 4, ("p2c4",)), (3, 0, 8, ("p3c3",)), (1, 1, 5, ("p1c5", "p5c1"))],
+)
+def test_a_division_that_does_not_fit_proposes_such_as_do(
+    silos: int, per_silo: int, classes: int, fits: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=f"take {' or '.join(fits)}$"):
+        by_class.assign_classes(classes, silos, per_silo, 0)
+    for name in fits:
+        found = federations.parse_federation(name)
+        assert len(by_class.assign_classes(classes, found.silos, int(name.split("c")[1]), 0)) == found.silos

@@ -380,3 +380,10 @@ def test_a_listed_image_without_a_file_is_told_once(tmp_path: Path) -> None:
     assert [p.what for p in report.problems if "gone.png" in " ".join(p.first)] == [
         "images of images.csv without a file"
     ]
+
+
+@pytest.mark.parametrize(("sign", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")])
+def test_a_list_with_other_separators_is_told_which_they_are(tmp_path: Path, sign: str, name: str) -> None:
+    file = tmp_path / "list.csv"
+    file.write_text(sign.join(("path", "label", "group", "split")) + "\n")
+    refuse(f"separated by commas .* found {name}", "E-DATA-07", f"manifest:{file}")

@@ -55,7 +55,10 @@ def test_isic_needs_the_images_of_its_own_centre_alone(tmp_path: Path) -> None:
     (images / "ISIC_100.jpg").unlink()
     assert check("isic2019/center3", data_root=tmp_path).problems == ()
     (images / "ISIC_004.jpg").unlink()
-    refuse(r"1 \(ISIC_004\)", "E-DATA-04", "isic2019/center3", data_root=tmp_path)
+    assert [p.count for p in check("isic2019/center3", data_root=tmp_path).problems] == [1]
+    assert len(load("isic2019/center3", data_root=tmp_path).train) == 9  # one is left out when it is read
+    (images / "ISIC_005.jpg").unlink()
+    refuse(r"2 \(ISIC_004, ISIC_005\)", "E-DATA-04", "isic2019/center3", data_root=tmp_path)
 
 
 def test_isic_split_file_that_disagrees(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""One line per round of a simulation for people, on stderr."""
+
+from __future__ import annotations
+
+import sys
+
+from coordinator.lead import tables
+from fl_core.rounds.engine import Observer
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import State
+from privacy import profiles
+from privacy.accounting import uncertainty
+from service_core.console import ERR
+
+
+class RoundPrinter(Observer):
+    """One line per round on stderr, so that stdout holds the result alone."""
+
+    def __init__(self, manifest: RunManifest) -> None:
+        self._noise = profiles.result_noise(manifest)
+        self._first = True
+
+    def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
+        """Print the accuracy of the model that the round began with."""
+        hidden = self._noise.scores
+        scores = tables.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
+        found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
+        trained = record.kind is TaskKind.TRAIN
+        if self._first and trained and record.round:
+            ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
+        self._first = False
+        when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
+        ERR.print(f"{when}  accuracy {found.text()}{scores}{tables.changed_text([record])}")
+
+
+def is_watched() -> bool:
+    """Tell whether somebody reads stderr as it comes: in a terminal or a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules

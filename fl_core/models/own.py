@@ -1,0 +1,105 @@
+"""A caller's own network as a model of ours: any module whose answer is that of its last linear layer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fl_core.errors import ConfigError
+from fl_core.models.split_model import SplitModel
+from fl_core.types.records import Schema
+
+Make = Callable[[Schema], nn.Module]
+
+
+def split(model: nn.Module, schema: Schema) -> SplitModel:
+    """Divide a network (B, *shape) -> (B, C) into a body and its head, the `nn.Linear` that is called last.
+
+    The module is taken over: layers that work in place do so no more. A SplitModel is what it is. Raises ConfigError
+    (E-CFG-08) where the network does not take these examples, or its answer is not that of such a layer, with one
+    output per class.
+    """
+    if isinstance(model, SplitModel):
+        return model
+    classes = len(schema.classes)
+    for module in model.modules():
+        if getattr(module, "inplace", False):
+            module.inplace = False  # type: ignore[assignment]
+    if isinstance(model, nn.Linear):  # on the pixels
+        model = nn.Sequential(nn.Flatten(), model)
+    answer, head = _asked(model, schema)
+    if head is None or head.out_features != classes:
+        found = "no such layer" if head is None else f"one of {head.out_features} outputs"
+        raise _wrong(model, f"a last nn.Linear of {classes} outputs for {classes} classes", found)
+    (place,) = (name for name, module in model.named_modules() if module is head)
+    outer, _, name = place.rpartition(".")
+    setattr(model.get_submodule(outer), name, nn.Identity())
+    divided = SplitModel(model, nn.Identity(), head, head.in_features, classes)
+    if not answer.is_meta and not torch.equal(_asked(divided, schema)[0], answer):
+        raise _wrong(model, f"the answer of its last nn.Linear, {place!r}", "another one")
+    return divided
+
+
+def _asked(model: nn.Module, schema: Schema) -> tuple[Tensor, nn.Linear | None]:
+    """Ask a network in evaluation mode about two made-up examples; return its answer and the last linear layer called.
+
+    On the device where its weights are, which may be none (`meta`).
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    x = torch.linspace(-1, 1, 2 * math.prod(schema.shape), device=device).reshape(2, *schema.shape)
+    called, training = list[nn.Linear](), model.training
+
+    def note(module: nn.Module, *_: object) -> None:
+        called.append(cast(nn.Linear, module))
+
+    hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Linear)]
+    try:
+        with torch.no_grad():
+            found = model.eval()(x)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        wanted = f"a network that takes examples of shape {tuple(schema.shape)}"
+        raise _wrong(model, wanted, f"{type(error).__name__}: {error}") from error
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if not isinstance(found, Tensor) or found.dim() != 2:
+        said = f"{tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise _wrong(model, "logits (B, C) as its answer", said)
+    return found, called[-1] if called else None
+
+
+def _wrong(model: nn.Module, expected: str, found: str) -> ConfigError:
+    text = " ".join(found.split())[:300]
+    return ConfigError("E-CFG-08", f"model: expected of {type(model).__name__} {expected}, found {text}: change it")
+
+
+def options_of(make: Make) -> type:
+    """Return a class of options, of which there are none, that builds what `make` returns for the run's examples."""
+
+    @dataclass(frozen=True)
+    class OwnModel:
+        def build(self, schema: Schema) -> SplitModel:
+            found = make(schema)
+            if not isinstance(found, nn.Module):
+                raise ConfigError(
+                    "E-CFG-02", f"model: expected an nn.Module from the function, found {type(found).__name__}"
+                )
+            return split(found, schema)
+
+    return OwnModel
+
+
+def maker(given: nn.Module | type[nn.Module] | Make) -> Make:
+    """Return what makes a network: a copy of a module with its weights, a class's fresh one, or a function's."""
+    if isinstance(given, nn.Module):
+        return lambda _: copy.deepcopy(given)
+    if isinstance(given, type):
+        return lambda _: given()
+    return given

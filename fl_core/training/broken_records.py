@@ -1,0 +1,133 @@
+"""Records that are listed and cannot be read: named in the log, left out, counted; the run goes on without them.
+
+Whether a record is left out follows from its own file and from no other record. So without it a private run is the run
+of a hospital that never had it: sampling rates and what is charged follow from the declared size, which stays.
+Of ONE_IN records one may be broken; with more the task fails, since what is left may not be what was agreed on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from fl_core.datasets.checks import ONE_IN, spared
+from fl_core.datasets.image_files import ImageExamples
+from fl_core.errors import DataError
+from fl_core.training.local_data import eval_batch
+from fl_core.types.values import Examples, Progress
+
+log = logging.getLogger(__name__)
+UNREADABLE = "E-DATA-04"
+Notice = Callable[[Sequence[int]], None]
+"""Called with the positions of records that could not be read."""
+
+
+def require_few(broken: int, n: int) -> None:
+    """Raise DataError (E-DATA-04), without a number, where more of n records are broken than may be left out."""
+    if broken > spared(n):
+        raise DataError(
+            UNREADABLE,
+            f"expected readable examples but for one in {ONE_IN}, found more that are not: this hospital's log "
+            "names them; restore them, or take them out (`silo data check`)",
+        )
+
+
+def read_readable(examples: Examples, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Read a batch, one by one where one of them is broken; return the positions that were read, and x of these."""
+    try:
+        return index, examples.batch(index)[0]
+    except DataError as error:
+        if error.code != UNREADABLE:
+            raise
+    kept, found = list[Tensor](), [examples.batch(index[:0])[0]]
+    for one in torch.split(index, 1):
+        try:
+            found.append(examples.batch(one)[0])
+            kept.append(one)
+        except DataError as error:
+            if error.code != UNREADABLE:
+                raise
+            log.warning("%s is left out: %s", name_of(examples, int(one)), error.message)
+    return torch.cat([index[:0], *kept]), torch.cat(found)
+
+
+def unreadable(
+    examples: Examples, among: Sequence[int] | None = None, progress: Progress = lambda *_: None
+) -> tuple[int, ...]:
+    """Decode examples that lie in files, and return the positions of those that cannot be; each is named in the log.
+
+    among: positions to look at, all by default. Examples in memory are readable.
+    """
+    wanted = range(len(examples)) if among is None else among
+    if not hasattr(examples, "paths") or not len(wanted):
+        return ()
+    size = eval_batch(examples.batch(torch.zeros(0, dtype=torch.long))[0].shape[1:])
+    broken, done = list[int](), 0
+    for index in torch.split(torch.tensor(wanted), size):
+        kept, _ = read_readable(examples, index)
+        broken += sorted(set(index.tolist()) - set(kept.tolist()))
+        done += len(index)
+        progress(done, len(wanted))
+    return tuple(broken)
+
+
+def without(examples: Examples, broken: Collection[int]) -> Examples:
+    """Return examples without some that cannot be read; raises DataError as `require_few`."""
+    require_few(len(broken), len(examples))
+    return examples.without(broken) if broken and isinstance(examples, ImageExamples) else examples
+
+
+def readable(examples: Examples) -> Examples:
+    """Return the examples that can be read; raises as `without`."""
+    return without(examples, unreadable(examples))
+
+
+class EmptyWhereBroken(Examples):
+    """Image files of a private run, which break in the middle of a round at most: such a one is NaN in all numbers.
+
+    A unit whose numbers are not finite adds nothing to a private sum, and the draws of all others stay as they are, so
+    the round goes on within what was charged. notice: called with the positions of those that are broken.
+    """
+
+    def __init__(self, examples: ImageExamples, notice: Notice) -> None:
+        self.labels, self.groups, self.paths = examples.labels, examples.groups, examples.paths
+        self._examples, self._notice = examples, notice
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return self.prepared(self.stored(index), augment), self.labels[index]
+
+    def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
+        """Finish what `stored` read; augmentation draws for broken ones as well, and leaves them NaN."""
+        broken = torch.isnan(x).flatten(1).any(1) if x.is_floating_point() else torch.zeros(len(x), dtype=torch.bool)
+        made = self._examples.prepared(x.nan_to_num(0.0) if x.is_floating_point() else x, augment)
+        made[broken] = torch.nan
+        return made
+
+    def stored(self, index: Tensor) -> Tensor:
+        """Return squares as `ImageExamples.stored`; in float32 where one of them is broken."""
+        try:
+            return self._examples.stored(index)
+        except DataError as error:
+            if error.code != UNREADABLE:
+                raise
+        rows, broken = list[Tensor](), list[int]()
+        blank = self._examples.stored(index[:0]).float()
+        for one in torch.split(index, 1):
+            try:
+                rows.append(self._examples.stored(one).float())
+            except DataError as error:
+                if error.code != UNREADABLE:
+                    raise
+                log.warning("%s adds nothing to this round: %s", name_of(self, int(one)), error.message)
+                broken.append(int(one))
+                rows.append(blank.new_full((1, *blank.shape[1:]), torch.nan))
+        self._notice(broken)
+        return torch.cat(rows)
+
+
+def name_of(examples: Examples, i: int) -> str:
+    paths = getattr(examples, "paths", None)
+    return f"example {i + 1}" if paths is None else str(paths[i])

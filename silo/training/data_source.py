@@ -1,0 +1,248 @@
+"""The hospital's data in its service: what is loaded, which version of it, and what became of that during a run.
+
+A run keeps the data that it began with. A record is broken when its source lists it and its file cannot be read or
+decoded: of a run that began with it whole, that is no other version, and the run goes on without it, for good, also
+where the file is whole again. Any other difference is one (E-DATA-10): records that were added, removed, relabelled,
+moved to the other split, or hold another image.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from fl_core import datasets
+from fl_core.datasets import DataRequest, ImageLoader, SiloDataset
+from fl_core.datasets.decoding.limits import UnreadableError
+from fl_core.datasets.decoding.pixels import open_image
+from fl_core.datasets.examples import fingerprint_of
+from fl_core.extensions import loading
+from privacy.accounting.record_config import round_to_two_digits
+from privacy.mechanisms.record.class_sums import PrivacyUnits
+from service_core.storage.digests import file_digest
+from silo.storage.run_data import FileRecord, RunData
+
+
+class DataSource:
+    """The hospital's data, as each run wants it: its label space, image size and window.
+
+    loader: of its images   holds: the classes that the operator declares.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        data_root: Path | None = None,
+        nominal_size: float | None = None,
+        loader: ImageLoader | None = None,
+        holds: tuple[str, ...] = (),
+    ) -> None:
+        self.reference = datasets.parse(loading.load_of_reference(reference))  # the hospital's own words
+        self._data_root = data_root
+        self._nominal_size = nominal_size
+        self.typed = nominal_size is not None
+        self._holds, self._published = holds, tuple[str, ...]()
+        self._loader = loader
+        self._last: tuple[DataRequest, SiloDataset] | None = None
+        self._contents, self._version = FileContents(), ""
+
+    def load(self, request: DataRequest = datasets.ANY) -> SiloDataset:
+        """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
+        if self._last is None or self._last[0] != request:
+            loaded = datasets.load(str(self.reference), request, data_root=self._data_root, loader=self._loader)
+            self._last, self._version = (request, loaded), ""
+            if request.classes is None:
+                self._published = loaded.schema.classes
+        return self._last[1]
+
+    @property
+    def declared_classes(self) -> tuple[str, ...]:
+        """Return the classes that are declared of these data; none of folders and lists, where records decide."""
+        if self._holds or self.reference.source in ("folder", "manifest"):
+            return self._holds
+        if not self._published:
+            self.load()
+        return self._published
+
+    def version(self) -> str:
+        """Say which data were loaded last: their fingerprint, and where they lie in files a digest of what those hold.
+
+        A file that cannot be read holds nothing.
+        """
+        assert self._last is not None
+        if not self._version:
+            self._version = self._version_of(self._last[1].fingerprint, self._last[1])
+        return self._version
+
+    def _version_of(self, fingerprint: str, loaded: SiloDataset) -> str:
+        paths = _paths(loaded)
+        return _version(fingerprint, self._contents.digests(paths)) if paths else fingerprint
+
+    def run_data(self) -> RunData:
+        """Describe what was loaded last, for a run that begins with it."""
+        version = self.version()
+        assert self._last is not None
+        loaded = self._last[1]
+        digests = self._contents.digests(_paths(loaded))
+        files = {
+            record.name: FileRecord(record.size, digest) for record, digest in zip(loaded.records, digests, strict=True)
+        }
+        return RunData(version, files)
+
+    def as_begun(self, began: RunData | None) -> tuple[SiloDataset, str]:
+        """Return what was loaded last and its version: those that a run began with, where files broke at most.
+
+        Of such a run the broken ones are listed as they were, so that the version stays, and so does what the ledger
+        knows the data by. Where anything else differs from what it began with, it is another version.
+        """
+        version = self.version()
+        assert self._last is not None
+        request, loaded = self._last
+        if began is None or began.version == version:
+            return loaded, version
+        paths, records, digests = _paths(loaded), list(loaded.records), list[str]()
+        for k, (path, digest) in enumerate(zip(paths, self._contents.digests(paths), strict=True)):
+            then = began.files.get(records[k].name) if records else None
+            if then is None:
+                return loaded, version
+            if digest != then.digest and records[k].name not in began.broken and _opens(path, request):
+                return loaded, version
+            records[k] = records[k]._replace(size=then.size)
+            digests.append(then.digest)
+        fingerprint = fingerprint_of(records)
+        if not records or _version(fingerprint, digests) != began.version:
+            return loaded, version
+        return replace(loaded, fingerprint=fingerprint, records=tuple(records)), began.version
+
+    def refresh(self) -> bool:
+        """Forget what was loaded where its files are others by now; return whether they are."""
+        if self._last is None or not hasattr(self._last[1].train, "paths"):
+            return False  # what is in memory cannot change
+        request, loaded = self._last
+        now = datasets.check(str(self.reference), request, data_root=self._data_root)
+        if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
+            return False
+        self._last, self._version, self._published = None, "", ()
+        if self._loader is not None:
+            self._loader.forget()
+        return True
+
+    def cache_text(self) -> str:
+        """Say where decoded images are kept, and how many; empty where no data are images in files."""
+        if self._loader is None or not hasattr(self.load().train, "paths"):
+            return ""
+        if self._loader.cache_bytes == 0:
+            return "decoded images are not kept (--image-cache 0)"
+        return (
+            f"decoded images are kept in {self._loader.folder}, at most {self._loader.cache_bytes / 2**30:g} GiB, in a "
+            "file without a name that is gone when the service ends (--image-cache 0 keeps none)"
+        )
+
+    @property
+    def examples(self) -> tuple[float, float]:
+        """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""
+        if self.typed:
+            return 0.0, 0.0
+        found = self.load()
+        return float(round_to_two_digits(len(found.train))), float(round_to_two_digits(len(found.test)))
+
+    @property
+    def nominal_size(self) -> float:
+        """Return the declared number of training units: as typed, else the true one rounded up."""
+        if self._nominal_size is None:
+            self._nominal_size = float(round_to_two_digits(len(PrivacyUnits.of(self.load().train))))
+        return self._nominal_size
+
+
+def _paths(loaded: SiloDataset) -> list[Path]:
+    return [path for split in (loaded.train, loaded.test) for path in getattr(split, "paths", ())]
+
+
+def _version(fingerprint: str, digests: Sequence[str]) -> str:
+    return f"{fingerprint}:{blake3(''.join(digests).encode()).hexdigest()}"
+
+
+def _opens(path: Path, request: DataRequest) -> bool:
+    try:
+        open_image(path, request.grey_values)
+    except UnreadableError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class BrokenRecords:
+    """What one run does without at this hospital: the records that could not be read in it once, by name.
+
+    keep: is told new ones before anything leaves that was made without them.
+    """
+
+    names: set[str]
+    keep: Callable[[Sequence[str]], None] = lambda _: None
+
+    def add(self, names: Collection[str]) -> None:
+        if new := sorted(set(names) - self.names):
+            self.keep(new)
+            self.names.update(new)
+
+
+_SETTLED_NS = 2_000_000_000
+"""A file that was changed this short before it was read may be changed again under the same time of change."""
+
+
+UNREAD = "-"
+"""In place of the digest of a file that cannot be read."""
+
+
+class _Status(NamedTuple):
+    """What the system says of a file without reading it. The time of change (ctime) is one that no program can set."""
+
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Status:
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+
+
+class _Known(NamedTuple):
+    status: _Status
+    digest: str
+    settled: bool
+
+
+class FileContents:
+    """Digests of many files. Each is read once, and again when its status has changed; one thread at a time.
+
+    Guarantees: what was edited, replaced or exchanged since is noticed, also where size and date are put back (`cp -p`,
+    `rsync -t`); a file that was only touched is as before. What is not noticed is what somebody does who sets the
+    machine's clock back or writes below the file system.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, _Known] = {}
+
+    def digests(self, paths: Iterable[Path]) -> list[str]:
+        """Return the files' digests, in this order; UNREAD for one that cannot be read."""
+        known = {path: self._file(path) for path in paths}
+        self._known = {path: found for path, found in known.items() if found is not None}
+        return [UNREAD if found is None else found.digest for found in known.values()]
+
+    def _file(self, path: Path) -> _Known | None:
+        try:
+            status, known = _Status.of(path), self._known.get(path)
+            if known is not None and known.settled and known.status == status:
+                return known
+            settled = time.time_ns() - status.changed_ns > _SETTLED_NS
+            return _Known(status, file_digest(path), settled)
+        except OSError:
+            return None

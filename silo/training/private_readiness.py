@@ -1,0 +1,52 @@
+"""What a hospital still lacks before any private run can begin here: all of it at once, with what to do.
+
+It follows from what the hospital declared, registered and decided, never from a record. The hospital reads it; the lead
+of a private run is told the code alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple, Protocol
+
+from fl_core.errors import RefusedError
+from privacy.policy import Policy
+
+NOT_READY = ("E-POLICY-16", "E-BUDGET-04", "E-BUDGET-02")
+"""Codes of refusals behind which there may be more to do."""
+
+
+class Lacking(NamedTuple):
+    """One thing that is missing, and the command or the line that brings it."""
+
+    what: str
+    remedy: str
+
+
+class Collections(Protocol):
+    """A ledger, as far as it is asked here."""
+
+    def collections(self) -> list[str]: ...
+    def budget(self, collection: str) -> object | None: ...
+
+
+def lacking(policy: Policy, ledger: Collections | None, declared: Collection[str]) -> list[Lacking]:
+    """List what is missing. ledger: None where there is none   declared: classes, where the policy names none."""
+    found = []
+    if not (policy.privacy.labels or declared):
+        found.append(Lacking("classes declared", "policy.toml: [privacy] labels = [...]"))
+    known = [name for name in ([] if ledger is None else ledger.collections()) if "/" in name]
+    if not known:
+        found.append(Lacking("data registered", "silo ledger register --data REF"))
+    without = [name for name in known if ledger is not None and ledger.budget(name) is None]
+    if not known or without:
+        what = f"a budget for {', '.join(without)}" if without else "a budget"
+        found.append(Lacking(what, "silo ledger budget set NAME"))
+    return found
+
+
+def with_all(error: RefusedError, found: list[Lacking]) -> RefusedError:
+    """Return a refusal that names everything that is missing, where that is more than the first thing."""
+    if error.code not in NOT_READY or len(found) < 2:
+        return error
+    return RefusedError(error.code, "not ready for private runs, lacks " + "; ".join(f"{w} ({r})" for w, r in found))
