@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -13,12 +14,14 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from coordinator.lead import accuracy, portable, preprocessing
+from coordinator.lead import accuracy, portable
 from coordinator.lead.board_card import share_of
 from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
 from coordinator.lead.withdrawals import card_lines
+from fl_core.datasets.preprocessing import Preprocessing
 from fl_core.errors import ProtocolError, StateError
 from fl_core.methods.fedavg import Traits
+from fl_core.prediction.model_file import ModelFacts
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import CLINICAL
@@ -102,24 +105,17 @@ def export_model(
     weights = dict(run.exported(server))
     out.mkdir(parents=True, exist_ok=True)
     tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
-    facts = {
-        "run": info.run_id,
-        "method": info.method,
-        "model": manifest.model.name,
-        "method_options": manifest.method.options,
-        "model_options": manifest.model.options,
-        "classes": list(manifest.schema.classes),
-        "manifest_digest": info.manifest_digest,
-        "model_digest": info.model_digest,
-    }
-    save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
-    text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence)
+    facts = ModelFacts.of(manifest, info.model_digest, info.run_id)
+    save_file(weights, tensors, metadata=facts.metadata())
+    with tensors.open("rb") as stored:
+        sha256 = hashlib.file_digest(stored, "sha256").hexdigest()
+    text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence, sha256)
     others = list[Path]()
     text += "\n".join(map(printable, card_lines(detail.withdrawals, info.run_id)))
     for kind in dict.fromkeys(formats):
         others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
-        named = portable.facts(manifest, info.run_id, info.model_digest, licence)
-        portable.write(kind, run, server, named, others[-1])
+        said = portable.facts(manifest, info.run_id, info.model_digest, licence)
+        portable.write(kind, run, server, said, others[-1])
         text += "\n".join(map(printable, portable.lines(kind, others[-1].name, manifest)))
     card.write_text(text)
     return tensors, card, others
@@ -132,7 +128,9 @@ def model_card(
     software: str = "",
     intended_use: str = "",
     licence: str = "",
+    sha256: str = "",
 ) -> str:
+    """Write the card. sha256: of the model's file, which `consilium predict` holds the file against."""
     trained = [r for r in rounds if r.kind == pb.TRAIN]
     run = CompiledRun(manifest)
     method = run.method
@@ -162,11 +160,12 @@ def model_card(
         f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
         *([f"| trained | projection and head, on {_body(manifest)} |"] if run.frozen else []),
         f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
-        f"| preprocessing | {_cell(preprocessing.sentence(manifest))} |",
+        f"| preprocessing | {_cell(Preprocessing(manifest.data, manifest.schema).sentence())} |",
         f"| local training | {_words(asdict(manifest.train))} |",
         f"| seed | {manifest.seed} |",
         f"| configuration digest | `{info.manifest_digest}` |",
         f"| model digest | `{info.model_digest}` |",
+        *([f"| file | `{info.run_id}.safetensors`, SHA-256 `{sha256}` |"] if sha256 else []),
         f"| software | {software or manifest.software} |",
         f"| privacy | {_privacy(manifest)} |",
         f"| aggregation grid | {manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)} |",

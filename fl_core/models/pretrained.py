@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
@@ -58,11 +58,16 @@ class HasPublishedNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """What was read from a file of weights. sha256: of its bytes; classes: of its head, where the file names them."""
+    """What was read from a file of weights.
+
+    sha256: of its bytes   classes: of its head, where the file names them   facts: what else a file of ours says of
+    itself, as it stands there.
+    """
 
     tensors: Tensors
     sha256: str
     classes: tuple[str, ...] | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> WeightsFile:
@@ -91,7 +96,8 @@ def read_file(path: Path) -> WeightsFile:
         raise ConfigError("E-CFG-02", f"expected a state dict in {path}, found {error}") from error
     classes = facts.get("classes")
     named = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    return WeightsFile(found, hashlib.sha256(raw).hexdigest(), tuple(classes) if named else None)  # type: ignore[arg-type]
+    known = tuple(cast(list[str], classes)) if named else None
+    return WeightsFile(found, hashlib.sha256(raw).hexdigest(), known, facts)
 
 
 class _UnsoundError(ValueError):
