@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from fl_core.converter import ConversionError, Option, structure
@@ -23,7 +24,7 @@ from fl_core.extensions import registry
 from fl_core.extensions.registry import Extension
 from fl_core.methods import build_method
 from fl_core.models import build_model, pretrained
-from fl_core.models.split_model import behind_body, on_body
+from fl_core.models.split_model import SplitModel, behind_body, on_body
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.columns import Column, check_columns, width
@@ -125,24 +126,33 @@ def _is_name(text: str) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LoadedModel:
-    """A model that was built again, in evaluation mode. sha256: of its file."""
+    """A model that was built again, in evaluation mode. sha256: of its file.
+
+    body, head: what it is made of, so that features cost nothing beside logits; of a model that is not in these parts
+    the body does nothing.
+    """
 
     facts: ModelFacts
     sha256: str
-    network: nn.Module
+    body: nn.Module
+    head: nn.Module
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (B, C) of examples (B, *shape), on the device of the network."""
-        found: Tensor = self.network(x)
-        return found
+    def answers(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features (B, d) and logits (B, C) of examples (B, *shape); logits for features where it has none."""
+        with torch.no_grad():
+            z = self.body(x)
+            logits: Tensor = self.head(z)
+            features = getattr(self.head, "features", None)
+            found: Tensor = logits if features is None else features(z)
+        return found, logits
 
 
 def card_beside(file: Path) -> Path:
     return file.with_suffix(CARD_SUFFIX)
 
 
-def load(file: Path, card: Path | None = None) -> LoadedModel:
-    """Read a model; card: that names it, by default the one beside it.
+def load(file: Path, card: Path | None = None, sha256: str | None = None) -> LoadedModel:
+    """Read a model; card: that names it, by default the one beside it   sha256: of the file, in place of a card.
 
     Raises StateError (E-STATE-22) on a file that its card does not name, or that is no model of an export by this
     version; ConfigError on one whose method, model or extension is not here (E-CFG-01, E-CFG-08), or that the memory
@@ -153,7 +163,12 @@ def load(file: Path, card: Path | None = None) -> LoadedModel:
             "E-CFG-02", f"expected the .safetensors file that `coordinator export` wrote, found {file}: check the path"
         )
     found = pretrained.read_file(file)
-    _require_named(found.sha256, file, card or card_beside(file))
+    if sha256 is None:
+        _require_named(found.sha256, file, card or card_beside(file))
+    elif found.sha256 != sha256.lower():
+        raise StateError(
+            "E-STATE-22", f"expected SHA-256 {sha256[:16]} of {file}, found {found.sha256[:16]}: fetch it again"
+        )
     try:
         facts = structure(ModelFacts, found.facts, "")
     except (ConversionError, ConfigError) as error:
@@ -161,7 +176,7 @@ def load(file: Path, card: Path | None = None) -> LoadedModel:
         raise StateError(
             "E-STATE-22", f"expected a model file of this version in {file}, found: {message}. Export it again"
         ) from error
-    return LoadedModel(facts, found.sha256, build(facts, found.tensors))
+    return LoadedModel(facts, found.sha256, *_in_parts(build(facts, found.tensors)))
 
 
 def _require_named(sha256: str, file: Path, card: Path) -> None:
@@ -204,6 +219,20 @@ def build(facts: ModelFacts, tensors: Tensors) -> nn.Module:
     else:
         _fill(network, tensors)
     return network.eval().requires_grad_(False)
+
+
+def _in_parts(network: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Divide a model into its body and the rest, which it then is of the body's output."""
+    if isinstance(network, nn.Sequential):  # on a frozen body
+        return network.body, network.classifier  # type: ignore[return-value]
+    own_pass = isinstance(network, SplitModel) and (
+        type(network).forward is not SplitModel.forward or type(network).features is not SplitModel.features
+    )
+    body = getattr(network, "body", None)
+    if own_pass or not isinstance(body, nn.Module):
+        return nn.Identity(), network
+    network.body = nn.Identity()
+    return body, network
 
 
 def _fill(module: nn.Module, tensors: Tensors) -> None:
