@@ -1,9 +1,8 @@
 """Probabilities that mean what they say, and sets of classes that hold the right one as often as they promise.
 
 Temperature (Guo, Pleiss, Sun and Weinberger, "On calibration of modern neural networks", ICML 2017): logits are divided
-by one number T > 0, which changes no answer. T minimises the cross entropy of targets that are smoothed as Platt does
-(1999): of n examples the right class has 1 - 1 / (n + 2), so that a model that is right about all of them does not
-become certain.
+by one number T > 0, which changes no answer. T minimises the cross entropy. Of each target a share 1 / (n + 2), as
+Platt (1999) has it, is spread over all classes: a model that is right about all n examples does not become certain.
 
 Sets (split conformal prediction: Papadopoulos et al., ECML 2002; the score 1 - p_y of Sadinle, Lei and Wasserman, JASA
 2019): with n held-out scores of a category of classes, q is the ceil((n + 1) a)-th smallest, and class c is in the set
@@ -23,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 OWN = 49
 """Held-out examples from which a class has a quantile of its own: its sets hold it at most 2 points too often."""
@@ -33,14 +33,10 @@ _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e3
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Return T for logits (n, C) and labels (n,), n >= 1."""
-    z = logits.double()
-    rest = 1 / (len(z) + 2)
-    target = torch.full_like(z, rest / z.shape[1]).scatter_add_(
-        1, labels.unsqueeze(1), torch.full_like(z[:, :1], 1 - rest)
-    )
+    z, spread = logits.double(), 1 / (len(logits) + 2)
 
     def loss(log_temperature: float) -> float:
-        return float(-(target * torch.log_softmax(z / math.exp(log_temperature), 1)).sum())
+        return float(cross_entropy(z / math.exp(log_temperature), labels, label_smoothing=spread))
 
     ends = (math.log(_MIN_TEMPERATURE), math.log(_MAX_TEMPERATURE))
     return math.exp(float(minimize_scalar(loss, bounds=ends, method="bounded", options={"xatol": 1e-6}).x))
