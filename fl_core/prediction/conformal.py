@@ -15,14 +15,17 @@ each category and over all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from fl_core.types.clinical import ReliabilityBin
 
 OWN = 49
 """Held-out examples from which a class has a quantile of its own: its sets hold it at most 2 points too often."""
@@ -38,6 +41,36 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     def loss(log_temperature: float) -> float:
         return float(cross_entropy(z / math.exp(log_temperature), labels, label_smoothing=spread))
 
+    return _minimum(loss)
+
+
+def estimate_temperature(bins: Sequence[ReliabilityBin], n_classes: int) -> float | None:
+    """Estimate T from counts alone, as hospitals send them: by the largest probability p, how many, and how many right.
+
+    All other classes are taken to be equally likely: p is the sigmoid of m / T - ln(C - 1), and m = ln(p / (1 - p)) +
+    ln(C - 1) at T = 1. That is so of heads that know little of odds, whose calibration errors are the largest; of one
+    that is too certain between two classes T comes out too near to 1. Bins are coarse: a factor of two is possible.
+    None without an example.
+    """
+    found = [b for b in bins if b.examples]
+    n = sum(b.examples for b in found)
+    if not n:
+        return None
+    others, spread = math.log(n_classes - 1), 1 / (n + 2)
+    p = np.clip([b.confidence / b.examples for b in found], 1 / n_classes, 1 - 1e-12)
+    margins = np.log(p) - np.log1p(-p) + others
+    examples = np.array([b.examples for b in found], dtype=np.float64)
+    right = (1 - spread) * np.array([b.correct for b in found]) + spread * examples / n_classes
+
+    def loss(log_temperature: float) -> float:
+        x = margins / math.exp(log_temperature) - others
+        return float((right * np.logaddexp(0, -x) + (examples - right) * np.logaddexp(0, x)).sum())
+
+    return _minimum(loss)
+
+
+def _minimum(loss: Callable[[float], float]) -> float:
+    """Return the T whose logarithm minimises a loss."""
     ends = (math.log(_MIN_TEMPERATURE), math.log(_MAX_TEMPERATURE))
     return math.exp(float(minimize_scalar(loss, bounds=ends, method="bounded", options={"xatol": 1e-6}).x))
 

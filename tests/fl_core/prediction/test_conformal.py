@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from fl_core.prediction import conformal
+from fl_core.training.clinical import clinical_counts, clinical_metrics
+from fl_core.types.clinical import ReliabilityBin
+from fl_core.types.values import Part
 
 
 def drawn(seed: int) -> torch.Generator:
@@ -118,3 +121,43 @@ def test_sets_hold_the_class_as_often_as_they_promise_within_each_category(cover
     assert shares[0] == pytest.approx(coverage, abs=0.015)
     assert coverage - 0.015 < shares[1] < coverage + 0.04
     assert coverage - 0.01 < shares[2] < coverage + 0.02
+
+
+def bins_of(z: Tensor, y: Tensor) -> tuple[tuple[ReliabilityBin, ...], float]:
+    """Count as a hospital does; return the bins and the expected calibration error."""
+    counts = clinical_counts(z, y, z.shape[1])
+    found = clinical_metrics(Part(counts, counts["confusion"].sum()))
+    assert found is not None
+    return found.bins, float(found.calibration_error or 0)
+
+
+@pytest.mark.parametrize(("temperature", "factor"), [(0.05, 2.0), (0.3, 1.1), (1.0, 1.1), (3.0, 2.0)])
+def test_where_all_other_classes_are_alike_counts_alone_give_the_temperature(temperature: float, factor: float) -> None:
+    margin = temperature * 6 * torch.rand(20_000, generator=drawn(0), dtype=torch.float64)
+    z = torch.zeros(len(margin), 8, dtype=torch.float64)
+    z[:, 0] = margin
+    y = torch.multinomial(torch.softmax(z / temperature, 1), 1, generator=drawn(1)).squeeze(1)
+    found = conformal.estimate_temperature(bins_of(z, y)[0], 8)
+    assert found is not None
+    assert temperature / factor < found < temperature * factor
+
+
+@pytest.mark.parametrize(("scale", "at_most"), [(0.07, 0.2), (1.0, 0.05), (3.0, 0.15)])
+def test_an_estimate_from_counts_brings_probabilities_nearer_to_what_is_right(scale: float, at_most: float) -> None:
+    z, y = labelled(5000, 7, classes=8)
+    bins, before = bins_of(scale * z, y)
+    found = conformal.estimate_temperature(bins, 8)
+    assert found is not None
+    after = bins_of(scale * z / found, y)[1]
+    assert after < at_most
+    assert after < before + 0.03
+
+
+@pytest.mark.parametrize(
+    "bins", [(), (ReliabilityBin(0, 0, 0.0),) * 15, (ReliabilityBin(5, 5, 5.0),), (ReliabilityBin(5, 0, 0.0),)]
+)
+def test_counts_of_nothing_have_no_temperature_and_at_the_ends_a_finite_one(
+    bins: tuple[ReliabilityBin, ...],
+) -> None:
+    found = conformal.estimate_temperature(bins, 2)
+    assert found is None if not sum(b.examples for b in bins) else 0 < float(found or 0) < math.inf
