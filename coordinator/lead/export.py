@@ -94,8 +94,8 @@ def export_model(
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's: a whole
     model also where the run trained a part of it. weights_file: the object that `frozen_weights` names. licence,
-    intended_use: as the lead states them. temperature: write the one that hospitals' counts suggest into the file, which
-    `consilium predict` then uses.
+    intended_use: as the lead states them. temperature: write the one that hospitals' counts suggest into the file, for
+    `consilium predict` to use.
     Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; ConfigError (E-CFG-08)
     where a temperature is asked for and no hospital sent counts of confidence; as `check_detail`.
     """
