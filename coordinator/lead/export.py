@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -35,6 +34,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state, read_weights
 from service_core import clinical_report
 from service_core.console import printable
+from service_core.model_card.signed_card import file_sha256
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -115,8 +115,7 @@ def export_model(
     if temperature:
         facts = replace(facts, temperature=_suggested(manifest, detail.rounds))
     save_file(weights, tensors, metadata=facts.metadata())
-    with tensors.open("rb") as stored:
-        sha256 = hashlib.file_digest(stored, "sha256").hexdigest()
+    sha256 = file_sha256(tensors)
     text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence, sha256)
     others = list[Path]()
     if facts.temperature is not None:
