@@ -12,9 +12,27 @@ within a major version. Everything else may change.
 
 extending.py   what methods, models, data sets and partitions of your own are made of
 testing/       what they owe, as functions for your own tests
+cli/           the command `consilium`: an exported model at one machine, without a federation
+page/          the same in a browser
 """
 
-from coordinator.simulate.python_api import Progress, Simulation, simulate
-from fl_core.errors import ConfigError, DataError, FederationError
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coordinator.simulate.python_api import Progress, Simulation, simulate
+    from fl_core.errors import ConfigError, DataError, FederationError
 
 __all__ = ["ConfigError", "DataError", "FederationError", "Progress", "Simulation", "simulate"]
+_ERRORS = ("ConfigError", "DataError", "FederationError")
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is: the command `consilium` runs without what simulations load."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(
+        importlib.import_module("fl_core.errors" if name in _ERRORS else "coordinator.simulate.python_api"), name
+    )

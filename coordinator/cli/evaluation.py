@@ -198,5 +198,7 @@ def _stated(facts: Mapping[str, object], keys: Collection[str]) -> dict[str, obj
         found |= {f"model.{key}": value for key, value in options.items()}
     if facts.get("data") in OWN and isinstance(classes := facts.get("classes"), list):
         found["data.classes"] = classes
-        found |= {"data.image_size": size} if isinstance(size := facts.get("image_size"), int) else {}
+        shape = facts.get("shape")
+        if isinstance(shape, list) and len(shape) == 3 and isinstance(shape[-1], int):
+            found["data.image_size"] = shape[-1]
     return found

@@ -301,6 +301,10 @@ def export(
     intended_use: Annotated[
         str, typer.Option("--intended-use", help="What the model is for, in your words; the card says it.")
     ] = "",
+    temperature: Annotated[
+        bool,
+        typer.Option("--temperature", help="Let consilium predict divide logits as hospitals' counts suggest."),
+    ] = False,
     extension: Extensions = None,
     *,
     home: Place,
@@ -330,7 +334,7 @@ def export(
         if (weights := frozen_weights(manifest)) is not None:
             body = Path(scratch) / "weights"
             client.fetch(weights.object, body, weights.size)
-        tensors, card, others = export_model(detail, state, out, more, terms, body, purpose)
+        tensors, card, others = export_model(detail, state, out, more, terms, body, purpose, temperature)
         given, own = [tensors, card, *others], credentials_of(home)
         signed, page = board_card.write(detail, manifest, client.silos().silos, own, given, purpose, terms)
     files = {"model": str(tensors), "card": str(card), "others": [str(file) for file in others]}

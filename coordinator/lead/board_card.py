@@ -16,10 +16,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from coordinator.lead import accuracy, intervals, preprocessing
+from coordinator.lead import accuracy, intervals
 from coordinator.lead.as_json import software_json
 from coordinator.lead.tables import private_form, started_from
 from coordinator.lead.withdrawals import outcome
+from fl_core.datasets.preprocessing import Preprocessing
 from fl_core.methods.fedavg import FedAvg, Traits
 from fl_core.methods.papers import paper_of
 from fl_core.rounds.manifest import RunManifest
@@ -137,7 +138,7 @@ def _model(run: CompiledRun, manifest: RunManifest, parameters: int) -> Model:
         options=manifest.model.options,
         parameters=parameters,
         input=tuple(manifest.schema.shape),
-        preprocessing=preprocessing.sentence(manifest),
+        preprocessing=Preprocessing(manifest.data, manifest.schema).sentence(),
         start=started_from(manifest.to_json()),
         frozen_body=body,
     )

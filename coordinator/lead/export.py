@@ -7,21 +7,24 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from safetensors.torch import save_file
 
-from coordinator.lead import accuracy, portable, preprocessing
+from coordinator.lead import accuracy, portable
 from coordinator.lead.board_card import share_of
 from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
 from coordinator.lead.withdrawals import card_lines
-from fl_core.errors import ProtocolError, StateError
+from fl_core.datasets.preprocessing import Preprocessing
+from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.methods.fedavg import Traits
+from fl_core.prediction import conformal
+from fl_core.prediction.model_file import ModelFacts
 from fl_core.rounds.manifest import Member, RunManifest, Weights
 from fl_core.types import tensor_maps
-from fl_core.types.clinical import CLINICAL
+from fl_core.types.clinical import CLINICAL, ClinicalMetrics
 from fl_core.types.records import FEATURES, judgements
 from privacy import profiles
 from privacy.accounting import uncertainty
@@ -31,11 +34,14 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state, read_weights
 from service_core import clinical_report
 from service_core.console import printable
+from service_core.model_card.signed_card import file_sha256
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_CHARS = 16 << 20
 _MAX_ROUNDS = 200_000
+_EXPLAINED = 0.1
+"""Of an expected calibration error, above which the card says what it means."""
 _STATE_COPIES, _STATE_EXTRA = 16, 64 << 20
 
 
@@ -82,13 +88,16 @@ def export_model(
     licence: str = "",
     weights_file: Path | None = None,
     intended_use: str = "",
+    temperature: bool = False,
 ) -> tuple[Path, Path, list[Path]]:
     """Write `<out>/<run>.safetensors`, the card `<out>/<run>.md` and a file for each other format; return the paths.
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's: a whole
     model also where the run trained a part of it. weights_file: the object that `frozen_weights` names. licence,
-    intended_use: as the lead states them.
-    Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; as `check_detail`.
+    intended_use: as the lead states them. temperature: write the one that hospitals' counts suggest into the file, for
+    `consilium predict` to use.
+    Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; ConfigError (E-CFG-08)
+    where a temperature is asked for and no hospital sent counts of confidence; as `check_detail`.
     """
     info, manifest = detail.info, check_detail(detail)
     server = read_state(state_file)
@@ -102,29 +111,36 @@ def export_model(
     weights = dict(run.exported(server))
     out.mkdir(parents=True, exist_ok=True)
     tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
-    facts = {
-        "run": info.run_id,
-        "method": info.method,
-        "model": manifest.model.name,
-        "method_options": manifest.method.options,
-        "model_options": manifest.model.options,
-        "classes": list(manifest.schema.classes),
-        "data": manifest.data,
-        "image_size": manifest.image_size,
-        "manifest_digest": info.manifest_digest,
-        "model_digest": info.model_digest,
-    }
-    save_file(weights, tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
-    text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence)
+    facts = ModelFacts.of(manifest, info.model_digest, info.run_id)
+    if temperature:
+        facts = replace(facts, temperature=_suggested(manifest, detail.rounds))
+    save_file(weights, tensors, metadata=facts.metadata())
+    sha256 = file_sha256(tensors)
+    text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence, sha256)
     others = list[Path]()
+    if facts.temperature is not None:
+        told = f"`consilium predict` divides logits by the temperature {facts.temperature:.4g}, which the file holds."
+        text += f"\n{told}\n"
     text += "\n".join(map(printable, card_lines(detail.withdrawals, info.run_id)))
     for kind in dict.fromkeys(formats):
         others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
-        named = portable.facts(manifest, info.run_id, info.model_digest, licence)
-        portable.write(kind, run, server, named, others[-1])
+        said = portable.facts(manifest, info.run_id, info.model_digest, licence)
+        portable.write(kind, run, server, said, others[-1])
         text += "\n".join(map(printable, portable.lines(kind, others[-1].name, manifest)))
     card.write_text(text)
     return tensors, card, others
+
+
+def _suggested(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> float:
+    found = accuracy.clinical_of(rounds[-1]) if rounds else None
+    suggested = None if found is None else conformal.estimate_temperature(found.bins, len(found.confusion))
+    if suggested is None:
+        raise ConfigError(
+            "E-CFG-08",
+            "--temperature: expected counts of confidence in the last round, found none: "
+            f"{_why_basic(manifest)} A hospital that has the file can make its own: consilium calibrate",
+        )
+    return suggested
 
 
 def model_card(
@@ -134,7 +150,9 @@ def model_card(
     software: str = "",
     intended_use: str = "",
     licence: str = "",
+    sha256: str = "",
 ) -> str:
+    """Write the card. sha256: of the model's file, which `consilium predict` holds the file against."""
     trained = [r for r in rounds if r.kind == pb.TRAIN]
     run = CompiledRun(manifest)
     method = run.method
@@ -164,11 +182,12 @@ def model_card(
         f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
         *([f"| trained | projection and head, on {_body(manifest)} |"] if run.frozen else []),
         f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
-        f"| preprocessing | {_cell(preprocessing.sentence(manifest))} |",
+        f"| preprocessing | {_cell(Preprocessing(manifest.data, manifest.schema).sentence())} |",
         f"| local training | {_words(asdict(manifest.train))} |",
         f"| seed | {manifest.seed} |",
         f"| configuration digest | `{info.manifest_digest}` |",
         f"| model digest | `{info.model_digest}` |",
+        *([f"| file | `{info.run_id}.safetensors`, SHA-256 `{sha256}` |"] if sha256 else []),
         f"| software | {software or manifest.software} |",
         f"| privacy | {_privacy(manifest)} |",
         f"| aggregation grid | {manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)} |",
@@ -264,6 +283,7 @@ def _clinical(manifest: RunManifest, last: pb.RoundInfo) -> list[str]:
         "",
         f"Taken together {clinical_report.sentence(found, sum(last.examples))}. AUC is one class against the rest.",
         "",
+        *_calibration(found),
         *_table(clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes)),
         "",
         "Confusion matrix (rows: diagnosis; columns: what the model says):",
@@ -273,6 +293,23 @@ def _clinical(manifest: RunManifest, last: pb.RoundInfo) -> list[str]:
         "Reliability (confidence: the largest probability):",
         "",
         *_table(("confidence", "test examples", "mean confidence", "right"), clinical_report.reliability_rows(found)),
+        "",
+    ]
+
+
+def _calibration(found: ClinicalMetrics) -> list[str]:
+    """Explain an expected calibration error that looks like a model that is mostly wrong."""
+    error, n = found.calibration_error, sum(b.examples for b in found.bins)
+    suggested = conformal.estimate_temperature(found.bins, len(found.confusion))
+    if error is None or error <= _EXPLAINED or suggested is None:
+        return []
+    right, sure = (sum(getattr(b, name) for b in found.bins) / n for name in ("correct", "confidence"))
+    return [
+        f"An expected calibration error of {100 * error:.0f} % does not say that so many answers are wrong: "
+        f"{100 * right:.0f} % are right, at a mean confidence of {100 * sure:.0f} %. It says that the logits are on "
+        f"another scale than probabilities need. Divided by a temperature of about {suggested:.2g}, estimated from the "
+        "counts below, the answers stay as they are and their probabilities come closer to how often they are right: "
+        "`coordinator export --temperature`; with images of its own a hospital does better: `consilium calibrate`.",
         "",
     ]
 

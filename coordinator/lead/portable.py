@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_core.datasets.catalogue import KNOWN
-from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
+from fl_core.datasets.preprocessing import Preprocessing, normalisation
 from fl_core.errors import ConfigError
-from fl_core.extensions import registry
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import State
@@ -32,11 +30,6 @@ FORMATS = (ONNX, TORCH)
 SUFFIX: Mapping[str, str] = {ONNX: ".onnx", TORCH: ".pt2"}
 TOLERANCE = 1e-4
 """Within which the written file must give the logits of the model that it was made from."""
-_IMAGES = ("folder", "manifest", "isic2019")
-_PREPROCESSING = (
-    "RGB (or grey, as the input's channels say), the shorter side resized to the input's side (isic2019: 1.12 times "
-    "that), the centre cropped, divided by 255; mean and std are in the graph"
-)
 _INSTALL = "pip install 'consilium-fl[onnx]'"
 
 
@@ -57,14 +50,6 @@ class _FromImages(nn.Module):
         return logits
 
 
-def normalisation(data: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and the standard deviation per channel that a data set's images are normalised by, if any."""
-    if data in _IMAGES:
-        return IMAGENET_MEAN, IMAGENET_STD
-    known = KNOWN.get(data) or registry.loaded("data", data)
-    return tuple(getattr(known, "mean", ())), tuple(getattr(known, "std", ()))
-
-
 def classifier(run: RunSetup, server: State) -> nn.Module:
     """Make the model that the run evaluates, for images in [0, 1]; raises ConfigError (E-CFG-08) where it has none."""
     run.method.exported(server)  # refuses a method without a model of the federation's own
@@ -83,7 +68,7 @@ def facts(manifest: RunManifest, run: str, model_digest: str, licence: str = "")
         "architecture": manifest.model.name,
         "classes": json.dumps(list(manifest.schema.classes)),
         "input": json.dumps(["N", *manifest.schema.shape]),
-        "preprocessing": _PREPROCESSING if len(manifest.schema.shape) == 3 else "as the data set gives its examples",
+        "preprocessing": Preprocessing(manifest.data, manifest.schema).sentence(graph=True),
         "mean": json.dumps(list(mean)),
         "std": json.dumps(list(std)),
         "privacy": manifest.privacy.name,

@@ -20,6 +20,7 @@ from coordinator.config.run_spec import RunSpec
 from fl_core.converter import shown
 from fl_core.errors import ConfigError, StateError
 from fl_core.errors.extras import require
+from fl_core.prediction.model_file import ModelFacts
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.measures import FineTuned
@@ -418,19 +419,9 @@ def left_out() -> dict[str, str]:
 
 def model_bytes(result: Result) -> bytes:
     """Write the final model as safetensors, with what is needed to build it again in the metadata."""
-    manifest = result.manifest
-    facts = {
-        "method": manifest.method.name,
-        "model": manifest.model.name,
-        "method_options": manifest.method.options,
-        "model_options": manifest.model.options,
-        "shape": list(manifest.schema.shape),
-        "classes": list(manifest.schema.classes),
-        "manifest_digest": manifest.digest(),
-        "model_digest": result.model_digest,
-    }
+    facts = ModelFacts.of(result.manifest, result.model_digest)
     tensors = {name: v.detach().cpu().contiguous() for name, v in result.run.exported(result.server).items()}
-    return save(tensors, metadata={"consilium": json.dumps(facts, sort_keys=True)})
+    return save(tensors, metadata=facts.metadata())
 
 
 def png(figure: Figure) -> bytes:

@@ -76,7 +76,7 @@ class ImageExamples(Examples):
         x = self._crop(x.float() / 255, augment)
         if augment is not None:
             x = augmented(x, self._transform.how, augment)
-        mean, std = (torch.tensor(v).view(3, 1, 1).to(x) for v in (self._transform.mean, self._transform.std))
+        mean, std = (torch.tensor(v).view(-1, 1, 1).to(x) for v in (self._transform.mean, self._transform.std))
         return (x - mean) / std
 
     def stored(self, index: Tensor) -> Tensor:

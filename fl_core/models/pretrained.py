@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
@@ -95,8 +95,8 @@ def read_file(path: Path) -> WeightsFile:
         raise ConfigError("E-CFG-02", f"expected a state dict in {path}, found {error}") from error
     classes = facts.get("classes")
     named = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    digest = hashlib.sha256(raw).hexdigest()
-    return WeightsFile(found, digest, tuple(classes) if named else None, facts)  # type: ignore[arg-type]
+    known = tuple(cast(list[str], classes)) if named else None
+    return WeightsFile(found, hashlib.sha256(raw).hexdigest(), known, facts)
 
 
 class _UnsoundError(ValueError):

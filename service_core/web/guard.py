@@ -11,6 +11,7 @@ Other users of the machine reach the port, and so does every web page that a bro
 | POST: exactly one Origin, this one                                  | 403  |
 | POST: a form of at most 4 KB, no name in it twice                   | 415, 413, 400, 408 |
 | POST: the session's token in the form, compared in constant time    | 403  |
+| POST of a file, where any is taken: its length said and allowed; the token in a header | 415, 411, 413, 403 |
 
 The opening link needs neither cookie nor Sec-Fetch-Site. Whoever has it sees the page, once; then a cookie does.
 """
@@ -33,6 +34,8 @@ SESSION, FORM = "service_core.web.session", "service_core.web.form"
 """Where the application finds both in the scope of a request that passed."""
 BODY_BYTES = 4096
 BODY_S = 10.0
+TOKEN = b"x-token"
+"""The header that has the session's token beside a file. A page of another origin cannot set it unasked."""
 _FIELDS = 32
 HEADERS = {
     "Content-Security-Policy": (
@@ -111,10 +114,16 @@ class Sessions:
 
 
 class Guard:
-    """Wraps the application of a page. host: address:port   command: what gives a new link."""
+    """Wraps the application of a page. host: address:port   command: what gives a new link.
 
-    def __init__(self, app: ASGIApp, host: str, sessions: Sessions, command: str) -> None:
+    uploads: paths that take a file, and bytes of the largest one.
+    """
+
+    def __init__(
+        self, app: ASGIApp, host: str, sessions: Sessions, command: str, uploads: Mapping[str, int] | None = None
+    ) -> None:
         self._app = app
+        self._uploads = uploads or {}
         self._host = host.encode()
         self._origin = f"http://{host}".encode()
         self._cookie = cookie_name(host)
@@ -135,7 +144,8 @@ class Guard:
 
         refusal = self._refusal(scope)
         if refusal is None and scope["method"] == "POST":
-            refusal = await self._form(scope, receive)
+            limit = self._uploads.get(scope["path"])
+            refusal = await self._form(scope, receive) if limit is None else _upload(scope, limit)
         if refusal is not None:
             await refusal(scope, receive, guarded)
         else:
@@ -197,6 +207,21 @@ class Guard:
             return _text(403, "expected a form of this session: load the page again")
         scope[FORM] = form
         return None
+
+
+def _upload(scope: Scope, limit: int) -> Response | None:
+    """Return why a file is refused, before a byte of it is read: the protocol ends it at the length that it says."""
+    if _values(scope, b"content-type") != [b"application/octet-stream"]:
+        return _text(415, "expected a file (application/octet-stream)", _CLOSE)
+    (length, *more) = _values(scope, b"content-length") or [b""]
+    if more or not length.isdigit() or _values(scope, b"transfer-encoding"):
+        return _text(411, "expected a file of one length that is said", _CLOSE)
+    if len(length) > 15 or int(length) > limit:
+        return _text(413, f"expected a file of at most {limit} bytes", _CLOSE)
+    tokens, own = _values(scope, TOKEN), scope[SESSION].token.encode()
+    if len(tokens) != 1 or not hmac.compare_digest(tokens[0], own):
+        return _text(403, "expected a file of this session: load the page again", _CLOSE)
+    return None
 
 
 def cookie_name(host: str) -> str:

@@ -11,18 +11,20 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from fl_core.errors import FederationError
+from service_core.console import printable
 from service_core.web.guard import FORM, OPENING, SESSION, Guard, Session, Sessions, cookie_name
 from service_core.web.rendering import iso, make_environment
 
@@ -34,6 +36,8 @@ _MAX_STREAMS = 16
 _QUIET_S = 15.0
 _STATIC = Path(__file__).parent / "static"
 _SHOWN_IN_PAGE = ("image/png", "image/jpeg")
+_FILE_S, _NAME_CHARS = 300.0, 300
+"""How long a file may take to arrive, and what is kept of its name."""
 
 
 class MissingError(Exception):
@@ -77,6 +81,19 @@ class Download:
 
 
 @dataclass(frozen=True, slots=True)
+class Upload:
+    """What a page takes a file for. folder: a private one, where it lies meanwhile   limit: bytes of the largest.
+
+    take: gets the name that the browser gave, and where the file is until it returns; raises FederationError where the
+    file cannot be used.
+    """
+
+    folder: Path
+    limit: int
+    take: Callable[[str, Path], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """A whole page. title: of the window   command: what a person types for a new link   templates: its folder.
 
@@ -90,6 +107,7 @@ class Site:
     version: Callable[[], str]
     actions: Mapping[str, Action] = field(default_factory=dict)
     download: Callable[[str], Download | None] = lambda id: None  # noqa: ARG005
+    uploads: Mapping[str, Upload] = field(default_factory=dict)
 
 
 class Application:
@@ -101,6 +119,7 @@ class Application:
         self._sessions = sessions
         self._templates = make_environment([site.templates])
         self._threads = anyio.CapacityLimiter(4)
+        self._one_file = asyncio.Lock()
         self._streams = 0
         self.stop = asyncio.Event()
 
@@ -108,6 +127,9 @@ class Application:
         routes = [Route(path, partial(self._show, view)) for path, view in self._site.views.items()]
         routes += [
             Route(path, partial(self._act, action), methods=["POST"]) for path, action in self._site.actions.items()
+        ]
+        routes += [
+            Route(path, partial(self._take, upload), methods=["POST"]) for path, upload in self._site.uploads.items()
         ]
         routes += [
             Route(OPENING + "{secret}", self._open),
@@ -120,7 +142,8 @@ class Application:
             exception_handlers=handlers | {MissingError: self._missing, ChangedError: self._changed},
         )
         app.router.redirect_slashes = False
-        return Guard(app, self._host, self._sessions, self._site.command)
+        limits = {path: upload.limit for path, upload in self._site.uploads.items()}
+        return Guard(app, self._host, self._sessions, self._site.command, limits)
 
     # ---- pages --------------------------------------------------------------------------------------------------
 
@@ -170,6 +193,26 @@ class Application:
         session: Session = request.scope[SESSION]
         session.notice = await self._run(action.do, form)
         return Response(status_code=303, headers={"Location": quote(action.then(form))})
+
+    # ---- files --------------------------------------------------------------------------------------------------
+
+    async def _take(self, upload: Upload, request: Request) -> Response:
+        """Keep a file in the folder while it is looked at, one at a time, and delete it whatever happens."""
+        name = unquote(request.headers.get("x-name", ""), errors="replace")[:_NAME_CHARS] or "file"
+        async with self._one_file:
+            with NamedTemporaryFile(dir=upload.folder) as kept:
+                try:
+                    async with asyncio.timeout(_FILE_S):
+                        async for part in request.stream():
+                            await self._run(kept.write, part)
+                except (TimeoutError, ClientDisconnect):
+                    return PlainTextResponse(f"expected the whole file within {_FILE_S:g} seconds\n", 408)
+                await self._run(kept.flush)
+                try:
+                    await self._run(upload.take, name, Path(kept.name))
+                except FederationError as error:
+                    return PlainTextResponse(f"{printable(error.message)}\n", 422)
+        return Response(status_code=204)
 
     # ---- the rest -----------------------------------------------------------------------------------------------
 

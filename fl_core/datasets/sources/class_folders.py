@@ -8,6 +8,7 @@ import stat
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from fl_core.datasets.augmentation import PHOTOS
 from fl_core.datasets.checks import CheckProblem, Item, SourceIndex, by_extension, problem
@@ -86,6 +87,21 @@ def _translated(items: list[Item], labels: Translator) -> list[Item]:
 def listed(root: Path, level: Path, split: Split) -> list[Item]:
     """List the images of one level of class subfolders."""
     return _Tree(root).items(level, split) if level.is_dir() else []
+
+
+class Below(NamedTuple):
+    """What lies below a folder, whatever its subfolders are called: images, other files, what cannot be entered."""
+
+    images: list[Path]
+    unread: list[Path]
+    problems: tuple[CheckProblem, ...]
+
+
+def below(root: Path) -> Below:
+    """List a folder of images that have no class."""
+    tree = _Tree(root)
+    images = [root / name for name, _ in tree.images(root)]
+    return Below(images, sorted(tree.unread), tree.problems())
 
 
 class _Tree:

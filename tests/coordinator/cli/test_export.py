@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 
 import grpc
@@ -18,9 +19,10 @@ from coordinator.lead.client import LeadClient
 from coordinator.lead.export import check_detail, export_model, model_card
 from coordinator.lead.tables import software_text
 from coordinator.pki.authority import Authority
-from fl_core.errors import ProtocolError, StateError
+from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
+from fl_core.prediction import model_file
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, simulate
@@ -181,6 +183,33 @@ def test_a_card_has_sensitivity_specificity_auc_confusion_and_reliability() -> N
     assert "without 4 test examples whose hospitals send accuracies alone" in text
     assert "| a | 1 | 1 | 0 | 0 |" in text
     assert text.count("| 60 to 67 % |") == 1
+
+
+def test_a_card_names_the_file_and_explains_a_large_calibration_error_and_a_temperature_is_written_if_asked_for(
+    tmp_path: Path,
+) -> None:
+    """Logits of 0 and 1: all answers right, at a confidence of 48 %."""
+    counts = clinical_counts(torch.eye(4).repeat(30, 1), torch.arange(4).repeat(30), 4)
+    found = clinical_metrics(Part(counts, counts["confusion"].sum()))
+    run = manifest("fedavg", rounds=1, metrics="clinical")
+    last = pb.RoundInfo(kind=pb.EVALUATE, correct=[30] * 4, examples=[30] * 4)
+    last.clinical.CopyFrom(clinical_message(found))
+    state = simulate(RunSetup.of(run), shares(), RoundHistory())
+    write_state(state, tmp_path / "state")
+    digest = tensor_maps.digest(state["w"])
+    info = pb.RunInfo(run_id="r1", model_digest=digest, manifest_digest=run.digest(), model_object="a" * 64)
+    detail = pb.RunDetail(info=info, manifest_json=run.to_json(), rounds=[last])
+    file, card, _ = export_model(detail, tmp_path / "state", tmp_path, temperature=True)
+    text = card.read_text()
+    assert "calibration error of 52 % does not say that so many answers are wrong: 100 % are right, at a mean" in text
+    assert sha256(file.read_bytes()).hexdigest() in text
+    temperature = model_file.load(file).facts.temperature
+    assert 0.05 < temperature < 0.3
+    assert f"by the temperature {temperature:.4g}, which the file holds" in text
+    bare = pb.RunDetail(info=info, manifest_json=manifest("fedavg", rounds=1).to_json())
+    bare.info.manifest_digest = manifest("fedavg", rounds=1).digest()
+    with pytest.raises(ConfigError, match=r"E-CFG-08: --temperature.*metrics=basic"):
+        export_model(bare, tmp_path / "state", tmp_path, temperature=True)
 
 
 def test_a_card_says_why_there_is_no_specificity() -> None:

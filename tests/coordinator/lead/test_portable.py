@@ -18,6 +18,7 @@ from coordinator.cli.runs import export
 from coordinator.lead import portable
 from coordinator.lead.export import export_model
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
+from fl_core.datasets.preprocessing import normalisation
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -41,7 +42,7 @@ def test_images_in_0_1_are_normalised_as_hospitals_do() -> None:
         portable.classifier(CompiledRun(run), state),
         portable.classifier(CompiledRun(replace(run, data="folder")), state),
     )
-    assert (portable.normalisation("folder"), portable.normalisation("digits")) == (
+    assert (normalisation("folder"), normalisation("digits")) == (
         (IMAGENET_MEAN, IMAGENET_STD),
         ((), ()),
     )

@@ -1,0 +1,150 @@
+"""Predictions as CSV, as JSON, and for people."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fl_core.errors import ConfigError
+from fl_core.prediction.calibration import CalibrationFacts
+from fl_core.prediction.predictor import ClassTally, Prediction, Predictor, Tally
+from service_core.console import Rows, printable
+from service_core.storage.private_files import replace_file
+
+SUFFIXES = (".csv", ".json")
+_FORMULA = ("=", "+", "-", "@", "\t")
+HEAD = ("example", "answer", "probability", "set", "note")
+CANNOT_TELL = "whether it is of none of the classes cannot be told"
+
+
+def check_out(out: Sequence[Path]) -> None:
+    """Raise ConfigError (E-CFG-02) on files that are neither CSV nor JSON, before anything is computed."""
+    for file in out:
+        if file.suffix.lower() not in SUFFIXES:
+            raise ConfigError("E-CFG-02", f"--out: expected a file ending in .csv or .json, found {file}: rename it")
+        if not file.parent.is_dir():
+            raise ConfigError("E-CFG-02", f"--out: expected a folder at {file.parent}, found none: make it")
+
+
+def document(predictor: Predictor, predictions: Sequence[Prediction], counted: Tally) -> dict[str, object]:
+    """Return everything for machines. Probabilities are in the order of the classes."""
+    facts, calibration = predictor.model.facts, predictor.calibration
+    return {
+        "model": {
+            "run": facts.run,
+            "sha256": predictor.model.sha256,
+            "model_digest": facts.model_digest,
+            "manifest_digest": facts.manifest_digest,
+            "classes": list(facts.classes),
+        },
+        "preprocessing": facts.preprocessing.sentence(),
+        "temperature": predictor.temperature,
+        "calibration": None if calibration is None else asdict(calibration.facts),
+        "predictions": [_entry(p) for p in predictions],
+        "by_class": {name: asdict(found) for name, found in counted.classes.items()},
+        "in_all": asdict(counted.whole) if counted.classes else None,
+    }
+
+
+def _entry(found: Prediction) -> Mapping[str, object]:
+    return {
+        "example": found.name,
+        "answer": found.said or None,
+        "class": found.answer or None,
+        "probabilities": list(found.probabilities) or None,
+        "set": None if found.set is None else list(found.set),
+        "none_of_the_classes": found.unknown,
+        "label": found.label or None,
+        "problem": found.problem or None,
+    }
+
+
+def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
+    """Write a row per example. A cell that a spreadsheet would take for a formula begins with an apostrophe."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = ("example", "answer", "class", "set", "none_of_the_classes", "label", "problem")
+    writer.writerow([*names, *(_cell(f"p({c})") for c in classes)])
+    for found in predictions:
+        known = found.unknown if found.unknown is None else str(found.unknown).lower()
+        chosen = None if found.set is None else "; ".join(found.set)
+        told = (found.name, found.said, found.answer, chosen, known, found.label, found.problem)
+        shares = [f"{p:.9g}" for p in found.probabilities] or [""] * len(classes)
+        writer.writerow([*(_cell(v or "") for v in told), *shares])
+    return text.getvalue()
+
+
+def _cell(text: str) -> str:
+    shown = printable(text)
+    return f"'{shown}" if shown.startswith(_FORMULA) else shown
+
+
+def write(file: Path, predictions: Sequence[Prediction], whole: Mapping[str, object], classes: Sequence[str]) -> None:
+    """Write a file of `SUFFIXES`, for its owner alone; raises ConfigError (E-CFG-02) where that cannot be."""
+    text = csv_text(predictions, classes) if file.suffix.lower() == ".csv" else json.dumps(whole, indent=1) + "\n"
+    try:
+        replace_file(file, text.encode(), 0o600)
+    except OSError as error:
+        raise ConfigError(
+            "E-CFG-02", f"--out: expected a file that can be written, found {file}: {error.strerror}"
+        ) from error
+
+
+def table(predictions: Sequence[Prediction]) -> Rows:
+    return Rows("predictions", HEAD, [_row(p) for p in predictions], headings=True)
+
+
+def _row(found: Prediction) -> tuple[str, ...]:
+    if found.problem:
+        return found.name, "-", "-", "-", found.problem
+    chosen = "-" if found.set is None else ", ".join(found.set) or "empty"
+    note = (
+        f"nearest: {found.answer}"
+        if found.unknown
+        else CANNOT_TELL
+        if found.set is not None and found.unknown is None
+        else ""
+    )
+    return found.name, found.said, f"{100 * max(found.probabilities):.1f} %", chosen, note
+
+
+def tally_table(found: Tally, calibrated: bool) -> Rows:
+    """Return a row per class of what was right, where labels are known."""
+    head = ("class", "examples", "right", *(("in the set", "classes per set", "flagged") if calibrated else ()))
+    rows = [*found.classes.items(), ("all", found.whole)]
+    return Rows("against the labels", head, [(name, *_counts(t, calibrated)) for name, t in rows], headings=True)
+
+
+def _counts(found: ClassTally, calibrated: bool) -> Iterator[str]:
+    yield str(found.examples)
+    yield _share(found.right, found.examples)
+    if calibrated:
+        yield _share(found.covered, found.examples)
+        yield f"{found.in_sets / found.examples:.2f}"
+        yield _share(found.flagged, found.judged)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+WORDS = {
+    "own": "its own images",
+    "together": "those of all classes with fewer than 49 images, together",
+    "all": "those of all classes: nothing is promised for this one alone",
+}
+
+
+def calibration_table(facts: CalibrationFacts) -> Rows:
+    head = ("class", "to fit", "held out", "enters sets at p", "by the quantile of", "none of the classes")
+    rows = [
+        (name, str(a), str(b), f"{1 - q:.4f}", WORDS[source], "is told" if judged else "cannot be told: too few images")
+        for name, a, b, q, source, judged in zip(
+            facts.classes, facts.fitted, facts.held, facts.quantiles, facts.sources, facts.judged, strict=True
+        )
+    ]
+    return Rows("calibration", head, rows, headings=True)

@@ -1,0 +1,260 @@
+"""`consilium calibrate`, `predict` and `page`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fl_core.errors import ConfigError
+from service_core.command_line import Depends, Json, command, version_option
+from service_core.console import Facts, Reply, Rows
+from service_core.page_command import Bind, Browser, serve_until_told
+
+if TYPE_CHECKING:
+    from fl_core.prediction.inputs import Inputs
+    from fl_core.prediction.model_file import LoadedModel
+    from fl_core.prediction.predictor import Predictor
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Use an exported model on this machine: nothing is sent, and no membership is needed.",
+)
+app.callback()(version_option)
+Data = Annotated[
+    str | None, typer.Option("--data", help="Labelled data by reference, as silos serve them: folder:PATH, table:FILE.")
+]
+Split = Annotated[str, typer.Option("--split", help="Which part of --data: train, test or all.")]
+DataRoot = Annotated[
+    Path | None, typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT.")
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="What `calibrate` wrote. Default: the one beside the model, if any."),
+]
+MAX_SHOWN = 200
+"""Rows that are printed; files get all."""
+
+
+ModelFile = Annotated[Path, typer.Argument(help="The .safetensors file of `coordinator export`.", metavar="MODEL")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArguments:
+    """Which model, and what it is held against."""
+
+    file: Path
+    card: Path | None = None
+    sha256: str | None = None
+    extensions: Sequence[str] = ()
+
+    def load(self) -> LoadedModel:
+        from fl_core.extensions import loading
+        from fl_core.prediction import model_file
+
+        loading.load_distributions(list(self.extensions))
+        return model_file.load(self.file, self.card, self.sha256)
+
+
+def _named(
+    model: ModelFile,
+    card: Annotated[
+        Path | None, typer.Option("--card", help="The card that names the file. Default: MODEL.md, beside it.")
+    ] = None,
+    sha256: Annotated[
+        str | None, typer.Option("--sha256", help="Of the file, in place of a card: of a simulation, for instance.")
+    ] = None,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option("--extension", help="An installed distribution whose method or model the file names."),
+    ] = None,
+) -> ModelArguments:
+    return ModelArguments(model, card, sha256, extension or ())
+
+
+Named = Annotated[ModelArguments, Depends(_named)]
+
+
+@app.command()
+@command
+def predict(
+    model: ModelFile,
+    inputs: Annotated[
+        list[Path] | None, typer.Argument(help="Images, folders of them, DICOM, or a table.", metavar="INPUT...")
+    ] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option("--out", help="Write them to FILE.csv or FILE.json; may be repeated.")
+    ] = None,
+    calibration: CalibrationFile = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Probabilities as the hospitals' evaluation has them: no calibration at all.")
+    ] = False,
+    data: Data = None,
+    split: Split = "test",
+    data_root: DataRoot = None,
+    *,
+    named: Named,
+) -> Reply:
+    """Classify images or rows with an exported model; exit status 2 where one of them could not be.
+
+    Probabilities, a set of classes at the calibration's coverage, and "none of the classes". With --data, whose labels
+    are known, also how often that was right, by class.
+    """
+    from consilium.cli import output
+    from fl_core.prediction.predictor import tally
+
+    output.check_out(out or ())
+    loaded = named.load()
+    predictor = _predictor(model, loaded, calibration, raw)
+    examples = _examples(loaded, inputs or (), data, split, data_root)
+    found = predictor.predictions(examples)
+    counted = tally(found, loaded.facts.classes)
+    whole = output.document(predictor, found, counted)
+    for file in out or ():
+        output.write(file, found, whole, loaded.facts.classes)
+    failed = sum(bool(p.problem) for p in found)
+    shown: list[Facts | Rows | str] = [Facts(_about(predictor))]
+    if not out:
+        shown.append(output.table(found[:MAX_SHOWN]))
+        if len(found) > MAX_SHOWN:
+            shown.append(f"and {len(found) - MAX_SHOWN} more: --out writes all of them")
+    if counted.classes:
+        shown.append(output.tally_table(counted, predictor.calibration is not None))
+    shown += [f"wrote {file}" for file in out or ()]
+    notes = [*examples.notes, *_warnings(predictor, examples)]
+    if failed:
+        notes.append(f"{failed} of {len(found)} could not be classified: the note beside each says why")
+    return Reply(whole, shown, notes, status=2 if failed else 0)
+
+
+@app.command()
+@command
+def calibrate(
+    model: ModelFile,
+    data: Annotated[
+        str, typer.Option("--data", help="Labelled images that the model was not trained on: folder:PATH.")
+    ],
+    split: Split = "test",
+    coverage: Annotated[float, typer.Option(help="How often the set must hold the right class.")] = 0.9,
+    false_flags: Annotated[
+        float, typer.Option("--false-flags", help="How often an image of a known class may be called none of them.")
+    ] = 0.1,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where it goes. Default: beside the model, where predict finds it.")
+    ] = None,
+    data_root: DataRoot = None,
+    *,
+    named: Named,
+) -> Reply:
+    """Calibrate a model with labelled images of this hospital: probabilities, sets of classes, none of the classes.
+
+    The file that it writes holds class means of features and no image, and is for this hospital. What it promises is
+    promised of images like these.
+    """
+    from consilium.cli import output
+    from fl_core.prediction import calibration
+    from fl_core.prediction.predictor import calibrated
+    from service_core.storage.private_files import replace_file
+
+    calibration.check_shares(coverage, false_flags)
+    loaded = named.load()
+    examples = _examples(loaded, (), data, split, data_root)
+    found = calibrated(loaded, examples, coverage, false_flags)
+    file = out or calibration.beside(model)
+    replace_file(file, calibration.to_bytes(found), 0o600)
+    facts = found.facts
+    said = [
+        ("temperature", f"{facts.temperature:.4g}"),
+        ("sets", f"hold the right class of {100 * coverage:g} % of images like these"),
+        ("none of them", f"is said of at most {100 * false_flags:g} % of images of known classes like these"),
+        ("images", f"{sum(facts.fitted)} to fit temperature and class means, {sum(facts.held)} held out"),
+        ("file", str(file)),
+    ]
+    value = {"file": str(file), **{name: getattr(facts, name) for name in facts.__slots__}}
+    return Reply(value, [Facts(said), output.calibration_table(facts)])
+
+
+@app.command()
+@command
+def page(
+    model: ModelFile,
+    calibration: CalibrationFile = None,
+    bind: Bind = None,
+    browser: Browser = True,
+    as_json: Json = False,
+    *,
+    named: Named,
+) -> None:
+    """Show a page for dropping images on, until Ctrl-C; only this user of this machine reaches it.
+
+    The link works once, within ten minutes; the file always holds a fresh one. What was dropped is deleted when it was
+    classified, and the answers are gone when the page ends.
+    """
+    from consilium.page.site import PredictionPage
+
+    loaded = named.load()
+    if not loaded.facts.preprocessing.takes_images:
+        raise ConfigError("E-CFG-23", "expected a model of images for a page, found one of other examples: use predict")
+    with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
+        shown = PredictionPage(_predictor(model, loaded, calibration, raw=False), Path(folder))
+        serve_until_told(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [Facts(facts)])
+
+
+def _predictor(model: Path, loaded: LoadedModel, file: Path | None, raw: bool) -> Predictor:
+    """Take the calibration that is named, or lies beside the model; raw: none, and no temperature of the export."""
+    from dataclasses import replace
+
+    from fl_core.prediction import calibration
+    from fl_core.prediction.predictor import Predictor
+
+    if raw:
+        if file is not None:
+            raise ConfigError("E-CFG-08", "expected --raw or --calibration, found both: leave one out")
+        return Predictor(replace(loaded, facts=replace(loaded.facts, temperature=None)))
+    place = file or calibration.beside(model)
+    if file is None and not place.exists():
+        return Predictor(loaded)
+    return Predictor(loaded, calibration.read(place, loaded.sha256, loaded.facts.classes))
+
+
+def _examples(
+    loaded: LoadedModel, paths: Sequence[Path], data: str | None, split: str, data_root: Path | None
+) -> Inputs:
+    from fl_core.datasets.image_loader import ImageLoader
+    from fl_core.extensions import loading
+    from fl_core.prediction.inputs import from_paths, from_reference
+
+    if bool(paths) == (data is not None):
+        raise ConfigError("E-CFG-02", "expected INPUT... or --data, found both or none: name what is to be classified")
+    loader = ImageLoader(cache_bytes=0)
+    if data is None:
+        return from_paths(paths, loaded.facts, loader)
+    return from_reference(loading.load_of_reference(data), split, loaded.facts, data_root, loader)
+
+
+def _about(predictor: Predictor) -> list[tuple[str, str]]:
+    facts, found = predictor.model.facts, predictor.calibration
+    said = [("model", f"{facts.run or 'of a simulation'} (SHA-256 {predictor.model.sha256[:16]})")]
+    said.append(("preprocessing", facts.preprocessing.sentence()))
+    if found is not None:
+        said.append(("probabilities", f"of this hospital's temperature, {predictor.temperature:.4g}"))
+        said.append(
+            ("sets", f"hold the right class of {100 * found.facts.coverage:g} % of images like the calibration's")
+        )
+    elif predictor.temperature != 1:
+        said.append(("probabilities", f"of a temperature estimated at export, {predictor.temperature:.4g}"))
+    else:
+        said.append(("probabilities", "as the hospitals' evaluation has them: not calibrated (consilium calibrate)"))
+    return said
+
+
+def _warnings(predictor: Predictor, examples: Inputs) -> list[str]:
+    found = predictor.calibration
+    if found is not None and examples.fingerprint and examples.fingerprint == found.facts.data:
+        return ["the model was calibrated with these examples: that sets hold their class shows nothing"]
+    return []

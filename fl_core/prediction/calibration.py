@@ -1,0 +1,201 @@
+"""A hospital's calibration of a model: made of its own labelled examples, kept beside the model, read again.
+
+A third of the examples of each class, drawn at random, fits the temperature and the distances; quantiles and the
+threshold are of the others. So what is promised of an example is promised of one that had no part in how it is scored.
+The file holds means of features by class, and no example; it is the hospital's own, and nothing sends it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from fl_core import rng
+from fl_core.converter import ConversionError, structure
+from fl_core.errors import ConfigError, DataError, StateError
+from fl_core.models import pretrained
+from fl_core.prediction import conformal
+from fl_core.prediction.conformal import Quantiles, Source
+from fl_core.prediction.distances import MIN_EXAMPLES, ClassDistances
+
+FORMAT = 1
+SUFFIX = ".calibration.safetensors"
+MIN_IMAGES = 30
+"""Of all classes together: fewer say nothing of nine in ten."""
+_FIT = 3
+_LOWEST, _HIGHEST = 0.5, 0.999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFacts:
+    """What a calibration says of itself; tuples are by class.
+
+    model: SHA-256 of the model's file   data: fingerprint of the examples, and which split of them
+    fitted: examples that temperature and distances were fitted to; held: those that quantiles and threshold are of
+    quantiles, sources: `conformal.Quantiles`   threshold: of the score, above which an example is of no class
+    Raises ConfigError (E-CFG-02) on what no calibration has.
+    """
+
+    model: str
+    data: str
+    classes: tuple[str, ...]
+    coverage: float
+    false_flags: float
+    temperature: float
+    fitted: tuple[int, ...]
+    held: tuple[int, ...]
+    quantiles: tuple[float, ...]
+    sources: tuple[Source, ...]
+    threshold: float
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        check_shares(self.coverage, self.false_flags)
+        by_class = (self.fitted, self.held, self.quantiles, self.sources)
+        counted = all(n >= 0 for n in (*self.fitted, *self.held))
+        numbers = all(0 <= q <= 1 for q in self.quantiles) and math.isfinite(self.threshold)
+        if self.format != FORMAT or any(len(found) != len(self.classes) for found in by_class):
+            raise ConfigError("E-CFG-02", "expected a calibration of this version, a number per class: calibrate again")
+        if not counted or not numbers or not 0 < self.temperature < math.inf:
+            raise ConfigError("E-CFG-02", "expected numbers that a calibration can have: calibrate again")
+
+    @property
+    def judged(self) -> tuple[bool, ...]:
+        """Tell by class whether an example that looks like it can be told from one of no class."""
+        return tuple(n >= MIN_EXAMPLES for n in self.fitted)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Calibration:
+    """What is done with logits and features of new examples."""
+
+    facts: CalibrationFacts
+    features: ClassDistances
+    logits: ClassDistances
+
+    def score(self, features: Tensor, logits: Tensor) -> Tensor:
+        """Return (n,), the larger the less an example (n, d), (n, C) is like any class of this hospital."""
+        return _score(self.features, self.logits, features, logits)
+
+    def sets(self, p: Tensor) -> Tensor:
+        """Tell which classes (n, C) are in the sets of calibrated probabilities."""
+        return conformal.in_set(p, self.facts.quantiles)
+
+
+def _score(of_features: ClassDistances, of_logits: ClassDistances, features: Tensor, logits: Tensor) -> Tensor:
+    return of_features.squared(features).log() + of_logits.squared(logits).log()
+
+
+def check_shares(coverage: float, false_flags: float) -> None:
+    """Raise ConfigError (E-CFG-02) on shares that cannot be asked for."""
+    if not _LOWEST <= coverage <= _HIGHEST:
+        raise ConfigError("E-CFG-02", f"expected a coverage from {_LOWEST} to {_HIGHEST}, found {coverage}: change it")
+    if not 1 - _HIGHEST <= false_flags <= _LOWEST:
+        raise ConfigError(
+            "E-CFG-02", f"expected a share of false flags from {1 - _HIGHEST:.3f} to {_LOWEST}, found {false_flags}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a calibration is about and what it promises. model, data: as in `CalibrationFacts`."""
+
+    model: str
+    data: str
+    classes: Sequence[str]
+    coverage: float = 0.9
+    false_flags: float = 0.1
+
+
+def calibrate(asked: Asked, logits: Tensor, features: Tensor, labels: Tensor) -> Calibration:
+    """Calibrate with logits (n, C), features (n, d) and labels (n,) of examples that had no part in training.
+
+    Raises DataError (E-DATA-08) where they are too few for what is asked, and on logits that are no numbers.
+    """
+    check_shares(asked.coverage, asked.false_flags)
+    n_classes = len(asked.classes)
+    if not bool(torch.isfinite(logits).all()) or not bool(torch.isfinite(features).all()):
+        raise DataError("E-DATA-08", "expected a model that answers every example with numbers, found NaN or infinity")
+    fit = _drawn(labels, asked.data)
+    held = ~fit
+    needed = max(conformal.smallest(asked.coverage), conformal.smallest(1 - asked.false_flags))
+    counts = torch.bincount(labels[fit], minlength=n_classes)
+    if len(labels) < MIN_IMAGES or int(held.sum()) < needed or int(counts.max()) < MIN_EXAMPLES:
+        least = max(MIN_IMAGES, math.ceil(needed * _FIT / (_FIT - 1)) + 1)
+        raise DataError(
+            "E-DATA-08",
+            f"expected at least {least} labelled examples to calibrate with a coverage of {asked.coverage:g}, found "
+            f"{len(labels)}: give more, or ask for less",
+        )
+    temperature = conformal.fit_temperature(logits[fit], labels[fit])
+    of_features = ClassDistances.of(features[fit], labels[fit], n_classes)
+    of_logits = ClassDistances.of(logits[fit], labels[fit], n_classes)
+    p = conformal.probabilities(logits[held], temperature)
+    quantiles: Quantiles = conformal.class_quantiles(p, labels[held], asked.coverage)
+    scores = _score(of_features, of_logits, features[held], logits[held])
+    facts = CalibrationFacts(
+        model=asked.model,
+        data=asked.data,
+        classes=tuple(asked.classes),
+        coverage=asked.coverage,
+        false_flags=asked.false_flags,
+        temperature=temperature,
+        fitted=tuple(counts.tolist()),
+        held=tuple(torch.bincount(labels[held], minlength=n_classes).tolist()),
+        quantiles=quantiles.values,
+        sources=quantiles.sources,
+        threshold=conformal.quantile(scores, 1 - asked.false_flags),
+    )
+    return Calibration(facts, of_features, of_logits)
+
+
+def _drawn(labels: Tensor, data: str) -> Tensor:
+    """Draw a third of each class (n,), the same whenever the data are the same."""
+    chosen = torch.zeros(len(labels), dtype=torch.bool)
+    for c in sorted(set(labels.tolist())):
+        of_class = torch.nonzero(labels == c).squeeze(1)
+        order = torch.randperm(len(of_class), generator=rng.stream(0, "calibration", data, c))
+        chosen[of_class[order[: len(of_class) // _FIT]]] = True
+    return chosen
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def beside(model: Path) -> Path:
+    return model.with_name(model.name.removesuffix(".safetensors") + SUFFIX)
+
+
+def to_bytes(calibration: Calibration) -> bytes:
+    tensors = {**calibration.features.tensors("features"), **calibration.logits.tensors("logits")}
+    return save(tensors, metadata={"consilium": json.dumps(asdict(calibration.facts), sort_keys=True)})
+
+
+def read(file: Path, model: str, classes: Sequence[str]) -> Calibration:
+    """Read a calibration of a model by the SHA-256 of its file.
+
+    Raises StateError (E-STATE-22) on one of another model or that is none, ConfigError (E-CFG-02) on no such file.
+    """
+    found = pretrained.read_file(file)
+    try:
+        facts = structure(CalibrationFacts, found.facts, "")
+        parts = [ClassDistances.read(found.tensors, name, len(facts.classes)) for name in ("features", "logits")]
+    except (ConversionError, ConfigError, ValueError) as error:
+        text = error.message if isinstance(error, ConfigError) else str(error)
+        raise StateError(
+            "E-STATE-22", f"expected a calibration in {file}, found: {text}. Make it with consilium calibrate"
+        ) from error
+    if facts.model != model or facts.classes != tuple(classes):
+        raise StateError(
+            "E-STATE-22",
+            f"expected a calibration of this model ({model[:16]}) in {file}, found one of {facts.model[:16]}: make "
+            "one of this model, or name it with --calibration",
+        )
+    return Calibration(facts, *parts)

@@ -1,0 +1,116 @@
+"""Probabilities that mean what they say, and sets of classes that hold the right one as often as they promise.
+
+Temperature (Guo, Pleiss, Sun and Weinberger, "On calibration of modern neural networks", ICML 2017): logits are divided
+by one number T > 0, which changes no answer. T minimises the cross entropy. Of each target a share 1 / (n + 2), as
+Platt (1999) has it, is spread over all classes: a model that is right about all n examples does not become certain.
+
+Sets (split conformal prediction: Papadopoulos et al., ECML 2002; the score 1 - p_y of Sadinle, Lei and Wasserman, JASA
+2019): with n held-out scores of a category of classes, q is the ceil((n + 1) a)-th smallest, and class c is in the set
+where 1 - p_c <= q. An example of that category, exchangeable with the held-out ones, has its own class in the set with
+probability at least a, and at most a + 1 / (n + 1) where no two scores are equal. Categories are single classes of at
+least `OWN` examples, and all others together (Mondrian: Vovk, Gammerman and Shafer 2005), so the promise holds within
+each category and over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fl_core.types.clinical import ReliabilityBin
+
+OWN = 49
+"""Held-out examples from which a class has a quantile of its own: its sets hold it at most 2 points too often."""
+Source = Literal["own", "together", "all"]
+"""Whose scores a quantile is of: the class's own; those of all classes with too few; all, for want of these as well."""
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e3
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Return T for logits (n, C) and labels (n,), n >= 1."""
+    z, spread = logits.double(), 1 / (len(logits) + 2)
+
+    def loss(log_temperature: float) -> float:
+        return float(cross_entropy(z / math.exp(log_temperature), labels, label_smoothing=spread))
+
+    return _minimum(loss)
+
+
+def estimate_temperature(bins: Sequence[ReliabilityBin], n_classes: int) -> float | None:
+    """Estimate T from counts alone, as hospitals send them: by the largest probability p, how many, and how many right.
+
+    All other classes are taken to be equally likely: p is the sigmoid of m / T - ln(C - 1), and m = ln(p / (1 - p)) +
+    ln(C - 1) at T = 1. That is so of heads that know little of odds, whose calibration errors are the largest; of one
+    that is too certain between two classes T comes out too near to 1. Bins are coarse: a factor of two is possible.
+    None without an example.
+    """
+    found = [b for b in bins if b.examples]
+    n = sum(b.examples for b in found)
+    if not n:
+        return None
+    others, spread = math.log(n_classes - 1), 1 / (n + 2)
+    p = np.clip([b.confidence / b.examples for b in found], 1 / n_classes, 1 - 1e-12)
+    margins = np.log(p) - np.log1p(-p) + others
+    examples = np.array([b.examples for b in found], dtype=np.float64)
+    right = (1 - spread) * np.array([b.correct for b in found]) + spread * examples / n_classes
+
+    def loss(log_temperature: float) -> float:
+        x = margins / math.exp(log_temperature) - others
+        return float((right * np.logaddexp(0, -x) + (examples - right) * np.logaddexp(0, x)).sum())
+
+    return _minimum(loss)
+
+
+def _minimum(loss: Callable[[float], float]) -> float:
+    """Return the T whose logarithm minimises a loss."""
+    ends = (math.log(_MIN_TEMPERATURE), math.log(_MAX_TEMPERATURE))
+    return math.exp(float(minimize_scalar(loss, bounds=ends, method="bounded", options={"xatol": 1e-6}).x))
+
+
+def probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """Return p (n, C) in float64."""
+    return torch.softmax(logits.double() / temperature, 1)
+
+
+def smallest(share: float) -> int:
+    """Return how many scores a finite quantile needs at least."""
+    exact = Fraction(repr(share))
+    return math.ceil(exact / (1 - exact))
+
+
+def quantile(scores: Tensor, share: float) -> float:
+    """Return the ceil((n + 1) a)-th smallest of n scores, infinity where n is too small. share: a, as it is written."""
+    place = math.ceil((len(scores) + 1) * Fraction(repr(share)))
+    return float(scores.sort().values[place - 1]) if place <= len(scores) else math.inf
+
+
+class Quantiles(NamedTuple):
+    """By class: q, in [0, 1], and whose scores it is of."""
+
+    values: tuple[float, ...]
+    sources: tuple[Source, ...]
+
+
+def class_quantiles(p: Tensor, labels: Tensor, coverage: float) -> Quantiles:
+    """Compute q of each class from held-out p (n, C) and labels (n,); n must be at least `smallest(coverage)`."""
+    scores, counts = 1 - p.gather(1, labels.unsqueeze(1)).squeeze(1), torch.bincount(labels, minlength=p.shape[1])
+    few = counts < max(OWN, smallest(coverage))
+    of_few = scores[few[labels]]
+    others: Source = "together" if len(of_few) >= smallest(coverage) else "all"
+    shared = quantile(of_few if others == "together" else scores, coverage)
+    values = [shared if few[c] else quantile(scores[labels == c], coverage) for c in range(p.shape[1])]
+    sources: list[Source] = [others if few[c] else "own" for c in range(p.shape[1])]
+    return Quantiles(tuple(values), tuple(sources))
+
+
+def in_set(p: Tensor, quantiles: Sequence[float]) -> Tensor:
+    """Tell which classes are in the sets of p (n, C)."""
+    return 1 - p <= torch.tensor(quantiles, dtype=torch.float64)

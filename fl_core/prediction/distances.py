@@ -1,0 +1,82 @@
+"""How far an example is from everything that was seen of the classes: what tells of "none of the classes".
+
+d^2(v) = min_c (v - m_c)' (S + r I)^-1 (v - m_c), with class means m_c and one covariance S within classes (Lee, Lee,
+Lee and Shin, "A simple unified framework for detecting out-of-distribution samples", NeurIPS 2018), of features and of
+logits; the product of both is the score. It takes a hospital's own examples of known classes, and no others.
+docs/predict.md has what it finds beside the largest logit, energy and the largest probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_EXAMPLES = 3
+"""Of a class, from which it has a mean."""
+_RANK = 256
+_SHRINKAGE = 0.1
+_NAMES = ("means", "known", "directions", "weights", "ridge")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ClassDistances:
+    """Means of classes and the covariance within them, of vectors of d numbers; float64.
+
+    means: (C, d)   known: (C,) which of them there are   directions: (k, d) orthonormal, k <= 256   ridge: r ()
+    weights: (k,) the share of a squared component along each direction that is taken off: s^2 / (s^2 + r).
+    """
+
+    means: Tensor
+    known: Tensor
+    directions: Tensor
+    weights: Tensor
+    ridge: Tensor
+
+    @classmethod
+    def of(cls, vectors: Tensor, labels: Tensor, n_classes: int) -> ClassDistances:
+        """Fit to vectors (n, d) and labels (n,). A class of fewer than `MIN_EXAMPLES` has no mean; one must have."""
+        v = vectors.double()
+        counts = torch.bincount(labels, minlength=n_classes)
+        known = counts >= MIN_EXAMPLES
+        sums = torch.zeros(n_classes, v.shape[1], dtype=torch.float64).index_add_(0, labels, v)
+        means = torch.where(known.unsqueeze(1), sums / counts.clamp(min=1).unsqueeze(1), 0.0)
+        rest = (v - means[labels])[known[labels]]
+        _, s, directions = torch.linalg.svd(rest / len(rest) ** 0.5, full_matrices=False)
+        s, directions = s[:_RANK].square(), directions[:_RANK]
+        ridge = (_SHRINKAGE * rest.square().sum(1).mean() / v.shape[1]).clamp(min=1e-12)
+        return cls(means, known, directions, s / (s + ridge), ridge)
+
+    def squared(self, vectors: Tensor) -> Tensor:
+        """Return d^2 (n,) of vectors (n, d) from the nearest class that has a mean."""
+        found = torch.full((len(vectors),), torch.inf, dtype=torch.float64)
+        for mean in self.means[self.known]:
+            rest = vectors.double() - mean
+            along = (rest @ self.directions.T).square() @ self.weights
+            found = torch.minimum(found, (rest.square().sum(1) - along) / self.ridge)
+        return found
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Return what a file holds: float64, `known` as 0 and 1."""
+        return {f"{prefix}.{name}": getattr(self, name).double().contiguous() for name in _NAMES}
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], prefix: str, n_classes: int) -> ClassDistances:
+        """Take it from a file's tensors; raises ValueError on others."""
+        found = [tensors.get(f"{prefix}.{name}", torch.zeros(0)) for name in _NAMES]
+        means, known, directions, weights, ridge = found
+        d = means.shape[-1] if means.ndim == 2 else -1
+        shapes = [(n_classes, d), (n_classes,), (len(weights), d), (len(weights),), ()]
+        if [tuple(v.shape) for v in found] != shapes or any(v.dtype != torch.float64 for v in found):
+            raise ValueError(f"{prefix}: shapes that do not go together")
+        sound = all(bool(torch.isfinite(v).all()) for v in found) and bool(((known == 0) | (known == 1)).all())
+        if (
+            not sound
+            or not bool(known.any())
+            or not float(ridge) > 0
+            or not bool(((weights >= 0) & (weights <= 1)).all())
+        ):
+            raise ValueError(f"{prefix}: numbers that no distances have")
+        return cls(means, known > 0, directions, weights, ridge)
