@@ -10,7 +10,7 @@ comparison.py      several runs side by side: configurations, scores, what makes
 plots.py           the same as a picture, with matplotlib
 run_log.py         the events of a run and the lines of the audit log that name it, in one order
 export.py          a run's model with its card; portable.py: as ONNX and as a program of plain torch
-board_card.py      the signed card; intervals.py: the luck of test examples
+board_card.py      the signed card
 page/              `coordinator page`
 trackers.py        TensorBoard and MLflow as readers of a run
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from coordinator.lead import accuracy, intervals
+from coordinator.lead import accuracy
 from coordinator.lead.as_json import software_json
 from coordinator.lead.tables import private_form, started_from
 from coordinator.lead.withdrawals import outcome
@@ -24,6 +24,7 @@ from fl_core.datasets.preprocessing import Preprocessing
 from fl_core.methods.fedavg import FedAvg, Traits
 from fl_core.methods.papers import paper_of
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types import intervals
 from fl_core.types.clinical import CLINICAL, ClinicalMetrics, macro_mean
 from fl_core.types.records import judgements
 from fl_core.types.secagg import withstood
@@ -190,10 +191,8 @@ def share_of(right: float, of: float) -> Share:
     k, n = round(right), round(of)
     if not 0 <= k <= n or abs(right - k) > 1e-3 or abs(of - n) > 1e-3:
         return Share(withheld=uncertainty.IMPOSSIBLE)
-    if n == 0:
-        return Share()
-    low, high = intervals.proportion(k, n)
-    return Share(k / n, low, high, of=LUCK)
+    found = intervals.share(k, n)
+    return Share() if found is None else Share(k / n, found.low, found.high, of=LUCK)
 
 
 def _noisy(found: Estimate) -> Share:
@@ -281,8 +280,9 @@ def _balanced(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
     counts = [(round(k), round(n)) for k, n in zip(last.correct, last.examples, strict=False) if n > 0]
     if not counts:
         return Share()
-    low, high = intervals.mean_of_proportions(counts)
-    return Share(macro_mean(k / n for k, n in counts), low, high, of=LUCK)
+    found = intervals.mean_of_shares([k for k, _ in counts], [n for _, n in counts])
+    assert found is not None
+    return Share(macro_mean(k / n for k, n in counts), found.low, found.high, of=LUCK)
 
 
 def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> Share:

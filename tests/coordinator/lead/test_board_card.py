@@ -8,9 +8,9 @@ import pytest
 
 from coordinator.lead.accuracy import clinical_message
 from coordinator.lead.board_card import Statement, card_of, share_of
-from coordinator.lead.intervals import proportion
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.intervals import share
 from fl_core.types.secagg import Secagg
 from privacy.accounting.projection import preview
 from privacy.compiled_run import CompiledRun
@@ -44,7 +44,7 @@ def evaluated(correct: tuple[float, ...] = (2, 1, 0, 1), examples: tuple[float, 
 def test_counts_become_shares_with_exact_intervals_and_classes_without_examples_none() -> None:
     made = card(manifest(rounds=1), trained(included=NAMES), evaluated())
     assert made.results.test_examples == 7
-    assert (made.results.accuracy.point, made.results.accuracy.low) == (4 / 7, proportion(4, 7)[0])
+    assert (made.results.accuracy.point, made.results.accuracy.low) == (4 / 7, share(4, 7)[0])
     assert made.results.balanced.point == pytest.approx((1 + 0.5 + 1 / 3) / 3)
     assert (made.results.classes_tested, made.results.level_of_chance) == (3, 1 / 3)
     assert [c.test_examples for c in made.classes] == [2, 2, 0, 3]
