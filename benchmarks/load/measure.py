@@ -70,7 +70,7 @@ class _Scene:
         self._started.until((self._home / ADDRESS_FILE).exists, "the coordinator", _START_S)
         where = {"home": str(self._home), "port": json.loads((self._home / ADDRESS_FILE).read_text())["port"]}
         chosen = workload(load.params)
-        self._spec = compose_spec([*chosen.overrides, f"rounds={_ROUNDS}", "method=fedavg", "threads=1"])
+        self._spec = compose_spec([*chosen.overrides, f"rounds={_ROUNDS}", "method=fedavg", "threads=1", "secagg=off"])
         schema = schema_of(self._spec)
         data = {"name": str(self._spec.data["name"]), "shape": schema.shape, "classes": schema.classes}
         people = {"names": consortium.names(load.sessions), "roster_version": version, "data": data}

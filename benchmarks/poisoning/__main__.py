@@ -56,7 +56,7 @@ def accuracy(run: RunSetup, states: list[State], shares: list[SiloShare]) -> flo
 def measure(federation: str, aggregator: str, attack: str, rounds: int, seed: int, bad: int) -> dict[str, object]:
     """Run once and say how it ended."""
     words = [f"federation={federation}", f"aggregator={aggregator}", f"rounds={rounds}", f"seed={seed}", "quorum=1"]
-    manifest, sets = build_simulation(compose_spec(["method=fedavg", "data=digits", *words]))
+    manifest, sets = build_simulation(compose_spec(["method=fedavg", "data=digits", "secagg=off", *words]))
     run, classes = CompiledRun.of(manifest), len(manifest.schema.classes)
     honest = [SiloShare(s.train, s.test) for s in sets]
     sizes = {m.name: DeclaredSize(len(s.train), len(s.test)) for m, s in zip(manifest.members, honest, strict=True)}

@@ -23,6 +23,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
 from coordinator.config.hydra_config import CONFIGS, compose_spec
+from coordinator.config.run_spec import RunSpec
 from coordinator.simulate import runner
 from coordinator.simulate.ablation import report
 from coordinator.simulate.ablation.grid import Control, Grid, Run, Words, canonical, controls
@@ -135,7 +136,7 @@ def _report(plan: Plan) -> list[Check]:
     grid, rows = plan.grid, report.read(plan.folder / "runs.csv")
     mine = {run: rows[plan.key(run)] for run in grid.runs()}
     accuracy = {run: float(row["acc_final"]) for run, row in mine.items()}
-    first = compose_spec(("privacy=dp_record", *plan.base))
+    first = _composed(("privacy=dp_record", *plan.base))
     split = str(first.federation["name"])
     classes = len(json.loads(next(iter(mine.values()))["per_class_acc"]))
     cells: list[Row] = []
@@ -185,13 +186,19 @@ def _right(plan: Plan, control: Control) -> Words:
     return tuple(word for word in plan.words(control.left) if not word.startswith("privacy"))
 
 
+def _composed(words: Words) -> RunSpec:
+    """Compose a run that bounds updates, without masks where no word asks for them: noise is what is compared."""
+    masks = () if any(word.startswith("secagg") for word in words) else ("secagg=off",)
+    return compose_spec((*masks, *words))
+
+
 def _digest(words: Words) -> str:
-    return runner.run(replace(compose_spec(words), threads=1)).model_digest
+    return runner.run(replace(_composed(words), threads=1)).model_digest
 
 
 def _row(words: Words) -> Row:
     """Simulate one run and return its row of `runs.csv`."""
-    spec = replace(compose_spec(words), threads=1)
+    spec = replace(_composed(words), threads=1)
     started = time.monotonic()
     result = runner.run(spec)
     summary, manifest = result.summary(), result.manifest
