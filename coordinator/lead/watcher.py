@@ -15,7 +15,7 @@ from rich.text import Text
 from coordinator.lead import accuracy
 from coordinator.lead.tables import awaited, changed_text, clinical_text, doing, personal_text, place, size
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import OUT, counted, local_time, make_table, printable, span
+from service_core.console import OUT, counted, error_text, local_time, make_table, printable, span
 
 _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
@@ -67,7 +67,7 @@ class Watcher:
             self._print(self._console, event)
 
     def _print(self, console: Console, event: pb.Event) -> None:
-        for line in self._line(event).splitlines():
+        for line in error_text(self._line(event)).split("\n"):  # a reason may have a line for each hospital
             console.print(line, soft_wrap=True)
 
     def _left(self) -> str:
