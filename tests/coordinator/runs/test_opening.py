@@ -357,11 +357,18 @@ def test_two_silent_of_three_pause_the_run_which_asks_for_the_same_set_when_it_i
     world: World, clock: Clock, kind: str
 ) -> None:
     agreed = masked(rounds=1)
-    wakes = list[str]()
-    held = {"says": without(kind, lambda: bool(wakes))}
-    with silos(world, NAMES, north=held, east=held) as people:
+    wakes, silent = list[str](), list[str]()
+
+    def says(message: pb.SiloMessage) -> list[pb.SiloMessage]:
+        if message.WhichOneof("body") != kind or wakes:
+            return [message]
+        silent.append(kind)
+        return []
+
+    with silos(world, NAMES, north={"says": says}, east={"says": says}) as people:
         run = world.submit(agreed)
         heard(world, run.id, "sealed")
+        until(lambda: len(silent) == 2, "the question to the two")
         until(lambda: (w := world.server.runs.waiting(run.id)) and w.sealed and w.there == 1, "south's answer")
         waiting = world.server.runs.waiting(run.id)
         assert (waiting.needed, [a.name for a in waiting.awaited]) == (2, ["north", "east"])

@@ -147,7 +147,7 @@ def test_steps_are_for_the_hospitals_own_screen_alone(serving, run) -> None:
 
     def steps(runtime, msg, state, data, context, kind):
         for done in range(3):
-            data._progress(done + 1, 3)
+            data._data._progress(done + 1, 3)
             seen.append((hospital.service.pulse(), hospital.service.doing()))
         return run_silo_round(runtime, msg, state, data, context, kind)
 
