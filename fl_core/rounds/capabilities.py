@@ -41,6 +41,8 @@ def check_supported(method: Method, asked: Collection[Capability]) -> None:
             remedy = (
                 remedy or "its loss asks each record for one class; choose fedavg, fedprox or scaffold, for instance"
             )
+        if remedy and capability is Capability.SECURE_AGGREGATION:  # which is the default of runs
+            remedy += "; or set secagg=off"
         if remedy:
             raise ConfigError("E-CFG-08", f"method {method.name} does not go with {capability.value}: {remedy}")
 

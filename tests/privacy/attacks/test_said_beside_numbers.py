@@ -45,7 +45,7 @@ def test_a_small_hospital_does_not_declare_its_number_of_records(monkeypatch) ->
 
     def cut(n: int) -> float:
         train = datasets.TensorExamples(torch.zeros(n, 1, 8, 8), torch.zeros(n))
-        monkeypatch.setattr("silo.training.trainer.datasets.load", lambda *_, **__: replace(whole, train=train))
+        monkeypatch.setattr("silo.training.data_source.datasets.load", lambda *_, **__: replace(whole, train=train))
         return data_offer(DataSource(DATA)).nominal_size
 
     assert {cut(n) for n in (1, 17, 57, 58, 99, 100)} == {100.0}
