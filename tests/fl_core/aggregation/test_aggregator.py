@@ -93,15 +93,15 @@ def test_integers_and_floats_are_added_together(tmp_path: Path) -> None:
 
 
 def test_parts_that_are_not_summed_are_stacked_in_the_order_of_the_roster() -> None:
-    layout = {"p": PartSpec({"v": (2,)}, ()), "own": PartSpec({"v": (1, 2)}, (1,))}
-    sums = Aggregator(layout, FixedPointFormat(n_max=3), ["own"])
-    assert sums.total()["own"].total["v"].shape == (0, 1, 2)
+    layout = {"p": PartSpec({"v": (2,)}, ()), "apart": PartSpec({"v": (1, 2)}, (1,))}
+    sums = Aggregator(layout, FixedPointFormat(n_max=3), ["apart"])
+    assert sums.total()["apart"].total["v"].shape == (0, 1, 2)
     for silo in (2, 0, 1):
         part = Part({"v": torch.tensor([1.0, -1.0]) * silo}, torch.tensor(1.0))
-        added(sums, {"p": part, "own": Part({"v": part.total["v"].unsqueeze(0)}, torch.tensor([float(silo)]))}, silo)
+        added(sums, {"p": part, "apart": Part({"v": part.total["v"].unsqueeze(0)}, torch.tensor([float(silo)]))}, silo)
     total = FixedPoint(sums.grid).incoming(sums.total(), 3, 0)
-    assert total["own"].total["v"].tolist() == [[[0, 0]], [[1, -1]], [[2, -2]]]
-    assert total["own"].weight.tolist() == [[0], [1], [2]]
+    assert total["apart"].total["v"].tolist() == [[[0, 0]], [[1, -1]], [[2, -2]]]
+    assert total["apart"].weight.tolist() == [[0], [1], [2]]
     assert total["p"].total["v"].tolist() == [3, -3]
 
 

@@ -490,6 +490,7 @@ def test_means_are_refused_where_single_hospitals_must_not_be_seen() -> None:
         with pytest.raises(ConfigError, match=remedy):
             check_supported(method, [capability])
     words = ["data=digits", "federation=iid-5", "method=analytic", "method.covariance=means", "model=random_features"]
+    words += ["secagg=off"]
     build_simulation(compose_spec(words))
     for privacy, said in (("dp_record", remedy), ("dp_silo_small", r"E-PRIV-16.*privacy=dp_record")):
         with pytest.raises(ConfigError, match=said):
