@@ -10,18 +10,13 @@ from typing import Annotated
 
 import typer
 
-from fl_core.errors import ConfigError
 from service_core import startup
 from service_core.audit_log import commands as audit_log
 from service_core.audit_log.local_commands import record_commands
 from service_core.command_line import Json, command, made_command, version_option
-from service_core.model_card import commands as card_commands
-from service_core.model_card.card import Card
-from service_core.model_card.commands import OwnRecord
-from service_core.model_card.signed_card import SignedCard
 from service_core.operations import logs
 from service_core.operations.exit_status import status_of
-from silo.cli import audit, data, ledger, membership, operations, policy, status
+from silo.cli import audit, card, data, ledger, membership, operations, policy, status
 from silo.cli.options import (
     AnswerAfterOption,
     DataRootOption,
@@ -35,10 +30,8 @@ from silo.cli.options import (
     SiloHome,
     label_space,
     metrics_address,
-    open_store,
 )
 from silo.identity.identity import SiloIdentity
-from silo.reports.card_check import own_records
 from silo.storage.home import Home
 
 
@@ -109,24 +102,6 @@ def _log_of(home: Path | None) -> audit_log.Side:
     return audit_log.Side(place, lambda: identity.load().identity.uri, identity.authority_pem)
 
 
-def _authority_of(home: Path | None) -> str:
-    identity = SiloIdentity(Home.at(home).path)
-    if not identity.joined:
-        raise ConfigError(
-            "E-CFG-02",
-            "expected --authority FINGERPRINT, or the home of a hospital that has joined, found neither at "
-            f"{identity.home}: ask the lead for the authority's fingerprint by telephone",
-        )
-    return identity.ca_fingerprint()
-
-
-def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
-    del signed
-    place = Home.at(home)
-    with open_store(place.database) as store:
-        return own_records(store, SiloIdentity(place.path).load().identity.name, card)
-
-
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -154,11 +129,7 @@ for name, group in {
     "ledger": ledger.app,
     "policy": policy.app,
     "peers": membership.peers,
-    "card": card_commands.make_app(
-        _authority_of,
-        _records_of,
-        help="The card of an exported model: whether it is as a lead signed it, and documents written from it.",
-    ),
+    "card": card.app,
     "log": audit_log.make_app(_log_of, help="The audit log: who called or ordered what, when, and with which outcome."),
 }.items():
     app.add_typer(group, name=name)

@@ -1,15 +1,40 @@
-"""A model's card beside what this hospital noted itself: was it in the run, how often, and of which configuration."""
+"""`silo card`: a model's card beside what this hospital noted itself, and under the authority that it has pinned."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from fl_core.errors import ConfigError
 from fl_core.types.enums import TaskKind
 from service_core.model_card.card import Card
-from service_core.model_card.commands import OwnRecord
+from service_core.model_card.commands import OwnRecord, make_app
+from service_core.model_card.signed_card import SignedCard
+from silo.cli.options import open_store
+from silo.identity.identity import SiloIdentity
+from silo.storage.home import Home
 from silo.storage.store import Store
 
 
-def own_records(store: Store, name: str, card: Card) -> list[OwnRecord]:
-    """Compare a card with the hospital's database. name: of this hospital in the consortium."""
+def _authority_of(home: Path | None) -> str:
+    identity = SiloIdentity(Home.at(home).path)
+    if not identity.joined:
+        raise ConfigError(
+            "E-CFG-02",
+            "expected --authority FINGERPRINT, or the home of a hospital that has joined, found neither at "
+            f"{identity.home}: ask the lead for the authority's fingerprint by telephone",
+        )
+    return identity.ca_fingerprint()
+
+
+def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
+    del signed
+    place = Home.at(home)
+    with open_store(place.database) as store:
+        return _compared(store, SiloIdentity(place.path).load().identity.name, card)
+
+
+def _compared(store: Store, name: str, card: Card) -> list[OwnRecord]:
+    """Say whether this hospital, by its name, was in the run, how often, and in which configuration."""
     claimed = next((hospital.rounds for hospital in card.hospitals if hospital.name == name), None)
     run = next((found for found in store.history() if found.run_id == card.run.id), None)
     if run is None:
@@ -32,3 +57,10 @@ def own_records(store: Store, name: str, card: Card) -> list[OwnRecord]:
 def _claimed(rounds: int | None, agrees: bool) -> OwnRecord:
     said = "that this hospital was not in the run" if rounds is None else f"{rounds} of its updates"
     return OwnRecord("the card says", said, agrees)
+
+
+app = make_app(
+    _authority_of,
+    _records_of,
+    help="The card of an exported model: whether it is as a lead signed it, and documents written from it.",
+)
