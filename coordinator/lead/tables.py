@@ -205,7 +205,7 @@ def round_text(number: int, kind: pb.TaskKind.ValueType) -> str:
 
 def place(event: pb.Event, rounds: int) -> str:
     """Name the round of an event, from 1; empty where it is of the whole run."""
-    if event.kind not in ("cut", "opened", "accepted", "refused", "arrived", "closed"):
+    if event.kind not in ("cut", "opened", "accepted", "refused", "arrived", "sealed", "closed"):
         return ""
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
