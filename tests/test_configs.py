@@ -104,44 +104,7 @@ def test_scaffold_brings_a_schedule_without_momentum_and_the_command_line_wins()
     assert compose_spec(["method=scaffold", "train.momentum=0.5", "method.server_lr=0.5"]).train.momentum == 0.5
 
 
-SPECIALISED = sorted(ROOT.glob("suited/*.yaml")) + sorted(ROOT.glob("weighed/*.yaml"))
-
-
-@pytest.mark.parametrize("path", some(SPECIALISED, 2), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_specialised_file_is_named_after_choices_that_exist_and_says_what_they_compose_to(path: Path) -> None:
-    """Hydra skips an optional file that no choice names, so a misspelt one would never be read."""
-    groups = ("data", "federation", "model", "method")[: 3 if path.parent.name == "suited" else 4]
-    split = _splits(path.stem, groups)
-    assert len(split) == 1, f"{path.stem} names no choices of {groups}, or several"
-    spec = RunSpec.from_json(compose_spec([f"{g}={c}" for g, c in zip(groups, split[0], strict=True)]).to_json())
-    said = _yaml(f"{path.parent.name}/{path.name}")
-    for section, values in said.items():
-        found = asdict(spec)[section]
-        assert isinstance(values, dict)
-        assert {k: found[k] for k in values} == values
-
-
-def _splits(stem: str, groups: tuple[str, ...]) -> list[list[str]]:
-    """Read a file's name as one choice of each group, joined by underscores, which names have themselves."""
-    if not groups:
-        return [[]] if not stem else []
-    heads = [c for c in choices(groups[0]) if stem == c or stem.startswith(f"{c}_")]
-    return [[c, *rest] for c in heads for rest in _splits(stem[len(c) + 1 :], groups[1:])]
-
-
-def test_class_disjoint_digits_have_a_network_a_schedule_and_weights_of_their_own_and_the_command_line_wins() -> None:
-    words = ["method=fedmr", "data=digits", "federation=p5c2"]
-    here, other = compose_spec(words), compose_spec([*words[:2], "federation=p10c3"])
-    assert (here.model["norm"], here.train.lr, here.train.momentum, here.method["mu1"]) == ("none", 0.2, 0.0, 0.03)
-    assert (other.model["norm"], other.train.lr, other.method["mu1"]) == ("group", 0.01, 0.01)
-    own = compose_spec([*words, "model.norm=group", "train.lr=0.5", "method.mu1=0"])
-    assert (own.model["norm"], own.train.lr, own.method["mu1"]) == ("group", 0.5, 0)
-    linear = compose_spec([*words, "model=digits_linear"])
-    assert (linear.train.momentum, linear.method["mu1"]) == (0.9, 0.01)
-    assert compose_spec([*words, "experiment=fedmr_1", "scale=small"]).model["norm"] == "group"
-
-
-def test_another_draw_of_a_partition_keeps_what_suits_it() -> None:
+def test_another_draw_of_a_partition_changes_nothing_else() -> None:
     words = ["method=fedmr", "data=digits"]
     drawn, first = compose_spec([*words, "federation=p5c2@3"]), compose_spec([*words, "federation=p5c2"])
     assert drawn.federation == {**first.federation, "name": "p5c2@3"}

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from benchmarks import run_store
 from benchmarks.comparison import study
-from benchmarks.comparison.settings import CURVES, Comparison
+from benchmarks.comparison.settings import CURVES, DIAGNOSTICS, Comparison
 from benchmarks.comparison.study import Tuned
 from benchmarks.run_store import Run
 from privacy.accounting.uncertainty import LAST
@@ -59,6 +59,8 @@ def markdown(asked: Comparison, found: Mapping[str, Tuned], command: str = "") -
     lines = [f"# {asked.title}", "", asked.question, ""]
     for measure in asked.measures:
         lines += [f"**{CURVES[measure].capitalize()}, %**", "", *_main(asked, found, measure), ""]
+    if asked.diagnostics:
+        lines += ["**Features of the final global model** on the test images", "", *_diagnosed(asked, found), ""]
     failed = {m: sum("failed" in run for run in t.runs.values()) for m, t in found.items()}
     if any(failed.values()):
         said = ", ".join(f"{m} {n}" for m, n in failed.items() if n)
@@ -89,6 +91,20 @@ def _main(asked: Comparison, found: Mapping[str, Tuned], measure: str) -> list[s
     return table(head, rows)
 
 
+def _diagnosed(asked: Comparison, found: Mapping[str, Tuned]) -> list[str]:
+    def of(run: Run, name: str) -> float:
+        return float(str(run.get(name, math.nan)))
+
+    rows = []
+    for method, tuned in found.items():
+        row = [method]
+        for name in asked.diagnostics:
+            values = [v for run in tuned.runs.values() if not math.isnan(v := of(run, name))]
+            row.append(f"{fmean(values):.3g} ± {stdev(values):.2g}" if len(values) > 1 else "-")
+        rows.append(row)
+    return table(["method", *(DIAGNOSTICS[name] for name in asked.diagnostics)], rows)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
@@ -100,10 +116,17 @@ def _rounds(found: Mapping[str, Tuned]) -> int:
 
 
 def _how(asked: Comparison, found: Mapping[str, Tuned], command: str) -> list[str]:
-    tuning = [[m, *(f"{100 * s:.1f}" for s in t.scores.values())] for m, t in found.items()]
-    budget = len(asked.lrs) * len(asked.tuning_seeds)
+    several = any(len(variants) > 1 for variants in asked.methods.values())
+    tuning = [
+        [m, *([f"`{' '.join(words)}`"] if several else []), *(f"{100 * s:.1f}" for s in scores.values())]
+        for m, t in found.items()
+        for words, scores in t.scores.items()
+    ]
+    variants = max(len(variants) for variants in asked.methods.values())
+    budget = variants * len(asked.lrs) * len(asked.tuning_seeds)
+    searched = f"every rate of one grid with each of {variants} variants" if several else "every rate of one grid"
     seconds = [float(str(run["cpu_seconds"])) for t in found.values() for run in t.runs.values()]
-    words = [f"- {m}: `{' '.join(w)}`" for m, w in asked.methods.items()]
+    words = [f"- {m}: `{' '.join(t.words)}`" for m, t in found.items()]
     return [
         f"Mean ± standard deviation over {len(asked.seeds)} seeds ({_listed(asked.seeds)}), of partition, weights and "
         f"batches; differences are paired by seed: mean (standard error), bold where the 95 % interval (Student's t) "
@@ -111,11 +134,11 @@ def _how(asked: Comparison, found: Mapping[str, Tuned], command: str) -> list[st
         f"{asked.baseline} has in the last {LAST} rounds on the tuning seeds; rounds to it are the median (and how "
         f"many seeds reach it), and one that never does counts {_rounds(found) + 1}.",
         "",
-        f"Each method's rate is tuned alone, with {budget} runs: every rate of one grid on seeds "
+        f"Each method's rate is tuned alone, with {budget} runs: {searched} on seeds "
         f"{_listed(asked.tuning_seeds)}, by {CURVES[asked.measures[0]]} in the last {LAST} rounds. Scores, %; "
         "*: the chosen rate is an end of the grid:",
         "",
-        *table(["method", *(f"lr {lr:g}" for lr in asked.lrs)], tuning),
+        *table(["method", *(["with"] if several else []), *(f"lr {lr:g}" for lr in asked.lrs)], tuning),
         "",
         f"All runs: `coordinator simulate {' '.join(asked.words)}`, with",
         "",

@@ -8,7 +8,10 @@ tuning_seeds: [100, 101, 102]          # choose each method's rate
 seeds: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]  # the table's, none of them among tuning_seeds
 measures: [ga, balanced, pa]           # the first one tunes
 baseline: FedAvg                       # every other method minus this one
-methods: {FedAvg: method=fedavg, FedGELA: method=fedgela}
+methods:
+  FedAvg: [method=fedavg, method=fedavg train.momentum=0]                         # searched together with the rate
+  FedGELA: [method=fedgela method.logit_scale=1, method=fedgela method.logit_scale=30]
+diagnostics: [correlation]             # may be left out: what else is kept of the final model
 """
 
 from __future__ import annotations
@@ -32,20 +35,34 @@ CURVES: Mapping[str, str] = {
 """What a run keeps after 0, 1, ..., T rounds; `pa` is the silos' own models' after each round's training."""
 
 
+DIAGNOSTICS: Mapping[str, str] = {
+    "correlation": "mean squared correlation of two features within a class",
+    "eigenvalues": "variance of the top 50 eigenvalues within a class (FedMR, Table 7)",
+    "angle": "mean angle between the classes' mean features, degrees (FedGELA, Figure 2)",
+}
+"""What a run keeps of its final global model, on all test images."""
+
+Words = tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Methods (words by name), and how they are compared; `words` and a method's words are those of `simulate`."""
+    """Methods by name, and how they are compared; `words` and those of methods are words of `simulate`.
+
+    methods: of each one or more variants (its weights, ...), searched together with the rate: as many for every method
+    """
 
     name: str
     title: str
     question: str
-    words: tuple[str, ...]
+    words: Words
     lrs: tuple[float, ...]
     tuning_seeds: tuple[int, ...]
     seeds: tuple[int, ...]
-    measures: tuple[str, ...]
+    measures: Words
     baseline: str
-    methods: Mapping[str, tuple[str, ...]]
+    methods: Mapping[str, tuple[Words, ...]]
+    diagnostics: Words = ()
 
 
 def names(folder: Path = FOLDER) -> list[str]:
@@ -58,6 +75,8 @@ def load(name: str, folder: Path = FOLDER) -> Comparison:
         raise ConfigError("E-CFG-01", f"there is no comparison {name!r}: {suggest(name, known)}")
     raw = yaml.safe_load((folder / f"{name}.yaml").read_text())
     valid = {f.name for f in fields(Comparison)} - {"name"}
+    if isinstance(raw, dict):
+        raw = {"diagnostics": [], **raw}
     if not isinstance(raw, dict) or set(raw) != valid:
         odd = sorted(set(raw) ^ valid) if isinstance(raw, dict) else raw
         raise ConfigError(
@@ -73,10 +92,15 @@ def load(name: str, folder: Path = FOLDER) -> Comparison:
         seeds=tuple(int(s) for s in raw["seeds"]),
         measures=tuple(str(m) for m in raw["measures"]),
         baseline=str(raw["baseline"]),
-        methods={str(m): tuple(str(w).split()) for m, w in raw["methods"].items()},
+        methods={str(m): _variants(w) for m, w in raw["methods"].items()},
+        diagnostics=tuple(str(d) for d in raw["diagnostics"]),
     )
     _check(found)
     return found
+
+
+def _variants(written: object) -> tuple[Words, ...]:
+    return tuple(tuple(str(words).split()) for words in (written if isinstance(written, list) else [written]))
 
 
 def _check(found: Comparison) -> None:
@@ -88,15 +112,24 @@ def _check(found: Comparison) -> None:
     for label, values in (("lrs", found.lrs), ("tuning_seeds", found.tuning_seeds), ("seeds", found.seeds)):
         if not values or len(set(values)) < len(values):
             raise ConfigError("E-CFG-02", f"{where}: expected different {label}, one at least, found {list(values)}")
-    for measure in found.measures or ("",):
-        if measure not in CURVES:
-            raise ConfigError("E-CFG-01", f"{where}: there is no measure {measure!r}: {suggest(measure, CURVES)}")
+    for kind, valid, named in (
+        ("measure", CURVES, found.measures or ("",)),
+        ("diagnostic", DIAGNOSTICS, found.diagnostics),
+    ):
+        for name in named:
+            if name not in valid:
+                raise ConfigError("E-CFG-01", f"{where}: there is no {kind} {name!r}: {suggest(name, valid)}")
     if found.baseline not in found.methods:
         raise ConfigError(
             "E-CFG-01", f"{where}: there is no method {found.baseline!r}: {suggest(found.baseline, found.methods)}"
         )
-    for method, words in {**found.methods, "words": found.words}.items():
-        if tuned := [w for w in words if w.startswith(("train.lr=", "seed=", "federation.partition_seed="))]:
+    if len({len(variants) for variants in found.methods.values()}) > 1:
+        numbers = ", ".join(f"{method} {len(variants)}" for method, variants in found.methods.items())
+        raise ConfigError("E-CFG-02", f"{where}: expected as many variants of every method to search, found {numbers}")
+    for method, variants in {**found.methods, "words": (found.words,)}.items():
+        if tuned := [
+            w for words in variants for w in words if w.startswith(("train.lr=", "seed=", "federation.partition_seed="))
+        ]:
             raise ConfigError(
                 "E-CFG-02", f"{where}, {method}: expected no rate and no seed, found {tuned[0]}: remove it"
             )

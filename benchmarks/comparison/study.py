@@ -1,7 +1,8 @@
-"""The runs of a comparison: every method at every rate on the tuning seeds, then at its best rate on the table's.
+"""The runs of a comparison: a method's variants at every rate on the tuning seeds, then the best on the table's.
 
-A rate's score is the mean, over the tuning seeds, of the mean of the last five rounds of the first measure; the highest
-wins, the smaller rate of two. The budget is the same for every method: rates times tuning seeds.
+A score is the mean, over the tuning seeds, of the mean of the last five rounds of the first measure; the highest wins,
+of equal ones the first variant and the smallest rate. The budget is the same for every method: variants times rates
+times tuning seeds.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+import torch
+
 from benchmarks import run_store
-from benchmarks.comparison.settings import Comparison
-from benchmarks.paper import images
+from benchmarks.comparison.settings import Comparison, Words
+from benchmarks.paper import images, paper_metrics
+from benchmarks.paper.study import runtime_and_tests, whole
 from benchmarks.run_store import Run
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
 from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
+from coordinator.simulate.results import Result
 from fl_core.errors import FederationError
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.records import RoundRecord
@@ -41,21 +46,29 @@ class Trial:
     seed: int
     words: tuple[str, ...]
     data_root: Path | None = None
+    diagnostics: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.method}, lr {self.lr:g}, seed {self.seed}"
 
 
 def trials(
-    method: str, words: Sequence[str], lrs: Sequence[float], seeds: Sequence[int], data_root: Path | None
+    method: str,
+    words: Sequence[str],
+    lrs: Sequence[float],
+    seeds: Sequence[int],
+    data_root: Path | None,
+    diagnostics: Sequence[str] = (),
 ) -> list[Trial]:
-    """Compose the runs of one method, once for all of them; raises ConfigError where that does not compose."""
+    """Compose the runs of one variant of a method, once for all of them; raises ConfigError where it does not."""
+    also = {"diagnostics": list(diagnostics)} if diagnostics else {}
     cut, found = next((w for w in words if w.startswith("images=")), ""), list[Trial]()
     spec = _composed(tuple(images.resolved(tuple(words), data_root, cut=False)))  # a stored table needs no images
     for lr in lrs:
         written, at = (*words, f"train.lr={lr:g}"), replace(spec, train=replace(spec.train, lr=lr))
         for seed in seeds:
-            found.append(Trial(run_store.key_of(run_store.seeded(at, seed), cut), method, lr, seed, written, data_root))
+            key = run_store.key_of(run_store.seeded(at, seed), cut, **also)
+            found.append(Trial(key, method, lr, seed, written, data_root, tuple(diagnostics)))
     return found
 
 
@@ -71,11 +84,11 @@ def _composed(words: tuple[str, ...]) -> RunSpec:
 
 def measure(trial: Trial) -> Run:
     """Simulate one run; one that the round loop itself ends is kept with its reason."""
-    start, spec = time.process_time(), spec_of(trial)
+    start, spec, root = time.process_time(), spec_of(trial), images.root_of(trial.words, trial.data_root)
     found: dict[str, object] = {"key": trial.key, "seed": trial.seed, "words": list(trial.words)}
     try:
         engine = SimulationEngine(workers=1)  # runs are what is computed side by side
-        result = runner.run(spec, images.root_of(trial.words, trial.data_root), engine=engine)
+        result = runner.run(spec, root, engine=engine)
     except FederationError as error:
         if error.code != "E-RUN-03":  # too few updates that are finite and useful: what training came to
             raise
@@ -93,9 +106,25 @@ def measure(trial: Trial) -> Run:
         "balanced": _rounded([r.balanced_accuracy for r in records]),
         **({"auc": _rounded([_auc(r) for r in records])} if spec.metrics == CLINICAL else {}),
         **({"pa": [None, *_rounded(scores)]} if scores else {}),
+        **(_diagnosed(spec, result, root) if trial.diagnostics else {}),
         **run_store.judged(result),
         "model": result.model_digest[:16],
         "cpu_seconds": round(time.process_time() - start, 2),
+    }
+
+
+def _diagnosed(spec: RunSpec, result: Result, root: Path | None) -> dict[str, float]:
+    """Say how the final global model's features of all test images lie."""
+    runtime, tests = runtime_and_tests(spec, root)
+    model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(result.server)).eval()
+    with torch.no_grad():
+        z = torch.cat([model.features(tests.batch(part)[0]) for part in whole(tests).split(1000)])
+    y, d = tests.labels, z.shape[1]
+    own = [paper_metrics.correlation_eigenvalues(z[y == c]) for c in y.unique().tolist()]  # type: ignore[no-untyped-call]
+    return {
+        "correlation": round(fmean(float((v.square().sum() - v.sum()) / (d * (d - 1))) for v in own), 5),
+        "eigenvalues": round(fmean(paper_metrics.eigenvalue_variance(v) for v in own), 3),
+        "angle": round(paper_metrics.feature_angle(z, y, len(result.manifest.schema.classes)), 3),
     }
 
 
@@ -135,16 +164,21 @@ def score(runs: Sequence[Run], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A method's rate, with the score of every rate on the tuning seeds (the grid's order), and its runs by seed."""
+    """What was chosen for a method on the tuning seeds, and its runs by seed.
+
+    words: of the chosen variant   scores: of every rate, by variant, on the tuning seeds (the grid's order)
+    """
 
     lr: float
-    scores: Mapping[float, float]
+    words: Words
+    scores: Mapping[Words, Mapping[float, float]]
     tuning: Sequence[Run]
     runs: Mapping[int, Run]
 
     @property
     def on_the_edge(self) -> bool:
-        return len(self.scores) > 1 and self.lr in (min(self.scores), max(self.scores))
+        rates = self.scores[self.words]
+        return len(rates) > 1 and self.lr in (min(rates), max(rates))
 
 
 Complete = Callable[[Sequence[Trial]], Mapping[str, Run]]
@@ -152,16 +186,33 @@ Complete = Callable[[Sequence[Trial]], Mapping[str, Run]]
 
 
 def compared(asked: Comparison, complete: Complete, data_root: Path | None) -> dict[str, Tuned]:
-    """Tune each method's rate on the tuning seeds, then run it at that rate on the table's seeds."""
+    """Tune each method's variant and rate on the tuning seeds, then run that on the table's seeds."""
 
-    def composed(method: str, lrs: Sequence[float], seeds: Sequence[int]) -> list[Trial]:
-        return trials(method, (*asked.words, *asked.methods[method]), lrs, seeds, data_root)
+    def composed(method: str, words: Words, lrs: Sequence[float], seeds: Sequence[int]) -> list[Trial]:
+        return trials(method, (*asked.words, *words), lrs, seeds, data_root, asked.diagnostics)
 
-    grids = {method: composed(method, asked.lrs, asked.tuning_seeds) for method in asked.methods}
-    known = complete([trial for grid in grids.values() for trial in grid])
-    by_lr = {m: {lr: [known[t.key] for t in grid if t.lr == lr] for lr in asked.lrs} for m, grid in grids.items()}
-    scores = {m: {lr: score(runs, asked.measures[0]) for lr, runs in found.items()} for m, found in by_lr.items()}
-    chosen = {m: max(found, key=lambda lr: (found[lr], -lr)) for m, found in scores.items()}
-    final = {m: composed(m, [lr], asked.seeds) for m, lr in chosen.items()}
-    runs = complete([trial for found in final.values() for trial in found])
-    return {m: Tuned(lr, scores[m], by_lr[m][lr], {t.seed: runs[t.key] for t in final[m]}) for m, lr in chosen.items()}
+    grids = {
+        method: {words: composed(method, words, asked.lrs, asked.tuning_seeds) for words in variants}
+        for method, variants in asked.methods.items()
+    }
+    known = complete([trial for grid in grids.values() for part in grid.values() for trial in part])
+    found = {
+        method: {
+            words: {lr: [known[t.key] for t in part if t.lr == lr] for lr in asked.lrs} for words, part in grid.items()
+        }
+        for method, grid in grids.items()
+    }
+    scores = {
+        m: {w: {lr: score(runs, asked.measures[0]) for lr, runs in by_lr.items()} for w, by_lr in grid.items()}
+        for m, grid in found.items()
+    }
+    chosen = {
+        m: max(((w, lr) for w, by_lr in grid.items() for lr in sorted(by_lr)), key=lambda at: grid[at[0]][at[1]])
+        for m, grid in scores.items()
+    }
+    final = {m: composed(m, words, [lr], asked.seeds) for m, (words, lr) in chosen.items()}
+    runs = complete([trial for part in final.values() for trial in part])
+    return {
+        m: Tuned(lr, words, scores[m], found[m][words][lr], {t.seed: runs[t.key] for t in final[m]})
+        for m, (words, lr) in chosen.items()
+    }

@@ -74,7 +74,7 @@ def costs(asked: Comparison, found: dict[str, Tuned]) -> dict[str, Cost]:
     """Choose the run of each method at its rate and the first seed of the table."""
     chosen = {}
     for method, tuned in found.items():
-        words = (*asked.words, *asked.methods[method])
+        words = (*asked.words, *tuned.words)
         (trial,) = study.trials(method, words, [tuned.lr], asked.seeds[:1], None)
         chosen[method] = Cost(trial)
     return chosen

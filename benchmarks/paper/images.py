@@ -2,6 +2,8 @@
 
 images=cifar10-200-50         the first 200 training and 50 test images per class of ROOT/cifar10-jpeg[.tar.gz], which
                               holds train/CLASS/*.jpg and test/CLASS/*.jpg
+images=fmnist-200-100         the first 200 training and 100 test images per class of Fashion-MNIST: published files in
+                              ROOT, ROOT/fmnist or ROOT/FashionMNIST/raw, or Debian's dataset-fashion-mnist
 images=isic2019-32            Fed-ISIC2019 shrunk to squares of 36 pixels, of which 32 are seen
 images=isic2019-32-200-50     of these at most 200 training and 50 test images of each class at each centre, by name
 """
@@ -9,6 +11,7 @@ images=isic2019-32-200-50     of these at most 200 training and 50 test images o
 from __future__ import annotations
 
 import csv
+import gzip
 import os
 import re
 import shutil
@@ -17,14 +20,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError, DataError
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-FORMS = "images=cifar10-TRAIN-TEST (images per class), images=isic2019-SIZE or images=isic2019-SIZE-TRAIN-TEST"
+FORMS = (
+    "images=cifar10-TRAIN-TEST or images=fmnist-TRAIN-TEST (images per class), images=isic2019-SIZE or "
+    "images=isic2019-SIZE-TRAIN-TEST"
+)
 _CIFAR10 = re.compile(r"images=cifar10-(\d+)-(\d+)")
+_FMNIST = re.compile(r"images=fmnist-(\d+)-(\d+)")
+_DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 _ISIC2019 = re.compile(r"images=isic2019-(\d+)(?:-(\d+)-(\d+))?")
 
 
@@ -41,6 +51,8 @@ def resolved(words: Sequence[str], data_root: Path | None, *, cut: bool = True) 
         elif match := _CIFAR10.fullmatch(word):
             path = _cifar10(_root(data_root), int(match[1]), int(match[2])) if cut else _cache("not-cut")
             found += ["data=folder", f"data.path={path}", f"data.classes=[{','.join(CIFAR10)}]", "data.image_size=32"]
+        elif _FMNIST.fullmatch(word):
+            found.append("data=fmnist")
         elif match := _ISIC2019.fullmatch(word):
             found += ["data=isic2019", f"data.image_size={match[1]}"]
         else:
@@ -49,8 +61,10 @@ def resolved(words: Sequence[str], data_root: Path | None, *, cut: bool = True) 
 
 
 def root_of(words: Sequence[str], data_root: Path | None) -> Path | None:
-    """Return where a run's data lie: for shrunk images the folder that holds them."""
+    """Return where a run's data lie: for images that were cut or shrunk the folder that holds them."""
     for word in words:
+        if match := _FMNIST.fullmatch(word):
+            return _fmnist(data_root, int(match[1]), int(match[2]))
         if match := _ISIC2019.fullmatch(word):
             limits = {"train": int(match[2]), "test": int(match[3])} if match[2] else {}
             return _isic2019(_root(data_root), round(int(match[1]) * 224 / 200), limits)
@@ -111,6 +125,39 @@ def _unpack(archive: Path, made: Path, limits: dict[str, int]) -> None:
                 content = tar.extractfile(member)
                 assert content is not None
                 (made / split / name / Path(member.name).name).write_bytes(content.read())
+
+
+def _fmnist(data_root: Path | None, train: int, test: int) -> Path:
+    """Cut Fashion-MNIST: files of the publisher's form, which torchvision reads, with the first images per class."""
+    target = _cache(f"fmnist-{train}-{test}")
+    if target.is_dir():
+        return target
+    given = data_root or os.environ.get("CONSILIUM_TEST_DATA")
+    places = [Path(given) / below for below in ("", "fmnist", "FashionMNIST/raw")] if given else []
+    source = next((p for p in (*places, _DEBIAN) if any(p.glob("train-images-idx3-ubyte*"))), None)
+    if source is None:
+        raise DataError(
+            "E-DATA-02",
+            f"expected Fashion-MNIST's four files (train-images-idx3-ubyte.gz ...) in {given or 'the data root'} or "
+            f"{_DEBIAN}, found none: give --data-root FOLDER, or install Debian's package dataset-fashion-mnist",
+        )
+    made = target.with_name(f"{target.name}.{os.getpid()}")
+    (made / "FashionMNIST/raw").mkdir(parents=True)
+    for name, limit in (("train", train), ("t10k", test)):
+        images, labels = (_idx(source, f"{name}-{part}") for part in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+        kept = np.sort(np.concatenate([np.flatnonzero(labels == c)[:limit] for c in range(10)]))
+        for part, values in (("images-idx3-ubyte", images[kept]), ("labels-idx1-ubyte", labels[kept])):
+            head = b"\0\0\x08" + bytes([values.ndim]) + np.asarray(values.shape, ">i4").tobytes()
+            (made / "FashionMNIST/raw" / f"{name}-{part}").write_bytes(head + values.tobytes())
+    return _finished(made, target)
+
+
+def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
+    """Read one file of the publisher's form: two zeros, type, dimensions, their sizes, then bytes."""
+    packed = folder / f"{name}.gz"
+    content = gzip.decompress(packed.read_bytes()) if packed.is_file() else (folder / name).read_bytes()
+    sizes = np.frombuffer(content, ">i4", content[3], 4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(sizes)
 
 
 def _isic2019(root: Path, side: int, limits: Mapping[str, int]) -> Path:

@@ -191,21 +191,24 @@ class TfCnn(HeadOptions):
 
 @dataclass(frozen=True, slots=True)
 class LeNet(HeadOptions):
-    """conv5x5(1,16)-ReLU-pool2-conv5x5(16,16)-ReLU-pool2, flattened; head without bias.
+    """conv5x5(1,16)-[norm]-ReLU-pool2-conv5x5(16,16)-[norm]-ReLU-pool2, flattened; head without bias.
 
-    9,392 parameters on 1x28x28 with 10 classes, feature 256 (400 on 32x32). projection (2,) gives the plane that
-    FedRS draws. Source: FedRS (Li and Zhan, 2021) and MAP.
+    norm: "none" or "batch" after each convolution. 9,392 parameters on 1x28x28 with 10 classes, feature 256 (400 on
+    32x32). projection (2,) gives the plane that FedRS draws. Source: FedRS (Li and Zhan, 2021) and MAP, without norm.
     """
 
     head_bias: bool = False
+    norm: str = "none"
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({*HeadOptions.omitted_at_default, "norm"})
 
     def build(self, schema: Schema) -> SplitModel:
+        validate.one_of("E-CFG-02", "lenet", ("none", "batch"), norm=self.norm)
         channels, side = image_shape("lenet", schema, channels={1, 3}, sizes={28, 32})
-        body = nn.Sequential(
-            *(nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(16, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            nn.Flatten(),
-        )
+        layers: list[nn.Module] = []
+        for before in (channels, 16):
+            norm = [nn.BatchNorm2d(16)] if self.norm == "batch" else []
+            layers += [nn.Conv2d(before, 16, 5), *norm, nn.ReLU(), nn.MaxPool2d(2)]
+        body = nn.Sequential(*layers, nn.Flatten())
         left = ((side - 4) // 2 - 4) // 2
         return self.complete(kaiming(body), 16 * left * left, schema)
 

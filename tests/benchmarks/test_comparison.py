@@ -25,7 +25,7 @@ TINY = Comparison(
     seeds=(0, 1, 2),
     measures=("ga",),
     baseline="FedAvg",
-    methods={"FedAvg": ("method=fedavg",), "FedProx": ("method=fedprox",)},
+    methods={"FedAvg": (("method=fedavg",),), "FedProx": (("method=fedprox",),)},
 )
 COUNTS = ("updates_refused", "updates_cut", "cut_rows", "clipped")
 FILE = """
@@ -74,7 +74,7 @@ def test_stored_runs_are_what_todays_code_computes(name: str) -> None:
     store, page = run.RESULTS / f"{name}.jsonl", (run.RESULTS / f"{name}.md").read_text().strip()
     asked, alike, found = settings.load(name), page.endswith(f"{machine()}."), list[float]()
     for method, tuned in study.compared(asked, run.stored_runs(store), None).items():
-        (trial,) = study.trials(method, (*asked.words, *asked.methods[method]), [tuned.lr], [0], None)
+        (trial,) = study.trials(method, (*asked.words, *tuned.words), [tuned.lr], [0], None)
         here, stored = study.measure(trial), tuned.runs[0]
         assert here["model"] == stored["model"] or not alike, f"{trial}: {trial.key}"
         pairs = zip(study.curve(here, "ga"), study.curve(stored, "ga"), strict=True)
@@ -114,7 +114,7 @@ def test_the_table_says_rates_budget_failures_and_rounds_to_the_target() -> None
     assert "| FedProx | 0.1* | 71.7 ± 2.1 | **+15.0 (0.0)** | 76.7 ± 2.1 | **+15.0 (0.0)** | 1 (3 of 3) |" in text
     assert "with 6 runs: every rate of one grid on seeds 100, 101" in text
     broken = {
-        m: study.Tuned(t.lr, t.scores, t.tuning, {**t.runs, 1: {"failed": "x", "aggregator": "mean", "cpu_seconds": 1}})
+        m: replace(t, runs={**t.runs, 1: {"failed": "x", "aggregator": "mean", "cpu_seconds": 1}})
         for m, t in runs.items()
     }
     assert "count as 0 %: FedAvg 1, FedProx 1 of 3" in report.markdown(TINY, broken)

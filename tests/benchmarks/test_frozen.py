@@ -48,7 +48,7 @@ def test_no_lesion_trains_and_validates_and_each_image_is_at_its_centre(features
 def test_a_run_in_closed_form_learns_and_its_cost_counts_its_exchanges_alone() -> None:
     asked = settings.load(frozen.NAME, frozen.FOLDER)
     method = "analytic, ridge, balanced"
-    (trial,) = study.trials(method, (*asked.words, *asked.methods[method]), [0.02], [0], None)
+    (trial,) = study.trials(method, (*asked.words, *asked.methods[method][0]), [0.02], [0], None)
     run = study.measure(trial)
     assert study.mean_of_last(run, "balanced") > 0.9
     assert study.mean_of_last(run, "auc") > 0.9
