@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from coordinator.lead.tables import private_form
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from service_core.command_line import command
-from service_core.console import Reply, make_table
+from service_core.console import Reply, counted, make_table
 
 _FACTS = ("hospital", "size", "q", "steps", "rounds")
 _NUMBERS = {
@@ -45,6 +46,10 @@ _SHARED_LEGEND = (
     "honest: with all of them there and honest; masks fail: with a hospital's own noise alone"
 )
 
+_HINT = (
+    "which accuracy to expect, before anybody spends: the same command with --expect 3, on data that you have here",
+)
+
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
 privacy.callback()(lambda: None)
 
@@ -56,6 +61,9 @@ def preview(
     sizes: Annotated[str | None, typer.Option(help="Declared sizes, one per hospital: 300,250,120.")] = None,
     online: Annotated[bool, typer.Option("--online", help="Of the silos of the running coordinator.")] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    expected: Annotated[
+        int, typer.Option("--expect", help="Simulate it N times on the data named here: what comes of it?", min=0)
+    ] = 0,
     *,
     home: Place,
 ) -> Reply:
@@ -64,6 +72,9 @@ def preview(
     The noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated after a crash: "epsilon" is
     what a run spends that needs none of it, "with reserve" what it spends if it needs all. The ledgers stop it at the
     epsilon that was asked for.
+
+    --expect 3 says between which accuracies to expect the model: of three simulations on the data that the words name
+    and this machine has, such as a public set like the hospitals' own (data=folder data.path=... federation=p5c2).
 
     Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
     """
@@ -76,7 +87,13 @@ def preview(
         raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
     found, form = preview(CompiledRun.of(manifest)), private_form(manifest.to_json())
-    return Reply({**found, "private_form": dict(manifest.private_form)}, _shown(found, form))
+    facts: dict[str, Any] = {**found, "private_form": dict(manifest.private_form)}
+    if expected and found["silos"]:
+        from coordinator.simulate.expectation import expect
+
+        outcome = expect(spec, expected, data_root)
+        return Reply({**facts, "expected": outcome.facts()}, chain(_shown(found, form), outcome.lines()))
+    return Reply(facts, chain(_shown(found, form), _HINT if found["silos"] else ()))
 
 
 def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:
@@ -90,7 +107,24 @@ def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:
     numbers = {**_NUMBERS, **(_SHARED if shared else {})}
     yield make_table(title, (*_FACTS, *numbers), [_row(silo, numbers) for silo in found["silos"]])
     yield _LEGEND + (_SHARED_LEGEND if shared else "")
+    yield _parts(found)
     yield f"drawing the noise with finite precision adds at most {found['delta_of_sampling']:.1e} to delta"
+
+
+def _parts(found: Mapping[str, Any]) -> str:
+    """Say where the epsilon that was asked for goes, of the hospital that spends most."""
+    most = max(found["silos"], key=lambda silo: silo["epsilon"])
+    target, spent, with_reserve = found["epsilon_target"], most["epsilon"], most["epsilon_most"]
+    kept, again = "nothing is kept to repeat a round after a crash", found["reserve_rounds"]
+    if again:
+        kept = (
+            f"a reserve to repeat {counted(again, 'round')} after a crash takes {with_reserve - spent:.2f} (with "
+            f"privacy.reserve_rounds=0 the run has it: noise z {most['noise_unreserved']:.3f}, not {most['noise']:.3f})"
+        )
+    return (
+        f"of epsilon {target:g} {most['name']} plans {spent:.2f}; {kept}; {target - with_reserve:.2f} is the price of "
+        "a budget that holds whatever is run later: a ledger counts at one Renyi order that is fixed before any run"
+    )
 
 
 def _row(silo: Mapping[str, Any], numbers: Mapping[str, str]) -> tuple[str, ...]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypedDict
 
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.noise.discrete_gaussian import TOTAL_VARIATION
 from privacy.profiles.base import Projection
 
 
 class Preview(TypedDict):
-    """The projection of a run as plain values; epsilon and epsilon_most are the largest."""
+    """The projection of a run as plain values; epsilon and epsilon_most are the largest.
+
+    silos: of each its `Projection`, and as noise_unreserved what its noise would be without a reserve
+    """
 
     profile: str
     method: str
@@ -30,6 +33,10 @@ class Preview(TypedDict):
 
 def preview(run: CompiledRun) -> Preview:
     manifest, terms, silos = run.manifest, run.profile.terms, run.profile.project()
+    least = silos
+    if terms and terms.reserve_rounds:
+        stated = NamedOptions(manifest.privacy.name, {**manifest.privacy.options, "reserve_rounds": 0})
+        least = CompiledRun.of(replace(manifest, privacy=stated)).profile.project()
     return {
         "profile": manifest.privacy.name,
         "method": manifest.method.name,
@@ -40,7 +47,7 @@ def preview(run: CompiledRun) -> Preview:
         "epsilon_most": max((s.epsilon_most for s in silos), default=None),
         "reserve_rounds": terms.reserve_rounds if terms else 0,
         "delta_of_sampling": sampling_delta(manifest, silos) if silos else None,
-        "silos": [asdict(s) for s in silos],
+        "silos": [asdict(s) | {"noise_unreserved": other.noise} for s, other in zip(silos, least, strict=True)],
     }
 
 

@@ -185,14 +185,12 @@ class RunNoise:
     Attributes:
         evaluation: the noise on one hospital's sums as it sends them; None where they are sent as they were counted
         scores: names of personal models' scores that are means of noisy shares, whose noise nobody knows
-        own: the noise on what a hospital itself knows of its evaluation
         counts: the noise on counts by part, infinite where its size is not known here; none without privacy
         rows: what is known of released sums per class; None where nothing is
     """
 
     evaluation: EvaluationNoise | None = None
     scores: frozenset[str] = frozenset()
-    own: EvaluationNoise | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     rows: NoisyRows | None = None
 

@@ -240,14 +240,12 @@ class PrivateProfile(PrivacyProfile):
             epsilon_alone=epsilon_rdp(mechanisms(releases, self.promised, alone), terms.delta),
         )
 
-    def _noise(
-        self, sent: EvaluationNoise | None, own: EvaluationNoise | None = None, rows: NoisyRows | None = None
-    ) -> RunNoise:
+    def _noise(self, sent: EvaluationNoise | None, rows: NoisyRows | None = None) -> RunNoise:
         """Complete what is noisy by what all such profiles say alike."""
         scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
         counts = dict.fromkeys(self.run.manifest.layout, math.inf)
         counts |= {METRICS: 0.0 if sent is None else sent.std, CLINICAL_PART: 0.0}
-        return RunNoise(sent, frozenset(scores), own, counts, rows)
+        return RunNoise(sent, frozenset(scores), counts, rows)
 
     def spent(
         self, logs: Sequence[Sequence[Release]], tight_name: str, tight: Epsilon, **facts: object

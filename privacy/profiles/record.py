@@ -221,7 +221,7 @@ class RecordProfile(PrivateProfile):
             sent = EvaluationNoise(terms.metric_noise * math.hypot(1.0, 1.0) * GRID_SLACK, suppressed=True)
         length = max(terms.prototype_bound, 1.0)
         std = terms.prototype_noise * math.hypot(1.0, terms.count_weight) * GRID_SLACK
-        return self._noise(sent, sent, NoisyRows(length, std / terms.count_weight, std * length))
+        return self._noise(sent, NoisyRows(length, std / terms.count_weight, std * length))
 
     def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
         """Train on the rows of the batches; a coupled term sees a microbatch at once, at most about twice its mean."""

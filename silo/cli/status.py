@@ -148,6 +148,8 @@ def _shown(
         if lost := broken.get(run.run_id):
             names = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
             title += f"; without {counted(len(lost), 'record')} that could not be read ({names})"
+        if run.privacy and any(task.evaluation and task.evaluation.noise is None for task in run.tasks):
+            title += "; counted here without noise, and nothing of that leaves"
         yield evaluations(title, run.tasks)
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:

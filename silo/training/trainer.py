@@ -26,8 +26,7 @@ from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
 from fl_core.training import memory
 from fl_core.training.broken_records import UNREADABLE, EmptyWhereBroken, require_few, unreadable, without
-from fl_core.training.clinical import clinical_metrics
-from fl_core.training.evaluation import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL
+from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL
 from fl_core.training.frozen_features import with_rows
 from fl_core.training.local_data import eval_batch, has_batch_norm
 from fl_core.types import tensor_maps
@@ -45,9 +44,9 @@ from silo.connection.retry import CancelledError
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey, KeptFeatures
 from silo.storage.outbox import TrainingResult
 from silo.storage.run_data import RunData
-from silo.storage.tasks import Evaluation
 from silo.training.data_source import BrokenRecords, DataSource
 from silo.training.hospital_controls import HospitalControls, check_dictionary
+from silo.training.own_evaluation import measure_exactly, own_evaluation
 
 if TYPE_CHECKING:
     from privacy.ledger.run_ledger import RunLedger
@@ -339,12 +338,11 @@ class Trainer:
         assert outcome is not None  # the last attempt raises
         if key.kind is TaskKind.TRAIN:  # before anything of other records leaves
             require_expected(prepared.run.method, outcome.bundle, context.round)
-        evaluation, method = _own_evaluation(prepared.run, outcome.measured), prepared.run.method
         return TrainingResult(
             bundle=outcome.bundle,
             state=outcome.state,
-            evaluation=evaluation,
-            server_tracks_state=method.server_tracks_state,
+            evaluation=own_evaluation(manifest.schema.classes, outcome.measured),
+            server_tracks_state=prepared.run.method.server_tracks_state,
             unprotected=_unprotected(prepared, outcome.bundle, key.kind),
             fingerprint=prepared.dataset.fingerprint,
         )
@@ -366,14 +364,17 @@ class Trainer:
         with _hide_details(private):
             train, test = self._examples(prepared, progress, broken)
         try:
-            config = prepared.run.manifest.train
-            data = prepared.data_factory(RoundData(train, test, config, context, self.device, progress))
+            opened = RoundData(train, test, prepared.run.manifest.train, context, self.device, progress)
+            data = prepared.data_factory(opened)
         except RefusedError as error:
             self._controls.record_refusal(key.run_id, error)
             raise
         try:
             with _hide_details(private):
-                return self._run_round(prepared.runtime, msg, state, data, context, key.kind)
+                done = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
+                if private and METRICS in done.measured:
+                    done = done._replace(measured=measure_exactly(prepared.runtime, msg, opened))
+                return done
         except DataError as error:
             if private or not left or error.code != UNREADABLE:
                 raise
@@ -537,20 +538,6 @@ def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple
     measured = METRIC_PARTS & parts - prepared.runtime.withholds
     held = ({TRAIN} if kind is not TaskKind.EVALUATE or PERSONAL in parts else set()) | ({TEST} if measured else set())
     return tuple(sorted(held - prepared.run.profile.protected))
-
-
-def _own_evaluation(run: CompiledRun, measured: Bundle) -> Evaluation:
-    if METRICS not in measured:  # a census
-        zeros = (0.0,) * len(run.manifest.schema.classes)
-        return Evaluation(run.manifest.schema.classes, zeros, zeros)
-    metrics, clinical = measured[METRICS], measured.get(CLINICAL_PART)
-    return Evaluation(
-        run.manifest.schema.classes,
-        tuple(metrics.total["correct"].tolist()),
-        tuple(metrics.weight.tolist()),
-        run.profile.noise().own,
-        None if clinical is None else clinical_metrics(clinical),
-    )
 
 
 def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:

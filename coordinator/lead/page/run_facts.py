@@ -100,7 +100,8 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         return "Hospitals have answered", f"The answers, as tables: coordinator survey --of {info.run_id}"
     if info.state == "finished":
         if newest.withheld:
-            return "Finished", f"How good the model is, is withheld: {newest.withheld}."
+            own = "Each hospital reads its own images' number without noise: silo status."
+            return "Finished", f"How good the model is, is withheld: {newest.withheld}. {own}"
         if newest.point is None:
             return "Finished", "Nothing was measured of the model."
         best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."

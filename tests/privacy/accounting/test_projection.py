@@ -69,6 +69,7 @@ def test_preview_from_the_command_line() -> None:
     assert 0 < found["delta_of_sampling"] < 1e-5 / 100  # type: ignore[operator]
     without = projected(*words, "privacy.reserve_rounds=0", "--sizes", "300,1234")["silos"][0]  # type: ignore[index]
     assert first["epsilon"] < without["epsilon"] == without["epsilon_most"] <= 3
+    assert first["noise_unreserved"] == without["noise"] == without["noise_unreserved"] < first["noise"]
     assert found["epsilon"] == max(first["epsilon"], second["epsilon"])
     assert projected("data=digits", "--sizes", "10,20")["silos"] == []
     with pytest.raises(ConfigError, match="size"):

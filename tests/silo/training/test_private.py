@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fl_core import datasets
 from fl_core.errors import StateError
@@ -26,7 +27,9 @@ from tests.support.privacy import SEEDED_POLICY, TEST, TRAIN, budgeted, private
     [("fedavg", {}), ("fedgela", {}), ("analytic", {"release": "noisy"})],
     ids=["fedavg", "fedgela", "analytic"],
 )
-def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make, tmp_path, method, options):
+def test_rounds_are_charged_as_planned_equal_the_simulation_and_are_read_here_without_noise(
+    make, tmp_path, method, options
+):
     ledger = budgeted(tmp_path / "home0")
     run = private(method, options)
     hospital = make(run)
@@ -48,6 +51,19 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     assert len(outputs) == 3
     assert ledger.status(TRAIN).used <= 1
     assert {e.split("/")[2] for e, _, _ in ledger.entries(TRAIN)} == {"train, seeded noise"}
+    # What it reads of the model on its own images has no noise; the update, above, and the charge know nothing of it.
+    (record,) = Store(tmp_path / "home0/silo.db").history()
+    test, received = (
+        shares[1].test,
+        build_method(method, options).global_model(RunSetup.of(run).silo_runtime().model, msg),
+    )
+    for task in record.tasks:
+        found = task.evaluation
+        assert found is not None
+        assert found.noise is None
+        assert list(found.examples) == torch.bincount(test.labels, minlength=10).tolist()
+        right = received.eval()(test.batch(torch.arange(len(test)))[0]).argmax(1) == test.labels
+        assert list(found.correct) == torch.bincount(test.labels[right], minlength=10).tolist()
 
 
 def test_over_budget_is_refused_before_an_example_is_read_and_told_by_its_code_alone(make, tmp_path, monkeypatch):

@@ -1,0 +1,35 @@
+"""What a hospital measures of the received model for itself, on its own test examples: it stays at the hospital."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fl_core.aggregation import adaptive_guards
+from fl_core.rounds.silo_round import SiloRuntime, measure_global
+from fl_core.training.clinical import clinical_metrics
+from fl_core.training.evaluation import CLINICAL_PART, METRICS
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
+from fl_core.types.values import Bundle, State
+from silo.storage.tasks import Evaluation
+
+
+def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> Evaluation:
+    """Read counts per class off what was measured; all 0 in a task that measured nothing, such as a census."""
+    if METRICS not in measured:
+        zeros = (0.0,) * len(classes)
+        return Evaluation(classes, zeros, zeros)
+    metrics, clinical = measured[METRICS], measured.get(CLINICAL_PART)
+    correct, examples = tuple(metrics.total["correct"].tolist()), tuple(metrics.weight.tolist())
+    return Evaluation(classes, correct, examples, clinical=None if clinical is None else clinical_metrics(clinical))
+
+
+def measure_exactly(runtime: SiloRuntime, msg: State, data: RoundData) -> Bundle:
+    """Measure the received model once more, without the noise of what a private run sends.
+
+    Guarantees: nothing of it is in an update, and nothing is charged for it: the ledger speaks of what leaves.
+    """
+    method, context = runtime.method, data.context
+    state = adaptive_guards.method_state(msg, adaptive_guards.groups(runtime.guards))
+    plain = PlainLocalData(replace(data, progress=None))
+    return measure_global(method, runtime.reset_model(), state, plain, context.n_classes, runtime.layout)
