@@ -231,18 +231,26 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = B
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 
 
-def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:
-    """Say how the model does at the hospitals that let it be shown, and how they stand; empty where none does."""
+def hospital_facts(info: pb.RoundInfo) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Say how the model does at the hospitals that let it be shown: rows under `hospital_results.HEAD`, and sentences.
+
+    The sentences say how these hospitals stand, and how models do that hospitals trained alone, where that was asked.
+    """
     found, own = accuracy.results_of(info), accuracy.own_of(info)
-    beside = [] if own is None else [hospital_results.own_sentence(own, sum(info.examples))]
-    if not found:
-        return [*beside]
-    table = make_table(
-        "By hospital, of those that let it be shown", hospital_results.HEAD, hospital_results.rows(found)
-    )
-    hidden = len(info.included) - len(found)
-    rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
-    return [table, f"{hospital_results.standing(found).sentence()}{rest}", *beside]
+    said = []
+    if found:
+        hidden = len(info.included) - len(found)
+        rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
+        said.append(f"{hospital_results.standing(found).sentence()}{rest}")
+    if own is not None:
+        said.append(hospital_results.own_sentence(own, sum(info.examples)))
+    return list(hospital_results.rows(found)), said
+
+
+def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:
+    rows, said = hospital_facts(info)
+    title = "By hospital, of those that let it be shown"
+    return [*([make_table(title, hospital_results.HEAD, rows)] if rows else []), *said]
 
 
 def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:

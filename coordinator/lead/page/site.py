@@ -245,6 +245,6 @@ def _charts(found: Comparison) -> list[Chart]:
         of_runs = zip(LETTERS, found.runs, strict=False)
         curves = {letter: run.curves[measure] for letter, run in of_runs if measure in run.curves}
         name = TITLES[measure]
-        if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves)) is not None:
+        if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves, LETTERS)) is not None:
             charts.append(drawn)
     return charts

@@ -18,7 +18,8 @@ from service_core.web.serve import PageServer
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import ScriptedSilo
-from tests.support.pages import FEDAVG, FEDMR, WAITS, MadeUpService, Visit, chromium, consortium, shown, shown_for
+from tests.support.made_up_service import FEDAVG, FEDMR, WAITS, MadeUpService, consortium
+from tests.support.pages import Visit, chromium, shown, shown_for
 from tests.support.recorded_runs import record_run
 
 

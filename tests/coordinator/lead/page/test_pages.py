@@ -17,7 +17,8 @@ from fl_core.errors import UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest
-from tests.support.pages import Browser, MadeUpService, opened, shown, shown_for
+from tests.support.made_up_service import MadeUpService
+from tests.support.pages import Browser, opened, shown, shown_for
 from tests.support.recorded_runs import SPEC, detail, measured, record_run
 
 HOSTILE = "\x1b]0;x\x07\u202e</td><script>alert(1)</script>\u2066 =cmd|' \x00$\\frac{" + "y" * 3000
