@@ -10,9 +10,12 @@ from typing import Any
 
 from consilium.page.site import PredictionPage
 from coordinator.demo.report import Holdings, ResultTable, write_page
+from coordinator.lead.page.exports import Exporter
+from coordinator.lead.survey_answers import Answer, Cell, SurveyAnswers
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.prediction import inputs, model_file
 from fl_core.prediction.predictor import Predictor, calibrated
+from protos.consilium.v1 import federation_pb2 as pb
 from service_core.model_card import documents
 from service_core.model_card.card import ClassFacts, Hospital
 from service_core.web.serve import PageServer
@@ -54,6 +57,17 @@ FILES = ("card", "demo")
 PAGES = (*LEAD, "hospital", "predict", *FILES)
 
 
+class Surveyed(Exporter):
+    """Has the answers to every survey, with noise: some of few patients, and one that all hospitals hold back."""
+
+    def answers(self, info: pb.RunInfo) -> SurveyAnswers:
+        n = len(LONG.hospitals)
+        classes = tuple(Cell(name, None, 40.0 * k - 20, 12.5, k) for k, name in enumerate(LONG.classes))
+        held = (Cell("female", None, None, 0.0, n), Cell("male", None, None, 0.0, n))
+        answers = (Answer("classes", "Class", "", classes, {}), Answer("sex", "Sex", "", held, {}))
+        return SurveyAnswers("d" * 64, n, 3.0, 1e-5, answers, {LONG.hospitals[-1]: answers}, ("classes, melanoma",))
+
+
 @contextmanager
 def gallery(browser: Any, folder: Path) -> Iterator[Callable[[str], Any]]:
     """Serve all of it; gives a function from a name in `PAGES` to a tab that shows this page."""
@@ -64,7 +78,7 @@ def gallery(browser: Any, folder: Path) -> Iterator[Callable[[str], Any]]:
             stack.callback(visit.context.close)
             return visit.page
 
-        served, _ = stack.enter_context(shown(every_kind(), folder / "lead"))
+        served, _ = stack.enter_context(shown(every_kind(), folder / "lead", exporter=Surveyed([])))
         hospital = HospitalPage(furnished(folder / "hospital"))
         stack.enter_context(closing(hospital))
         predict = _predict(folder / "predict")

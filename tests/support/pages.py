@@ -231,11 +231,12 @@ def shown(
     folder: Path,
     own: OwnCertificates | None = None,
     arguments: Sequence[str] = (),
+    exporter: Exporter | None = None,
 ) -> Iterator[tuple[PageServer, ServiceWatch]]:
     """Serve the page of a lead. connect: makes the client that it asks."""
     folder.mkdir(mode=0o700, exist_ok=True)
     watch = ServiceWatch(connect)  # type: ignore[arg-type]
-    exporter = Exporter(arguments)
+    exporter = exporter or Exporter(arguments)
     own = own or OwnCertificates("anna", 2e9, 3e9)
     page = LeadPage(watch, connect, exporter, own, "skin-study")  # type: ignore[arg-type]
     watch.start()

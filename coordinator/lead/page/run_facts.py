@@ -98,7 +98,7 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         "" if newest == NOTHING else f"Newest {'' if balanced == NOTHING else 'balanced '}accuracy: {newest.text()}."
     )
     if info.state == "finished" and info.method == SURVEY:
-        return "Hospitals have answered", f"The answers, as tables: coordinator survey --of {info.run_id}"
+        return "Hospitals have answered", f"The same as a command: coordinator survey --of {info.run_id}"
     if info.state == "finished":
         if newest.withheld:
             return "Finished", f"How good the model is, is withheld: {newest.withheld}."
