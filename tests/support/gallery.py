@@ -57,15 +57,25 @@ FILES = ("card", "demo")
 PAGES = (*LEAD, "hospital", "predict", *FILES)
 
 
+def survey() -> SurveyAnswers:
+    """Make answers with noise: some held back by a few hospitals, one question by all, one hospital's apart."""
+
+    def answers(hospitals: int) -> tuple[Answer, ...]:
+        few = tuple(Cell(name, None, 40.0 * k - 20, 12.5, k % hospitals) for k, name in enumerate(LONG.classes))
+        none = tuple(Cell(name, None, None, 0.0, hospitals) for name in ("female", "male"))
+        return Answer("classes", "Class", "", few, {}), Answer("sex", "Sex", "", none, {})
+
+    apart = {LONG.hospitals[-1]: answers(1)}
+    return SurveyAnswers(
+        "d" * 64, len(LONG.hospitals), 3.0, 1e-5, answers(len(LONG.hospitals)), apart, ("classes, melanoma",)
+    )
+
+
 class Surveyed(Exporter):
-    """Has the answers to every survey, with noise: some of few patients, and one that all hospitals hold back."""
+    """Has these answers to every survey."""
 
     def answers(self, info: pb.RunInfo) -> SurveyAnswers:
-        n = len(LONG.hospitals)
-        classes = tuple(Cell(name, None, 40.0 * k - 20, 12.5, k) for k, name in enumerate(LONG.classes))
-        held = (Cell("female", None, None, 0.0, n), Cell("male", None, None, 0.0, n))
-        answers = (Answer("classes", "Class", "", classes, {}), Answer("sex", "Sex", "", held, {}))
-        return SurveyAnswers("d" * 64, n, 3.0, 1e-5, answers, {LONG.hospitals[-1]: answers}, ("classes, melanoma",))
+        return survey()
 
 
 @contextmanager

@@ -157,6 +157,7 @@ def run(
     made = rounds(study, method, last, began, SECONDS, finished)
     manifest = {
         "schema": {"classes": list(study.classes)},
+        "method": {"name": method, "options": {}},
         "members": [{"name": name} for name in study.hospitals],
         "privacy": {"name": "none", "options": {}},
         "software": "consilium-fl 0.1.0",
