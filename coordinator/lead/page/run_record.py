@@ -87,7 +87,7 @@ class RunRecord:
         took = {r.round + 1: {a.silo: _seconds(a.at_unix - r.opened_unix) for a in r.arrivals} for r in trained}
         x, title = sorted(took), "Seconds until each hospital's update was there"
         seconds = {name: [took[k].get(name) for k in x] for name in self.compared.members[:_MAX_PACES]}
-        groups = _sixes(tuple(seconds)) if x else []
+        groups = _sixes(tuple(seconds)) if len(x) > 1 else []
         return tuple(
             Chart(title, "round", x, [Series(name, seconds[name], colour) for colour, name in enumerate(group, 1)])
             for group in groups
@@ -135,15 +135,15 @@ def _sixes(names: Sequence[str]) -> list[Sequence[str]]:
 
 
 def chart_of(title: str, found: Mapping[str, Curve], names: Sequence[str]) -> Chart | None:
-    """Draw curves over rounds, in percent; None before there are two points.
+    """Draw curves over rounds, in percent; None where fewer than two rounds have a point, also since noise hides them.
 
     names: of all curves that such a chart may have, in the order of its colours; others are left out.
     """
     drawn = [(colour, name, found[name]) for colour, name in enumerate(names, 1) if name in found]
     x = sorted({behind for _, _, curve in drawn for behind in curve.rounds})
-    if len(x) < 2:
-        return None
     series = [Series(name, _at(x, dict(zip(c.rounds, _points(c), strict=True))), colour) for colour, name, c in drawn]
+    if sum(any(value is not None for value in points) for points in zip(*(s.values for s in series), strict=True)) < 2:
+        return None
     return Chart(f"{title} (%)", "rounds of training", x, series, limits=(0.0, 100.0))
 
 

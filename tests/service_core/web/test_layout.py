@@ -43,7 +43,9 @@ FAULTS = """
   for (const chart of document.querySelectorAll('.chart')) {
     const plot = box(chart.querySelector('.plot > svg')).width, room = box(chart).width;
     if (plot < room - 70) say(`fills ${Math.round(plot)} of ${Math.round(room)} px`, chart);
-    const colours = [...chart.querySelectorAll('.plot path')].map(path => getComputedStyle(path).stroke);
+    const curves = [...chart.querySelectorAll('.plot path')];
+    if (curves.every(curve => box(curve).width < 2)) say('a chart without a curve', chart);
+    const colours = curves.map(path => getComputedStyle(path).stroke);
     if (colours.length > widest) say(`${colours.length} curves`, chart);
     if (new Set(colours).size < colours.length) say('two curves of one colour', chart);
   }
@@ -111,6 +113,7 @@ ADDED = {
     "contrast": "main.querySelector('h2').style.color = '#999'",
     "fills": "main.querySelector('.plot').style.width = '200px'",
     "7 curves": "for (let k = 4; k; k--) main.querySelector('.curve').after(main.querySelector('.curve').cloneNode())",
+    "a chart without": "main.querySelectorAll('.plot path').forEach(e => e.remove())",
     "two curves of one colour": "main.querySelector('.curve.c2').classList.replace('c2', 'c1')",
     "empty beside charts": "main.querySelectorAll('.charts > *').forEach(e => e.style.flex = '0 0 200px')",
 }

@@ -146,7 +146,7 @@ def test_a_model_is_downloaded_with_its_card_and_two_runs_are_compared(
         page.get_by_role("button", name="Compare").click()
         page.locator("#differences").wait_for()
         assert {run.id, other.id} <= {link.inner_text() for link in page.locator("#columns a").all()}
-        assert page.locator("#chart-1 path").count() == 2
+        assert page.locator("#curves-1 .plot path").count() == 2
         assert (visit.elsewhere, visit.complaints) == ([], [])
         visit.context.close()
 

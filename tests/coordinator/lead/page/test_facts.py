@@ -17,7 +17,7 @@ from coordinator.lead.page.site import comparison_facts
 from coordinator.lead.tables import hospital_tables
 from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
-from tests.support.made_up_service import FEDMR, LONG, MASKED, PRIVATE, every_kind
+from tests.support.made_up_service import FEDAVG, FEDMR, LONG, MASKED, PRIVATE, every_kind
 from tests.support.recorded_runs import detail, measured
 
 HERE = pb.SiloInfo(name="north", state="online")
@@ -168,15 +168,23 @@ def test_a_class_has_its_chart_and_its_colour_whatever_was_measured_so_far() -> 
 
 
 def test_a_measure_has_its_colour_and_a_run_its_own_whatever_others_have() -> None:
-    private, other = (RunRecord(run) for run in every_kind().details[4:0:-3])
-    colours = [{s.name: s.colour for s in record.chart.series} for record in (private, other) if record.chart]
+    plain, other = every_kind().show(FEDAVG), RunRecord(every_kind().show(FEDMR))
+    for r in plain.rounds:
+        r.ClearField("clinical")
+    colours = [{s.name: s.colour for s in each.chart.series} for each in (RunRecord(plain), other) if each.chart]
     assert colours == [{"balanced accuracy": 1, "accuracy": 2}, {"balanced accuracy": 1, "accuracy": 2, "macro AUC": 3}]
-    charts = comparison_facts(compare([private.compared, other.compared])).charts
+    charts = comparison_facts(compare([RunRecord(plain).compared, other.compared])).charts
     assert [{s.name: s.colour for s in chart.series} for chart in charts] == [
         {"A": 1, "B": 2},
         {"A": 1, "B": 2},
         {"B": 2},
     ]
+
+
+def test_where_noise_hides_all_points_there_is_no_chart_and_the_table_says_why() -> None:
+    record = RunRecord(every_kind().show(PRIVATE))
+    assert (record.chart, record.class_charts) == (None, ())
+    assert {value.withheld for value in record.compared.by_class.values()} == {"noise larger than signal"}
 
 
 def test_a_run_says_who_reads_its_updates_with_masks_and_without() -> None:
