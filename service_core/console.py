@@ -15,10 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -69,14 +72,71 @@ def print_json(value: object) -> None:
     sys.stdout.flush()
 
 
-OUT = plain_console(width=None if sys.stdout.isatty() else 160)
+OUT = plain_console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 160)
 ERR = plain_console(stderr=True)
 _KEPT_WHOLE = 40
 
 
+def laid_out(parts: Iterable[str], width: int, indent: str = "  ") -> list[str]:
+    """Put parts into lines of so many columns: as many as fit, with two spaces between; further lines are indented.
+
+    A part that is longer than a line is broken between words, and a word never.
+    """
+    lines: list[str] = []
+    for part in parts:
+        used = cell_len(lines[-1]) + cell_len(indent) * (len(lines) > 1) if lines else width
+        if used + 2 + cell_len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    broken = TextWrapper(width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
+    found: list[str] = []
+    for line in lines:
+        broken.initial_indent = indent if found else ""
+        found += broken.wrap(line)
+    return found
+
+
+def print_parts(console: Console, *parts: str) -> None:
+    """Print a line of parts with two spaces between, on a terminal in as many lines as it takes there."""
+    shown = [printable(part, keep="\t") for part in parts]
+    for line in laid_out(shown, console.width) if console.is_terminal else ["  ".join(shown)]:
+        console.print(line, soft_wrap=True)
+
+
+class FittingTable(Table):
+    """A table of texts; where a line has no room for the longest word of each column, its rows are lines instead.
+
+    Then the first cell of a row stands by itself, and below it the others behind the names of their columns; those
+    that are empty or "-" are left out.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        texts = [[str(column.header), *map(str, column.cells)] for column in self.columns]
+        whole = [max(map(cell_len, column)) for column in texts]
+        least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in texts]
+        if self.columns and self.columns[0].no_wrap:
+            least[0] = whole[0]
+        spare = options.max_width - (3 * len(texts) + 1) - sum(least)
+        if spare >= 0:
+            for n, k in enumerate(sorted(range(len(texts)), key=lambda k: whole[k] - least[k])):
+                more = min(whole[k] - least[k], spare // (len(texts) - n))  # what needs little gets all of it
+                self.columns[k].width, spare = least[k] + more, spare - more
+            yield from super().__rich_console__(console, options)
+            return
+        lines = [str(self.title)] if self.title else []
+        heads = [head for head, *_ in texts]
+        for first, *rest in zip(*(cells for _, *cells in texts), strict=True):
+            known = [(head, text) for head, text in zip(heads[1:], rest, strict=True) if text not in ("", "-")]
+            named = laid_out([f"{head}: {text}" for head, text in known], options.max_width - 2, "")
+            lines += [*laid_out([first], options.max_width), *(f"  {line}" for line in named)]
+        for line in lines:
+            yield Text(line, overflow="fold")
+
+
 def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Make a table that a narrow terminal folds and never shortens; what its first column names stays in one line."""
-    table = Table(*map(printable, head), title=printable(title), title_justify="left")
+    table = FittingTable(*map(printable, head), title=printable(title), title_justify="left")
     shown = [tuple(map(printable, row)) for row in rows]
     for column in table.columns:
         column.overflow = "fold"
@@ -143,7 +203,7 @@ def show(item: str | Table | Facts | Rows) -> None:
         for name, value in ((printable(name), printable(value)) for name, value in item.facts):
             OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}", soft_wrap=True)
     elif OUT.is_terminal:
-        OUT.print(make_table(item.title, item.head, item.rows), soft_wrap=True)
+        OUT.print(make_table(item.title, item.head, item.rows))
     else:
         lines = ([[item.title]] * item.titled) + [item.head] * item.headings
         for row in (*lines, *item.rows):

@@ -18,7 +18,8 @@ from PIL import Image
 from service_core.web.serve import PageServer
 from silo.page.site import HospitalPage
 from tests.support.hospital import furnished
-from tests.support.pages import FEDAVG, FEDMR, WAITS, Visit, chromium, consortium, shown
+from tests.support.made_up_service import FEDAVG, FEDMR, WAITS, consortium
+from tests.support.pages import Visit, chromium, shown
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pages"
 SCREENS = {

@@ -118,9 +118,9 @@ def _shown(result: Result) -> Iterator[str | Table]:
     yield f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     if scores := next((r.personal for r in reversed(result.measured or result.records) if r.personal), None):
         hidden = result.noise.scores
-        shown = tables.personal_text(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
+        shown = tables.personal_parts(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
         whose = "of the last round's silos" if result.privacy else "of all silos"
-        yield f"newest personal models {whose}:{shown}"
+        yield f"newest personal models {whose}:  {'  '.join(shown)}"
         if result.method.ga_is_personal and "ga" in scores:
             yield f"their mean accuracy on the whole test set, which papers call GA: {tables.percent(scores['ga'])}"
 

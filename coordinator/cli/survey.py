@@ -18,7 +18,7 @@ from service_core.command_line import Json, command
 from service_core.console import ERR, Reply
 
 if TYPE_CHECKING:
-    from coordinator.lead.surveys import SurveyAnswers
+    from coordinator.lead.survey_answers import SurveyAnswers
     from protos.consilium.v1 import federation_pb2 as pb
 
 _IMAGES = {"folder", "manifest", "isic2019"}
@@ -69,7 +69,7 @@ def survey(
                 f"expected answers, found that {detail.info.run_id} is {detail.info.state}: "
                 f"{detail.info.reason or 'it gave no reason'}",
             )
-        found = answers_of(client, detail)
+        found = _fetched(client, detail)
     if picture is not None:
         picture.write_bytes(plots.survey_picture(found, picture.suffix.lower().lstrip(".")))
     value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **found.as_json()}
@@ -106,10 +106,10 @@ def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
     return [word for word in own if word.partition("=")[0] not in keys] + more
 
 
-def answers_of(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
+def _fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
     """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) before there are any."""
     from coordinator.lead.export import check_detail
-    from coordinator.lead.surveys import SurveyAnswers
+    from coordinator.lead.surveys import answers_of
     from protos.wire.codec import read_state
 
     if not detail.info.model_object or not detail.rounds:
@@ -121,4 +121,4 @@ def answers_of(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
     with TemporaryDirectory() as scratch:
         file = Path(scratch) / "state"
         client.fetch(detail.info.model_object, file, _MAX_STATE)
-        return SurveyAnswers.of(manifest, read_state(file), detail.rounds[0].included)
+        return answers_of(manifest, read_state(file), detail.rounds[0].included)

@@ -246,8 +246,8 @@ def write_page(
         "rounds of training",
         range(rounds),
         [
-            Series(name, [*(None if v is None else 100 * v for v in values), *[None] * (rounds - len(values))])
-            for name, values in curves.items()
+            Series(name, [*(None if v is None else 100 * v for v in values), *[None] * (rounds - len(values))], colour)
+            for colour, (name, values) in enumerate(curves.items(), 1)
         ],
         (0.0, 100.0),
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from coordinator.lead.surveys import Answer, SurveyAnswers
+    from coordinator.lead.survey_answers import Answer, SurveyAnswers
 
 FORMATS = ("png", "svg")
 TITLES = {

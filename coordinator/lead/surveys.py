@@ -1,19 +1,13 @@
-"""What hospitals answered to a survey: read off the state of its run, for tables, JSON and pictures.
-
-A number is that of the hospitals that told theirs, and always stands beside how many held it back: what is held back is
-not 0. With noise each number of patients has an interval, which may reach below 0. Quantiles are bins, read off the
-numbers that were told, without records that do not state the value.
-"""
+"""Reads what hospitals answered to a survey off the state of its run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 
-from rich.table import Table
 from torch import Tensor
 
+from coordinator.lead.survey_answers import ROUNDING, Answer, Cell, SurveyAnswers
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.survey.answers import HELD, IMAGES, PATIENTS, VARIANCE, blank_answers, places
@@ -23,148 +17,49 @@ from fl_core.types.survey import NOT_STATED, Question, document_digest
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting.record_config import RecordDpConfig
-from service_core.console import counted, make_table
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """From the 5th to the 95th percentile: the least and the greatest value are somebody's."""
 _NORMAL_95 = 1.959963984540054
-_ROUNDING = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """The numbers of one cell, of the hospitals that told theirs; None where none did.
+def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()) -> SurveyAnswers:
+    """Read the answers of a run. included: who answered, for answers that were kept apart.
 
-    images: of an answer without noise   half_width: of the 95 % interval of patients, 0 without noise   held: hospitals
-    that held the cell back.
+    Raises ConfigError (E-CFG-08) on a run that is no survey; ProtocolError (E-WIRE-06) on a state of another form.
     """
-
-    name: str
-    images: float | None
-    patients: float | None
-    half_width: float
-    held: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What is known of one question. quantiles: the bin of each of `QUANTILES`; empty without bins or numbers."""
-
-    question: str
-    title: str
-    unit: str
-    cells: tuple[Cell, ...]
-    quantiles: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class SurveyAnswers:
-    """The answers of a run.
-
-    Attributes:
-        document: the digest of the question document
-        hospitals: how many answered
-        epsilon, delta: promised to each patient, or record where the data name no patients; None without noise
-        answers: of all together   by_hospital: of each by itself, in a run that asked so
-        implausible: cells whose numbers no records give: a hospital sent others
-    """
-
-    document: str
-    hospitals: int
-    epsilon: float | None
-    delta: float | None
-    answers: tuple[Answer, ...]
-    by_hospital: Mapping[str, tuple[Answer, ...]]
-    implausible: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, manifest: RunManifest, state: State, included: Sequence[str] = ()) -> SurveyAnswers:
-        """Read the answers of a run. included: who answered, for answers that were kept apart.
-
-        Raises ConfigError (E-CFG-08) on a run that is no survey; ProtocolError (E-WIRE-06) on a state of another form.
-        """
-        options = manifest.method.options
-        if manifest.method.name != Survey.name:
-            raise ConfigError(
-                "E-CFG-08", f"expected a survey, found a run of {manifest.method.name}: ask with coordinator survey"
-            )
-        method = Survey(
-            questions=str(options["questions"]),
-            release=str(options["release"]),  # type: ignore[arg-type]
-            by_hospital=bool(options["by_hospital"]),
+    options = manifest.method.options
+    if manifest.method.name != Survey.name:
+        raise ConfigError(
+            "E-CFG-08", f"expected a survey, found a run of {manifest.method.name}: ask with coordinator survey"
         )
-        classes = manifest.schema.classes
-        found = _checked(state, method, len(classes))
-        together, each = found, dict[str, Mapping[str, Tensor]]()
-        if method.by_hospital:
-            there = [member.name for member in manifest.members if member.name in set(included)]
-            n = len(found[HOSPITALS])
-            names = there if len(there) == n else [f"hospital {k + 1}" for k in range(n)]
-            each = {name: {key: value[k] for key, value in found.items()} for k, name in enumerate(names)}
-            together = {key: value.sum(0) for key, value in found.items()}
-        terms = None
-        if profiles.is_private(manifest.privacy):
-            terms = RecordDpConfig.of(manifest.privacy.options)
-        answers = tuple(_answers(method, classes, together))
-        return cls(
-            document_digest(method.asked),
-            round(float(together[HOSPITALS])),
-            None if terms is None else terms.epsilon,
-            None if terms is None else terms.delta,
-            answers,
-            {name: tuple(_answers(method, classes, own)) for name, own in each.items()},
-            tuple(_implausible(answers)),
-        )
-
-    def as_json(self) -> dict[str, object]:
-        """Return plain values: a number that nobody told is null, and never 0."""
-        return asdict(self)
-
-    def lines(self) -> Iterator[str | Table]:
-        """Yield what people read."""
-        yield (
-            f"{counted(self.hospitals, 'hospital')} answered; questions {self.document[:16]}. Numbers are of those who "
-            "told theirs: what is held back is not 0."
-        )
-        if self.epsilon is not None:
-            yield (
-                f"with noise: epsilon {self.epsilon:g} at delta {self.delta:g}, spent once by each hospital; numbers "
-                "of patients with their 95 % interval"
-            )
-        yield from self._tables(self.answers, self.hospitals, "")
-        for name, answers in self.by_hospital.items():
-            yield from self._tables(answers, 1, f", {name}")
-        for where in self.implausible:
-            yield f"no records give the numbers of {where}: a hospital sent others"
-
-    def _tables(self, answers: Sequence[Answer], hospitals: int, whose: str) -> Iterator[str | Table]:
-        for answer in answers:
-            unit = f", {answer.unit}" if answer.unit else ""
-            images = () if self.epsilon is not None else ("images",)
-            shown = [cell for cell in answer.cells if cell.held or cell.images or cell.patients or not answer.unit]
-            rows = [
-                (
-                    cell.name,
-                    *([_number(cell.images)] if images else ()),
-                    _number(cell.patients) + (f" ± {cell.half_width:.0f}" if cell.half_width else ""),
-                    f"{cell.held} of {hospitals}" if cell.held else "-",
-                )
-                for cell in shown
-            ]
-            title = f"{answer.title}{unit}{whose}"
-            if all(cell.held == hospitals for cell in answer.cells):
-                yield f"{title}: held back by {'all hospitals' if hospitals > 1 else 'it'}"
-                continue
-            yield make_table(title, ("", *images, "patients", "held back by"), rows)
-            if answer.quantiles:
-                said = ", ".join(f"{name} {text}" for name, text in answer.quantiles.items())
-                yield f"quantiles, to a bin: {said}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value - round(value)) < _ROUNDING else f"{value:.1f}"
+    method = Survey(
+        questions=str(options["questions"]),
+        release=str(options["release"]),  # type: ignore[arg-type]
+        by_hospital=bool(options["by_hospital"]),
+    )
+    classes = manifest.schema.classes
+    found = _checked(state, method, len(classes))
+    together, each = found, dict[str, Mapping[str, Tensor]]()
+    if method.by_hospital:
+        there = [member.name for member in manifest.members if member.name in set(included)]
+        n = len(found[HOSPITALS])
+        names = there if len(there) == n else [f"hospital {k + 1}" for k in range(n)]
+        each = {name: {key: value[k] for key, value in found.items()} for k, name in enumerate(names)}
+        together = {key: value.sum(0) for key, value in found.items()}
+    terms = None
+    if profiles.is_private(manifest.privacy):
+        terms = RecordDpConfig.of(manifest.privacy.options)
+    answers = tuple(_answers(method, classes, together))
+    return SurveyAnswers(
+        document_digest(method.asked),
+        round(float(together[HOSPITALS])),
+        None if terms is None else terms.epsilon,
+        None if terms is None else terms.delta,
+        answers,
+        {name: tuple(_answers(method, classes, own)) for name, own in each.items()},
+        tuple(_implausible(answers)),
+    )
 
 
 def _checked(state: State, method: Survey, n_classes: int) -> Mapping[str, Tensor]:
@@ -220,9 +115,9 @@ def _implausible(answers: Sequence[Answer]) -> Iterator[str]:
     """Name cells with fewer records than patients, or fewer of either than none; noise is allowed six deviations."""
     for answer in answers:
         for cell in answer.cells:
-            slack = _ROUNDING + 6 / _NORMAL_95 * cell.half_width
+            slack = ROUNDING + 6 / _NORMAL_95 * cell.half_width
             few = cell.patients is not None and cell.patients < -slack
             divided = answer.question.startswith("intensity")  # a record's pixels are in many cells
             odd = cell.images is not None and cell.patients is not None and cell.images < cell.patients - slack
-            if few or cell.held < 0 or (odd and not divided) or (cell.images is not None and cell.images < -_ROUNDING):
+            if few or cell.held < 0 or (odd and not divided) or (cell.images is not None and cell.images < -ROUNDING):
                 yield f"{answer.question}, {cell.name}"

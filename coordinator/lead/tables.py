@@ -91,13 +91,13 @@ def judged_updates(info: pb.RoundInfo) -> list[tuple[str, str]]:
     return [*of_all, *sorted(info.missing.items()), *sorted(info.cut.items())]
 
 
-def personal_text(scores: Mapping[str, float], withheld: Collection[str] = ()) -> str:
+def personal_parts(scores: Mapping[str, float], withheld: Collection[str] = ()) -> list[str]:
     shown = {name: v for name, v in personal_json(scores, withheld).items() if name != "withheld_scores"}
     noisy = Estimate(withheld=UNBOUNDED)
     texts = {name: percent(v) if isinstance(v, float) else "-" for name, v in shown.items()}
     texts |= {name: percent(scores[name]) for name in shown if shown[name] is None and name in scores}
     texts |= dict.fromkeys(sorted(withheld), noisy.text())
-    return "".join(f"  {name} {text}" for name, text in texts.items())
+    return [f"{name} {text}" for name, text in texts.items()]
 
 
 def software_text(found: Mapping[str, str]) -> str:
@@ -210,13 +210,13 @@ def place(event: pb.Event, rounds: int) -> str:
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
 
-def clinical_text(info: pb.RoundInfo) -> str:
+def clinical_parts(info: pb.RoundInfo) -> list[str]:
     """Say the AUC, which may cover fewer hospitals; empty where accuracies alone were measured."""
     found, tested = accuracy.clinical_of(info), sum(info.examples)
     if found is None:
-        return ""
+        return []
     part = f" on {found.examples} of {tested:.0f} test images" if found.examples < tested else ""
-    return f"  AUC {clinical_report.macro_auc(found)}{part}"
+    return [f"AUC {clinical_report.macro_auc(found)}{part}"]
 
 
 def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = BASIC) -> list[Table | str]:
@@ -231,18 +231,26 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = B
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 
 
-def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:
-    """Say how the model does at the hospitals that let it be shown, and how they stand; empty where none does."""
+def hospital_facts(info: pb.RoundInfo) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Say how the model does at the hospitals that let it be shown: rows under `hospital_results.HEAD`, and sentences.
+
+    The sentences say how these hospitals stand, and how models do that hospitals trained alone, where that was asked.
+    """
     found, own = accuracy.results_of(info), accuracy.own_of(info)
-    beside = [] if own is None else [hospital_results.own_sentence(own, sum(info.examples))]
-    if not found:
-        return [*beside]
-    table = make_table(
-        "By hospital, of those that let it be shown", hospital_results.HEAD, hospital_results.rows(found)
-    )
-    hidden = len(info.included) - len(found)
-    rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
-    return [table, f"{hospital_results.standing(found).sentence()}{rest}", *beside]
+    said = []
+    if found:
+        hidden = len(info.included) - len(found)
+        rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
+        said.append(f"{hospital_results.standing(found).sentence()}{rest}")
+    if own is not None:
+        said.append(hospital_results.own_sentence(own, sum(info.examples)))
+    return list(hospital_results.rows(found)), said
+
+
+def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:
+    rows, said = hospital_facts(info)
+    title = "By hospital, of those that let it be shown"
+    return [*([make_table(title, hospital_results.HEAD, rows)] if rows else []), *said]
 
 
 def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:
@@ -265,10 +273,10 @@ def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:
     )
 
 
-def changed_text(rounds: Iterable[Judged]) -> str:
+def changed_parts(rounds: Iterable[Judged]) -> list[str]:
     """Say what became of the updates of rounds, where any was refused or cut, or nothing bounded them."""
     found = judgements(rounds)
-    return f"  ({judged_text(found)})" if any(found.values()) else ""
+    return [f"({judged_text(found)})"] if any(found.values()) else []
 
 
 # ---- where a run began -----------------------------------------------------------------------------------------------

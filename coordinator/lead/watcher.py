@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.lead import accuracy
-from coordinator.lead.tables import awaited, changed_text, clinical_text, doing, personal_text, place, size
+from coordinator.lead.tables import awaited, changed_parts, clinical_parts, doing, personal_parts, place, size
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import OUT, counted, error_text, local_time, make_table, printable, span
+from service_core.console import OUT, counted, error_text, laid_out, local_time, make_table, printable, span
 
 _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
@@ -25,7 +25,7 @@ _SAID_ABOVE = ("warning", "refused")
 
 
 class Watcher:
-    """Live progress of one run: a table and a chart on a terminal, repainted; one line per change when piped."""
+    """Live progress of one run: a table and a chart on a terminal, repainted; when piped what changes, in lines."""
 
     def __init__(self, console: Console = OUT) -> None:
         self._console = console
@@ -33,7 +33,8 @@ class Watcher:
         self._silos: dict[str, str] = {}
         self._accuracies: dict[int, float | None] = {}
         self._judged: dict[int, pb.RoundInfo] = {}
-        self._personal = self._clinical = ""
+        self._personal: list[str] = []
+        self._clinical: list[str] = []
         self._heard = time.monotonic()
         repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
         self._live = repainted if console.is_terminal else None
@@ -51,9 +52,9 @@ class Watcher:
         if event.HasField("info"):
             self._info, self._heard = event.info, time.monotonic()
         if event.HasField("closed"):
-            self._personal = personal_text(event.closed.personal, event.closed.withheld)
+            self._personal = personal_parts(event.closed.personal, event.closed.withheld)
             self._accuracies[event.closed.round] = accuracy.of_round(event.closed).point
-            self._clinical = clinical_text(event.closed)
+            self._clinical = clinical_parts(event.closed)
             self._judged[event.closed.round] = event.closed
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
@@ -67,45 +68,51 @@ class Watcher:
             self._print(self._console, event)
 
     def _print(self, console: Console, event: pb.Event) -> None:
-        for line in error_text(self._line(event)).split("\n"):  # a reason may have a line for each hospital
-            console.print(line, soft_wrap=True)
+        first, *others = error_text(event.text).split("\n")  # a reason may have a line for each hospital
+        parts = [printable(part) for part in (*self._parts(event), first) if part]
+        for said in (parts, *([other] for other in others)):
+            for line in laid_out(said, console.width):
+                console.print(line, soft_wrap=True)
 
     def _left(self) -> str:
         info = self._info
         if not info.closed or info.state != "running":
-            return "-"
+            return ""
         return span((time.time() - info.created_unix) / info.closed * (info.rounds - info.closed))
 
-    def _line(self, event: pb.Event) -> str:
+    def _parts(self, event: pb.Event) -> list[str]:
         info = self._info
-        text = f"{local_time(event.at_unix)}  {event.kind:<9} {place(event, info.rounds)}".rstrip()
-        if event.silo:
-            text += f"  {event.silo}"
+        parts = [f"{local_time(event.at_unix)}  {event.kind:<9} {place(event, info.rounds)}".rstrip(), event.silo]
         if event.kind == "closed":
-            before = "" if event.round >= info.rounds else " before it"
-            text += f"  balanced accuracy{before} {accuracy.balanced(event.closed).text()}{self._clinical}"
-            text += f"  accuracy{before} {accuracy.newest(info).text()}{self._personal}"
-            text += changed_text([event.closed])
-            text += f"  up {size(info.bytes_up)}  down {size(info.bytes_down)}"
-            text += f"  left {self._left()}"
-        return f"{text}  {event.text}" if event.text else text
+            before = "" if event.round >= info.rounds else "before it: "
+            parts += [f"{before}balanced accuracy {accuracy.balanced(event.closed).text()}", *self._clinical]
+            parts += [f"accuracy {accuracy.newest(info).text()}", *self._personal, *changed_parts([event.closed])]
+            parts += [f"left {left}"] if (left := self._left()) else []
+        return parts
 
     def _display(self) -> Group:
         values = [self._accuracies.get(number) for number in range(max(self._accuracies, default=-1) + 1)]
         width = min(_CHART_WIDTH, self._console.width - _CHART_MARGIN)
         lines = chart(values, width, ascii_only=self._console.options.ascii_only)
         caption = [f"        accuracy over {counted(len(values) - 1, 'round')} of training"] if lines else []
-        return Group(Text(self._title()), self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
+        title = (Text(line, no_wrap=True) for line in laid_out(map(printable, self._title()), self._console.width))
+        return Group(*title, self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
 
-    def _title(self) -> str:
-        info = self._info
-        measured = f"{self._clinical}{self._personal}{changed_text(self._judged.values())}"
-        return printable(
-            f"{info.run_id}  {info.state}  round {info.closed}/{info.rounds}  "
-            f"balanced accuracy {accuracy.newest_balanced(info).text()}  "
-            f"accuracy {accuracy.newest(info).text()}{measured}  "
-            f"up {size(info.bytes_up)}  down {size(info.bytes_down)}  left {self._left()}"
-        )
+    def _title(self) -> list[str]:
+        info, left = self._info, self._left()
+        return [
+            info.run_id,
+            info.state,
+            f"round {info.closed}/{info.rounds}",
+            f"balanced accuracy {accuracy.newest_balanced(info).text()}",
+            f"accuracy {accuracy.newest(info).text()}",
+            *self._clinical,
+            *self._personal,
+            *changed_parts(self._judged.values()),
+            f"up {size(info.bytes_up)}",
+            f"down {size(info.bytes_down)}",
+            *([f"left {left}"] if left else []),
+        ]
 
     def _table(self) -> Table:
         info = self._info

@@ -18,7 +18,8 @@ from torch import nn
 
 from coordinator.config.hydra_config import GROUPS, compose_simulation
 from coordinator.config.run_spec import RunSpec
-from coordinator.lead.surveys import SurveyAnswers
+from coordinator.lead.survey_answers import SurveyAnswers
+from coordinator.lead.surveys import answers_of
 from coordinator.simulate import results, runner
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result, ResultFolder
@@ -122,7 +123,7 @@ class Simulation:
     @property
     def survey(self) -> SurveyAnswers:
         """Return the answers to a survey, `method="survey"`; raises ConfigError (E-CFG-08) of a method that trains."""
-        return SurveyAnswers.of(self.manifest, self.result.server, self.result.records[0].included)
+        return answers_of(self.manifest, self.result.server, self.result.records[0].included)
 
     def save(self, folder: str | Path) -> None:
         """Write what `coordinator simulate --out` writes; raises as `ResultFolder.claim`."""

@@ -25,14 +25,14 @@ class RoundPrinter(Observer):
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with."""
         hidden = self._noise.scores
-        scores = tables.personal_text(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
+        scores = tables.personal_parts(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
         trained = record.kind is TaskKind.TRAIN
         if self._first and trained and record.round:
             ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
-        ERR.print(f"{when}  accuracy {found.text()}{scores}{tables.changed_text([record])}")
+        ERR.print("  ".join([when, f"accuracy {found.text()}", *scores, *tables.changed_parts([record])]))
 
 
 def is_watched() -> bool:

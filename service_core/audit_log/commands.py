@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from service_core.audit_log.lines import REFUSED, Line
 from service_core.audit_log.log import FOLDER, LogFolder
 from service_core.audit_log.verification import heads_in, read_lines, verify
 from service_core.command_line import command
-from service_core.console import OUT, Facts, Reply, local_time, printable
+from service_core.console import OUT, Facts, Reply, local_time, print_parts, printable
 
 Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines; of `show` the lines as they are.")]
@@ -112,8 +112,6 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
 
 def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool, last: int | None) -> None:
     newest: deque[tuple[Line, bytes]] = deque(maxlen=last)
-    if OUT.is_terminal and not as_json:
-        OUT.print(_in_columns(("line", "when", "who", "from", "what", "about", "outcome", "code")), soft_wrap=True)
     for name, place, raw in read_lines(folder):
         try:
             line = Line.decode(raw)
@@ -134,7 +132,7 @@ def _print(line: Line, raw: bytes, as_json: bool) -> None:
     if as_json:
         typer.echo(raw.rstrip(b"\n"))
     else:
-        OUT.print(_text(line), soft_wrap=True)
+        _show_line(line)
 
 
 def _time(text: str | None) -> float:
@@ -146,18 +144,13 @@ def _time(text: str | None) -> float:
         raise ConfigError("E-CFG-02", f"--since: expected a day or a time as 2026-11-23T14:30: {error}") from None
 
 
-def _text(line: Line) -> str:
+def _show_line(line: Line) -> None:
+    """Print all fields with tabs between, on a terminal those that say something."""
     entry = line.entry
     extra = [f"{entry.bytes} bytes"] * bool(entry.bytes) + [f"x {entry.times}"] * (entry.times != 1)
     words = (entry.who, entry.address, entry.what, entry.about, entry.outcome, entry.code, *extra)
-    shown = (str(line.number), local_time(line.at), *(printable(word) or "-" for word in words))
-    return _in_columns(shown) if OUT.is_terminal else "\t".join(shown)
-
-
-_WIDTHS = (6, 19, 26, 21, 24, 40, 7, 0)
-
-
-def _in_columns(words: Sequence[str]) -> str:
-    """Put words below one another on a terminal; one that is longer moves the rest of its line."""
-    padded = (f"{word:<{width}}" for word, width in zip(words, _WIDTHS, strict=False))
-    return "  ".join([*padded, *words[len(_WIDTHS) :]]).rstrip()
+    number, when = str(line.number), local_time(line.at)
+    if OUT.is_terminal:
+        print_parts(OUT, f"{number:<6}  {when}", *filter(None, words))
+    else:
+        OUT.print("\t".join((number, when, *(printable(word) or "-" for word in words))), soft_wrap=True)

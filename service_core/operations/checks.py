@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 from fl_core.errors import ConfigError, FederationError
-from service_core.console import Reply, printable
+from service_core.console import OUT, Reply, laid_out, printable
 from service_core.operations.health import Answer
 from service_core.pki.certificates import utc_now
 from service_core.pki.identity import Address, identity_of
@@ -93,7 +93,8 @@ def report(findings: Iterable[Finding]) -> Reply:
     shown = [_printable(finding) for finding in findings]
     sick = any(finding.level is Level.PROBLEM for finding in shown)
     rows = [asdict(finding) | {"level": finding.level.value} for finding in shown]
-    lines = [f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else "") for f in shown]
+    said = [f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else "") for f in shown]
+    lines = [line for text in said for line in (laid_out([text], OUT.width) if OUT.is_terminal else [text])]
     return Reply({"healthy": not sick, "findings": rows}, lines, status=int(sick))
 
 

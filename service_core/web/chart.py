@@ -1,4 +1,4 @@
-"""Curves, drawn by the server as SVG: places in percent, so that they fit every screen, and a table beneath."""
+"""Curves, drawn by the server as SVG: places in percent, so that they fill every card, with a legend and a table."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_SERIES = 6
-"""Curves that a reader tells apart; further ones are in the table alone."""
+"""Curves that a reader tells apart in one chart, each with a colour and a dash of its own."""
 MAX_POINTS = 400
 TABLE_ROWS = 60
-_LABEL_CHARS = 16
-_APART = 8.0
-"""Percent of the height between two labels."""
 _MAX_VALUE = 1e30
 """Beyond this a number is drawn as a gap, like one that is none."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 77.0, 5.0, 88.0
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve: a value for each x, None (or what is not finite) where there is none."""
+    """One curve: a value for each x, None (or what is not finite) where there is none.
+
+    colour: from 1 to `MAX_SERIES`. What is drawn again, in another chart or with more rounds, has the same one there.
+    """
 
     name: str
     values: Sequence[float | None]
+    colour: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,9 @@ class Chart:
     limits: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        colours = [one.colour for one in self.series]
+        if len(set(colours)) < len(colours) or not set(colours) <= set(range(1, MAX_SERIES + 1)):
+            raise ValueError(f"expected curves of different colours from 1 to {MAX_SERIES}, found {colours}")
         for one in self.series:
             if len(one.values) != len(self.x):
                 raise ValueError(f"{one.name}: expected {len(self.x)} values, found {len(one.values)}")
@@ -47,18 +50,17 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A path in a field of 1000 by 1000 from the top left; label_at: percent of the whole drawing, from the top."""
+    """A path in a field of 1000 by 1000 from the top left. last: its last value."""
 
     name: str
-    label: str
+    colour: int
     path: str
-    label_at: float
     last: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A mark on an axis. at: percent of the whole drawing."""
+    """A mark on an axis. at: percent of it, from the left or from the top."""
 
     at: float
     text: str
@@ -66,10 +68,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ChartDrawing:
-    """All that a template needs. left, top, width, height: the field of the curves, in percent of the whole.
-
-    left_out: how many curves, and earlier rows of the table, are not shown.
-    """
+    """All that a template needs. rows_left_out: how many earlier rows of the table are not shown."""
 
     title: str
     x_name: str
@@ -79,31 +78,22 @@ class ChartDrawing:
     y_ticks: tuple[Tick, ...]
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    curves_left_out: int
     rows_left_out: int
-    left: float = _LEFT
-    top: float = _TOP
-    right: float = _RIGHT
-    bottom: float = _BOTTOM
-    width: float = _RIGHT - _LEFT
-    height: float = _BOTTOM - _TOP
 
 
 def draw(chart: Chart) -> ChartDrawing:
-    shown = [(s.name, [_drawable(v) for v in s.values]) for s in chart.series[:MAX_SERIES]]
+    shown = [(s, [_drawable(v) for v in s.values]) for s in chart.series]
     low, high = chart.limits or _limits([v for _, values in shown for v in values if v is not None])
     first, last = (chart.x[0], chart.x[-1]) if chart.x else (0.0, 1.0)
     if last == first:
         first, last = first - 0.5, last + 0.5
     across = [1000 * (x - first) / (last - first) for x in chart.x]
     curves = []
-    for name, values in shown:
+    for series, values in shown:
         down = [None if v is None else 1000 * (high - min(max(v, low), high)) / (high - low) for v in values]
-        if not (ends := [(y, v) for y, v in zip(down, values, strict=True) if y is not None]):
+        if not (ends := [v for v in values if v is not None]):
             continue
-        label = name if len(name) <= _LABEL_CHARS else name[: _LABEL_CHARS - 1] + "…"
-        place = _TOP + (_BOTTOM - _TOP) * ends[-1][0] / 1000
-        curves.append(Curve(name, label, _path(across, down), place, _number(ends[-1][1])))
+        curves.append(Curve(series.name, series.colour, _path(across, down), _number(ends[-1])))
     whole = all(float(x).is_integer() for x in chart.x)
     rows = [(_number(x), *(_number(s.values[k]) for s in chart.series)) for k, x in enumerate(chart.x)]
     text = f"{chart.title} by {chart.x_name}. Last values: " + "; ".join(f"{c.name} {c.last}" for c in curves)
@@ -111,17 +101,14 @@ def draw(chart: Chart) -> ChartDrawing:
         title=chart.title,
         x_name=chart.x_name,
         text=text if curves else f"{chart.title}: nothing to draw yet",
-        curves=tuple(_spread(curves)),
+        curves=tuple(curves),
         x_ticks=tuple(
-            Tick(_LEFT + (_RIGHT - _LEFT) * (t - first) / (last - first), _number(t))
+            Tick(100 * (t - first) / (last - first), _number(t))
             for t in _ticks(first, last, least=1.0 if whole else 0.0)
         ),
-        y_ticks=tuple(
-            Tick(_BOTTOM - (_BOTTOM - _TOP) * (t - low) / (high - low), _number(t)) for t in _ticks(low, high)
-        ),
+        y_ticks=tuple(Tick(100 * (high - t) / (high - low), _number(t)) for t in _ticks(low, high)),
         head=(chart.x_name, *(s.name for s in chart.series)),
         rows=tuple(rows[-TABLE_ROWS:]),
-        curves_left_out=len(chart.series) - len(shown),
         rows_left_out=max(0, len(rows) - TABLE_ROWS),
     )
 
@@ -151,19 +138,6 @@ def _path(across: Sequence[float], down: Sequence[float | None]) -> str:
         path += "" if open_ else "h0"
         open_ = True
     return path
-
-
-def _spread(curves: Sequence[Curve]) -> list[Curve]:
-    """Move labels apart, in the order of their curves' ends, and within the drawing."""
-    order = sorted(range(len(curves)), key=lambda k: curves[k].label_at)
-    places: list[float] = []
-    for k in order:
-        places.append(max(curves[k].label_at, places[-1] + _APART if places else _TOP))
-    for i in reversed(range(len(places))):
-        most = _BOTTOM if i == len(places) - 1 else places[i + 1] - _APART
-        places[i] = min(places[i], most)
-    moved = dict(zip(order, places, strict=True))
-    return [Curve(c.name, c.label, c.path, moved[k], c.last) for k, c in enumerate(curves)]
 
 
 def _ticks(low: float, high: float, most: int = 5, least: float = 0.0) -> list[float]:

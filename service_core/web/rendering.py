@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,7 +35,7 @@ def make_environment(folders: Sequence[Path]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"moment": moment, "size": size, "percent": percent, "iso": iso}
+    environment.filters |= {"moment": moment, "size": size, "percent": percent, "iso": iso, "stacked": stacked}
     environment.globals |= {"draw_chart": chart.draw, "draw_gauge": draw}
     return environment
 
@@ -45,6 +46,20 @@ def _visible(value: object) -> object:
         return value
     text = "–" if value is None else str(value)
     return printable(text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + "...")
+
+
+def stacked(table: Markup) -> Markup:
+    """Write each column's name on its cells, and mark empty ones: on a narrow screen a row is read without the head."""
+    head, body = str(table).split("<tbody>")
+    names = re.findall(r"<th\b[^>]*>(.*?)</th>", head)
+    body = re.sub(r"(<td[^>]*)>([–-]?)</td>", r"\1 data-empty>\2</td>", body)
+    rows = [_labelled(row, names) for row in body.split("<tr")]
+    return Markup(f"{head}<tbody>{'<tr'.join(rows)}")  # noqa: S704 - of markup, whose values are escaped
+
+
+def _labelled(row: str, names: Sequence[str]) -> str:
+    left = iter(names)
+    return re.sub(r"<t[hd](?=[ >])", lambda cell: f'{cell[0]} data-label="{next(left)}"', row)
 
 
 def moment(unix: float | None) -> str:

@@ -16,7 +16,7 @@ from rich.status import Status
 
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import OUT, json_line, local_time, printable
+from service_core.console import OUT, json_line, local_time, print_parts, printable
 from service_core.operations import logs
 from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals, notify
 from service_core.operations.logs import FIELDS, LogFormat
@@ -69,7 +69,7 @@ class Printer:
         if self._json:
             self._write(json_line({"event": name, "at": time.time(), "text": text} | dict(facts)))
         elif self._console.is_terminal:
-            self._console.print(f"{local_time(time.time())}  {text}", soft_wrap=True)
+            print_parts(self._console, f"{local_time(time.time())}  {text}")
         else:
             self._write(printable(f"{local_time(time.time())}  {text}", keep="\t"))
 

@@ -44,9 +44,11 @@ def record_run(
     missing: Mapping[str, str] | None = None,
     finished: bool = True,
     reason: str = "",
+    model: tuple[str, int] = ("1" * 64, 5),
 ) -> Run:
     """Write a run whose global model had these accuracies after 0, 1, ... rounds; the last one is the evaluation's.
 
+    model: digest and bytes of the object that every round leaves
     finished: else its last round is still open, or, with a reason, it has failed for that reason.
     """
     rounds = len(accuracies) - 1
@@ -63,7 +65,7 @@ def record_run(
             break
         included = tuple(name for name in names if name not in (missing or {}))
         record = RoundRecord(number, kind, sums(accuracy), EXAMPLES, included, dict(missing or {}))
-        store.runs.close_round(run_id, record, None if kind is TaskKind.EVALUATE else ("1" * 64, 5), f"{number}" * 64)
+        store.runs.close_round(run_id, record, None if kind is TaskKind.EVALUATE else model, f"{number}" * 64)
     if reason:
         store.runs.end(run_id, RunState.FAILED, reason, [RunState.RUNNING])
     return store.runs.get(run_id)

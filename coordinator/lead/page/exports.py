@@ -1,4 +1,4 @@
-"""Downloads of the lead's page: the model and its card through `coordinator export`, a run's rounds as CSV."""
+"""What commands make for the lead's page: models and cards, answers to surveys; and a run's rounds as CSV."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from coordinator.lead import tables
 from coordinator.lead.curves import curves_of_sums
-from fl_core.errors import StateError
+from coordinator.lead.survey_answers import SurveyAnswers
+from fl_core.converter import parse_json, structure
+from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import printable
 from service_core.web.site import Download
@@ -25,6 +28,8 @@ RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _KEPT = 3
 _SECONDS = 600
+_PATIENCE_S = 3.0
+"""A page waits so long for the answers to a survey, and shows them later where they take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ _KINDS = {
 
 
 class Exporter:
-    """Exports models in processes of their own, one at a time, so that the page's loads no torch. Keeps the newest.
+    """Exports models and reads surveys in processes of their own, so that the page's loads no torch. Keeps the newest.
 
     arguments, variables: of every command, such as the home and the lead.
     """
@@ -55,17 +60,47 @@ class Exporter:
         self._folder = TemporaryDirectory(prefix="consilium-page-")
         self._lock = threading.Lock()
         self._made: dict[tuple[str, str, tuple[str, ...]], Path] = {}
+        self._reader, self._surveys = ThreadPoolExecutor(1), threading.Lock()
+        self._reading: dict[tuple[str, str], Future[SurveyAnswers]] = {}
 
     def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._folder.cleanup()
+
+    @property
+    def surveys_read(self) -> int:
+        """How many surveys have been read, or could not be."""
+        return sum(reading.done() for reading in list(self._reading.values()))
+
+    def answers(self, info: pb.RunInfo) -> SurveyAnswers | str:
+        """Return the answers to a finished survey, or why there are none; waits for them three seconds at most."""
+        with self._surveys:
+            key = (info.run_id, info.model_digest)
+            if key not in self._reading:
+                self._reading[key] = self._reader.submit(self._read, info)
+                for old in list(self._reading)[:-_KEPT]:
+                    self._reading.pop(old).cancel()
+            reading = self._reading[key]
+        try:
+            return reading.result(_PATIENCE_S)
+        except (TimeoutError, CancelledError):
+            return "The answers are being read; they appear here."
+        except FederationError as error:
+            return str(error)
+
+    def _read(self, info: pb.RunInfo) -> SurveyAnswers:
+        _require_model(info)
+        said = self._command("survey", ["--of", info.run_id, "--json"], "the answers")
+        raw = dict(parse_json(said))  # type: ignore[call-overload]
+        fields = {name: value for name, value in raw.items() if name not in ("run", "manifest_digest")}
+        return structure(SurveyAnswers, fields, "a survey")
 
     def export(self, info: pb.RunInfo, words: tuple[str, ...] = ()) -> Path:
         """Return the folder with a run's model and card; raises StateError (E-RUN-11) with what the command said.
 
         words: further ones of the command, of ours alone.
         """
-        if not (RUN_ID.fullmatch(info.run_id) and _DIGEST.fullmatch(info.model_digest)):
-            raise StateError("E-RUN-11", "expected a run with a model, found none: wait for the first round")
+        _require_model(info)
         key = (info.run_id, info.model_digest, words)
         with self._lock:
             if key not in self._made:
@@ -77,19 +112,30 @@ class Exporter:
 
     def _run(self, run_id: str, model_digest: str, words: tuple[str, ...]) -> Path:
         out = Path(self._folder.name) / "-".join((run_id, model_digest, *words))
-        command = [sys.executable, "-m", "coordinator.cli.main", "export", run_id, "--out", str(out)]
-        command += [*words, *self._arguments]
+        self._command("export", [run_id, "--out", str(out), *words], "the model")
+        return out
+
+    def _command(self, name: str, words: Sequence[str], what: str) -> str:
+        """Return what a command of the lead's prints. words: of a list, with an id that begins with letter or digit."""
+        command = [sys.executable, "-m", "coordinator.cli.main", name, *words, *self._arguments]
         try:
-            done = subprocess.run(  # noqa: S603 - of a list, with an id that begins with a letter or a digit
+            done = subprocess.run(  # noqa: S603
                 command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=self._variables
             )
         except subprocess.TimeoutExpired:
             raise StateError(
-                "E-RUN-11", f"expected the model within {_SECONDS} s, found none: export it by hand"
+                "E-RUN-11", f"expected {what} within {_SECONDS} s, found none: try coordinator {name} by hand"
             ) from None
         if done.returncode:
-            raise StateError("E-RUN-11", f"expected a model, found that it cannot be exported: {done.stderr[-1000:]}")
-        return out
+            raise StateError(
+                "E-RUN-11", f"expected {what}, found that coordinator {name} failed: {done.stderr[-1000:]}"
+            )
+        return done.stdout
+
+
+def _require_model(info: pb.RunInfo) -> None:
+    if not (RUN_ID.fullmatch(info.run_id) and _DIGEST.fullmatch(info.model_digest)):
+        raise StateError("E-RUN-11", "expected a run with a model, found none: wait for the first round")
 
 
 def rounds_csv(detail: pb.RunDetail) -> bytes:

@@ -14,11 +14,12 @@ from coordinator.lead.page.run_record import MAX_ROUNDS, TITLES, RunRecord
 from coordinator.lead.page.service_watch import FollowedRun
 from fl_core.converter import ConversionError, parse_json
 from fl_core.types.records import judgements
+from fl_core.types.secagg import withstood
 from fl_core.types.survey import SURVEY
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import clinical_report
-from service_core.console import span
+from service_core.console import counted, span
 
 _TROUBLE = ("refused", "lost", "forgetting", "warning", "excluded", "extended", "ended")
 _AS_PLANNED = ("waiting", "cut")
@@ -50,7 +51,7 @@ class RunFacts:
     record: RunRecord
     headline: str
     below: str
-    privacy: str
+    privacy: tuple[str, ...]
     open: OpenRound | None
     scores: tuple[tuple[str, str, str, str], ...]
     aggregator: str
@@ -97,7 +98,7 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         "" if newest == NOTHING else f"Newest {'' if balanced == NOTHING else 'balanced '}accuracy: {newest.text()}."
     )
     if info.state == "finished" and info.method == SURVEY:
-        return "Hospitals have answered", f"The answers, as tables: coordinator survey --of {info.run_id}"
+        return "Hospitals have answered", f"The same as a command: coordinator survey --of {info.run_id}"
     if info.state == "finished":
         if newest.withheld:
             own = "Each hospital reads its own images' number without noise: silo status."
@@ -133,7 +134,7 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
     seconds: dict[str, list[float]] = {}
     reasons: dict[str, str] = {}
     for r in detail.rounds:
-        if r.kind != pb.TRAIN:
+        if r.kind != pb.TRAIN and info.rounds:
             continue
         took.update(r.included)
         missed.update(r.missing.keys())
@@ -171,18 +172,24 @@ def _newest(events: Iterable[pb.Event]) -> tuple[pb.Event, ...]:
     return tuple(reversed([*events][-_MAX_TROUBLE:]))
 
 
-def _privacy(manifest: str) -> str:
-    """Say what a run promises about privacy. manifest: JSON."""
+def _privacy(manifest: str) -> tuple[str, ...]:
+    """Say what a run promises about privacy, and what this coordinator reads of updates. manifest: JSON."""
     try:
-        chosen = dict(parse_json(manifest))["privacy"]  # type: ignore[call-overload]
-        name, options = str(chosen["name"]), dict(chosen["options"])
+        raw = dict(parse_json(manifest))  # type: ignore[call-overload]
+        name, options = str(raw["privacy"]["name"]), dict(raw["privacy"]["options"])
+        masked = raw.get("secagg") is not None
+        cohort = int(raw.get("cohort") or 0) or len(raw["members"])
     except (ConversionError, KeyError, TypeError, ValueError):
-        return "What it promises about privacy is written in a form that this version does not know."
+        return ("What it promises about privacy is written in a form that this version does not know.",)
+    read = "Updates leave without masks: this coordinator can read each hospital's by itself."
+    if masked:
+        most = counted(withstood(cohort), "hospital")
+        read = f"Updates leave under masks: this coordinator reads sums, unless more than {most} work with it."
     if name == "none":
-        return "It promises nothing about privacy: this coordinator can read each hospital's update."
+        return read, "There is no differential privacy: no bound holds for what an update or a sum tells."
     asked = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
     how_much = f" ({asked})" if asked else ""
-    return f"Profile {name}{how_much}: the most that it may spend at each hospital whose policy allows that."
+    return read, f"Profile {name}{how_much}: the most that it may spend at each hospital whose policy allows that."
 
 
 # ---- the open round --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.lead import accuracy, hospital_results, tables
+from coordinator.lead import accuracy, tables
 from coordinator.lead.comparison import ComparedRun
 from coordinator.lead.curves import Curve, by_class, curves_of_sums
 from protos.consilium.v1 import federation_pb2 as pb
@@ -24,8 +24,8 @@ TITLES = {
     "pm_v": "personal, even",
 }
 MAX_ROUNDS = 60
-_MAX_NAMES, _MAX_PACES = 100, 200
-_MAX_CLASSES = 4 * MAX_SERIES
+_MAX_NAMES = 100
+_MAX_PACES = _MAX_CLASSES = 4 * MAX_SERIES
 _MAX_S = 1e9
 
 
@@ -68,30 +68,30 @@ class RunRecord:
 
     @cached_property
     def chart(self) -> Chart | None:
-        found = self.compared.curves
-        return chart_of("Measured on all test images", {title: found[n] for n, title in TITLES.items() if n in found})
+        found = {TITLES[name]: curve for name, curve in self.compared.curves.items()}
+        return chart_of("Measured on all test images", found, [*TITLES.values()])
 
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:
-        """Draw the accuracy of each class, as many in one chart as a reader tells apart."""
-        curves = zip(self.compared.classes, by_class(self.detail.rounds, _MAX_CLASSES), strict=False)
-        found = [(name, curve) for name, curve in curves if curve.measured]
-        groups = [dict(found[k : k + MAX_SERIES]) for k in range(0, len(found), MAX_SERIES)]
-        charts = [chart_of("Of the test images of each class, classified correctly", group) for group in groups]
+        """Draw the accuracy of each class: a class is in the same chart, in the same colour, whatever was measured."""
+        names, title = self.compared.classes, "Of the test images of each class, classified correctly"
+        curves = zip(names, by_class(self.detail.rounds, _MAX_CLASSES), strict=False)
+        found = {name: curve for name, curve in curves if curve.measured}
+        charts = [chart_of(title, found, group) for group in _sixes(names)]
         return tuple(chart for chart in charts if chart is not None)
 
     @cached_property
-    def pace(self) -> Chart | None:
-        """Draw how long each hospital's update took to be there, over the rounds of training; the slowest first."""
+    def paces(self) -> tuple[Chart, ...]:
+        """Draw how long each hospital's update took to be there, over the rounds of training."""
         trained = [r for r in self.detail.rounds if r.kind == pb.TRAIN and r.arrivals]
         took = {r.round + 1: {a.silo: _seconds(a.at_unix - r.opened_unix) for a in r.arrivals} for r in trained}
-        x = sorted(took)
-        if not x:
-            return None
-        longest = {name: max(took[k].get(name) or 0.0 for k in x) for name in self.compared.members}
-        slow = sorted(longest, key=longest.__getitem__, reverse=True)[:_MAX_PACES]
-        series = [Series(name, [took[k].get(name) for k in x]) for name in slow]
-        return Chart("Seconds until each hospital's update was there", "round", x, series)
+        x, title = sorted(took), "Seconds until each hospital's update was there"
+        seconds = {name: [took[k].get(name) for k in x] for name in self.compared.members[:_MAX_PACES]}
+        groups = _sixes(tuple(seconds)) if len(x) > 1 else []
+        return tuple(
+            Chart(title, "round", x, [Series(name, seconds[name], colour) for colour, name in enumerate(group, 1)])
+            for group in groups
+        )
 
     @cached_property
     def rounds(self) -> tuple[RoundRow, ...]:
@@ -107,13 +107,10 @@ class RunRecord:
         return said and f"{said[:1].upper()}{said[1:]}."
 
     @cached_property
-    def hospitals(self) -> tuple[tuple[tuple[str, ...], ...], str] | None:
-        """The rows of hospitals that let their results be shown, and how they stand; None where none does."""
-        found = accuracy.results_of(self.detail.rounds[-1]) if self.detail.rounds else {}
-        if not found:
-            return None
-        said = hospital_results.standing(found).sentence()
-        return tuple(hospital_results.rows(found)), f"{said[:1].upper()}{said[1:]}."
+    def hospitals(self) -> tuple[list[tuple[str, ...]], list[str]]:
+        """The rows of hospitals that let their results be shown, and sentences about them, as `show` has both."""
+        rows, said = tables.hospital_facts(self.detail.rounds[-1]) if self.detail.rounds else ([], [])
+        return rows, [f"{text[:1].upper()}{text[1:]}." for text in said]
 
     @cached_property
     def clinical(self) -> Clinical | None:
@@ -132,12 +129,21 @@ class RunRecord:
         )
 
 
-def chart_of(title: str, found: Mapping[str, Curve]) -> Chart | None:
-    """Draw curves over rounds, in percent; None before there is a point."""
-    x = sorted({behind for curve in found.values() for behind in curve.rounds})
-    if not x:
+def _sixes(names: Sequence[str]) -> list[Sequence[str]]:
+    """Divide names into as many as one chart has colours."""
+    return [names[k : k + MAX_SERIES] for k in range(0, len(names), MAX_SERIES)]
+
+
+def chart_of(title: str, found: Mapping[str, Curve], names: Sequence[str]) -> Chart | None:
+    """Draw curves over rounds, in percent; None where fewer than two rounds have a point, also since noise hides them.
+
+    names: of all curves that such a chart may have, in the order of its colours; others are left out.
+    """
+    drawn = [(colour, name, found[name]) for colour, name in enumerate(names, 1) if name in found]
+    x = sorted({behind for _, _, curve in drawn for behind in curve.rounds})
+    series = [Series(name, _at(x, dict(zip(c.rounds, _points(c), strict=True))), colour) for colour, name, c in drawn]
+    if sum(any(value is not None for value in points) for points in zip(*(s.values for s in series), strict=True)) < 2:
         return None
-    series = [Series(name, _at(x, dict(zip(c.rounds, _points(c), strict=True)))) for name, c in found.items()]
     return Chart(f"{title} (%)", "rounds of training", x, series, limits=(0.0, 100.0))
 
 

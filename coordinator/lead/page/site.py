@@ -21,6 +21,7 @@ from coordinator.lead.page.run_facts import run_facts
 from coordinator.lead.page.run_record import TITLES, chart_of
 from coordinator.lead.page.service_watch import FollowedRun, ServiceWatch, Snapshot
 from fl_core.errors import ConfigError
+from fl_core.types.survey import SURVEY
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
@@ -64,7 +65,7 @@ class LeadPage:
             },
             actions={path: Action(self._digest, self._order(order), _page_of) for path, order in orders.items()},
             download=self._download,
-            version=self.watch.version,
+            version=lambda: f"{self.watch.version()} {self.exporter.surveys_read}",
         )
 
     # ---- views -----------------------------------------------------------------------------------------------------
@@ -89,10 +90,14 @@ class LeadPage:
         found, info, followed = self._followed(parameters["run"])
         facts = run_facts(info, followed, self.clock())
         halted = info.state in ("paused", "failed")
+        survey = info.method == SURVEY
+        found_out = self.exporter.answers(info) if survey and info.state == "finished" else None
         return {
             **self._about(found),
             "headline": facts.headline,
             "run": facts,
+            "survey": survey,
+            "answers": [found_out] if isinstance(found_out, str) else [*found_out.parts()] if found_out else [],
             "digest": state_digest(info),
             "can_resume": halted,
             "can_abort": halted or info.state in ("waiting", "running"),
@@ -245,6 +250,6 @@ def _charts(found: Comparison) -> list[Chart]:
         of_runs = zip(LETTERS, found.runs, strict=False)
         curves = {letter: run.curves[measure] for letter, run in of_runs if measure in run.curves}
         name = TITLES[measure]
-        if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves)) is not None:
+        if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves, LETTERS)) is not None:
             charts.append(drawn)
     return charts

@@ -14,7 +14,8 @@ from coordinator.cli.survey import survey_words
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.lead.plots import survey_picture
-from coordinator.lead.surveys import SurveyAnswers
+from coordinator.lead.survey_answers import SurveyAnswers
+from coordinator.lead.surveys import answers_of
 from fl_core.errors import ConfigError, FederationError, ProtocolError
 
 NAMES = ["north", "south", "west"]
@@ -48,8 +49,8 @@ def text(found: SurveyAnswers) -> str:
 
 def test_a_number_that_nobody_told_is_none_and_never_0():
     empty = {"images": {3: 0.0}, "patients": {3: 0.0}}
-    found = SurveyAnswers.of(RUN, state(**empty, held={3: 3.0}))
-    zero = SurveyAnswers.of(RUN, state(**empty))
+    found = answers_of(RUN, state(**empty, held={3: 3.0}))
+    zero = answers_of(RUN, state(**empty))
     cell, other = found.answers[0].cells[3], zero.answers[0].cells[3]
     assert (cell.images, cell.patients, cell.held) == (None, None, 3)
     assert (other.images, other.patients, other.held) == (0.0, 0.0, 0)
@@ -59,20 +60,20 @@ def test_a_number_that_nobody_told_is_none_and_never_0():
 
 
 def test_a_question_that_all_hold_back_is_one_line():
-    found = SurveyAnswers.of(RUN, state(held=dict.fromkeys(range(10, 14), 3.0)))
+    found = answers_of(RUN, state(held=dict.fromkeys(range(10, 14), 3.0)))
     assert "Age, years: held back by all hospitals" in text(found)
     assert found.answers[1].quantiles == {}
 
 
 def test_tables_fit_eighty_columns():
-    rows = [line for line in text(SurveyAnswers.of(RUN, state())).splitlines() if line.startswith("│")]
+    rows = [line for line in text(answers_of(RUN, state())).splitlines() if line.startswith("│")]
     assert len(rows) == 14
     assert max(map(len, rows)) <= 80
 
 
 def test_quantiles_are_bins_of_what_was_told():
     images = {10: 90.0, 11: 9.0, 12: 1.0, 13: 1000.0}  # the last are not stated
-    found = SurveyAnswers.of(RUN, state(images=images)).answers[1]
+    found = answers_of(RUN, state(images=images)).answers[1]
     assert dict(found.quantiles) == {
         "5 %": "0 to 60", "25 %": "0 to 60", "50 %": "0 to 60", "75 %": "0 to 60", "95 %": "60 to 120",
     }  # fmt: skip
@@ -82,10 +83,10 @@ def test_quantiles_are_bins_of_what_was_told():
     "cells", [{"images": {0: 3.0}}, {"patients": {0: -4.0}}, {"images": {0: -1.0}}, {"held": {0: -1.0}}]
 )
 def test_numbers_that_no_records_give_are_named(cells):
-    found = SurveyAnswers.of(RUN, state(**cells))
+    found = answers_of(RUN, state(**cells))
     assert found.implausible == ("classes, 0",)
     assert "no records give the numbers of classes, 0" in text(found)
-    assert SurveyAnswers.of(RUN, state()).implausible == ()
+    assert answers_of(RUN, state()).implausible == ()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -94,16 +95,16 @@ def test_a_state_of_another_form_is_refused(value):
     broken["survey"]["images"] = broken["survey"]["images"][1:]
     for bad in (broken, {"w": {}}, state(images={0: value})):
         with pytest.raises(ProtocolError) as error:
-            SurveyAnswers.of(RUN, bad)
+            answers_of(RUN, bad)
         assert error.value.code == "E-WIRE-06"
     with pytest.raises(ConfigError):
-        SurveyAnswers.of(replace(RUN, method=replace(RUN.method, name="fedavg")), state())
+        answers_of(replace(RUN, method=replace(RUN.method, name="fedavg")), state())
 
 
 def test_a_picture_shows_what_is_held_back_apart():
-    svg = survey_picture(SurveyAnswers.of(RUN, state(held={0: 1.0, 1: 3.0})), "svg")
+    svg = survey_picture(answers_of(RUN, state(held={0: 1.0, 1: 3.0})), "svg")
     assert ElementTree.fromstring(svg).tag.endswith("svg")
-    plain = survey_picture(SurveyAnswers.of(RUN, state()), "svg")
+    plain = survey_picture(answers_of(RUN, state()), "svg")
     assert (b"<pattern" in svg, b"<pattern" in plain) == (True, False)  # hatches
 
 

@@ -194,8 +194,9 @@ def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_befo
     with Watcher(Console(file=out, width=200)) as watcher:
         watcher.show(pb.Event(kind="closed", round=0, info=info))
         watcher.show(pb.Event(kind="closed", round=3, info=info))
-    assert out.getvalue().count("accuracy before it 50.00 %") == 1
-    assert out.getvalue().count(" accuracy 50.00 %") == 1
+    trained, evaluated = out.getvalue().splitlines()
+    assert "round 1/3  before it: balanced accuracy -  accuracy 50.00 %" in trained
+    assert "evaluation  balanced accuracy -  accuracy 50.00 %" in evaluated
 
 
 def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consilium import simulate
-from coordinator.lead.surveys import SurveyAnswers
+from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError, FederationError
 from fl_core.methods import METHODS, TOOLS, build_method
 from fl_core.survey.method import Survey

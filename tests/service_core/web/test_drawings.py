@@ -6,7 +6,6 @@ import csv
 import io
 import math
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,41 +25,37 @@ def _points(path: str) -> list[tuple[float, float]]:
 
 
 def test_a_curve_goes_through_its_values() -> None:
-    found = draw(Chart("Accuracy", "round", [1, 2, 3], [Series("all", [0.0, 0.5, 1.0])], limits=(0.0, 1.0)))
+    found = draw(Chart("Accuracy", "round", [1, 2, 3], [Series("all", [0.0, 0.5, 1.0], 1)], limits=(0.0, 1.0)))
     assert _points(found.curves[0].path) == [(0, 1000), (500, 500), (1000, 0)]
     assert [t.text for t in found.x_ticks] == ["1", "2", "3"]
     assert [t.text for t in found.y_ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
-    assert [t.at for t in found.y_ticks] == pytest.approx([88 - 83 * k / 5 for k in range(6)])
+    assert [t.at for t in found.y_ticks] == pytest.approx([100 - 20 * k for k in range(6)])
     assert found.rows == (("1", "0"), ("2", "0.5"), ("3", "1"))
     assert "all 1" in found.text
 
 
 def test_a_gap_interrupts_a_curve_and_a_lonely_point_is_a_dot() -> None:
-    found = draw(Chart("A", "round", [1, 2, 3, 4], [Series("s", [None, 0.5, math.nan, 1.0])], limits=(0.0, 1.0)))
+    found = draw(Chart("A", "round", [1, 2, 3, 4], [Series("s", [None, 0.5, math.nan, 1.0], 1)], limits=(0.0, 1.0)))
     assert found.curves[0].path == "M333.3 500.0h0M1000.0 0.0h0"
     assert [row[1] for row in found.rows] == ["–", "0.5", "–", "1"]
 
 
-@given(st.lists(st.lists(ANY, min_size=3, max_size=3), max_size=8))
+@given(st.lists(st.lists(ANY, min_size=3, max_size=3), max_size=MAX_SERIES))
 def test_whatever_the_numbers_are_the_drawing_stays_in_its_field(values) -> None:
-    found = draw(Chart("A", "round", [1, 2, 3], [Series(f"s{k}", v) for k, v in enumerate(values)]))
+    found = draw(Chart("A", "round", [1, 2, 3], [Series(f"s{k}", v, k) for k, v in enumerate(values, 1)]))
     for curve in found.curves:
         assert all(0 <= x <= 1000 and 0 <= y <= 1000 for x, y in _points(curve.path))
-        assert found.top - 45 <= curve.label_at <= found.bottom
     assert all(-0.1 <= t.at <= 100.1 for t in (*found.x_ticks, *found.y_ticks))
-    places = sorted(c.label_at for c in found.curves)
-    assert all(b - a > 7.9 for a, b in pairwise(places))
-    assert found.curves_left_out == max(0, len(values) - MAX_SERIES)
+    assert all(curve.name == f"s{curve.colour}" for curve in found.curves)
 
 
 def test_long_runs_are_bounded_and_say_what_is_left_out() -> None:
     x = list(range(10_000))
-    found = draw(Chart("A", "round", x, [Series("n" * 2000, [float(k) for k in x])]))
+    found = draw(Chart("A", "round", x, [Series("n" * 2000, [float(k) for k in x], 1)]))
     points = _points(found.curves[0].path)
     assert len(points) <= MAX_POINTS + 1
     assert points[-1][0] == 1000
     assert (len(found.rows), found.rows_left_out) == (TABLE_ROWS, 10_000 - TABLE_ROWS)
-    assert len(found.curves[0].label) <= 16
 
 
 @pytest.mark.parametrize("x", [[1, 1], [2, 1], [1, math.nan]])
@@ -71,7 +66,18 @@ def test_x_that_does_not_increase_is_an_error(x) -> None:
 
 def test_a_series_of_another_length_is_an_error() -> None:
     with pytest.raises(ValueError, match="expected 2 values, found 1"):
-        Chart("A", "round", [1, 2], [Series("s", [1.0])])
+        Chart("A", "round", [1, 2], [Series("s", [1.0], 1)])
+
+
+@pytest.mark.parametrize("colours", [[0], [MAX_SERIES + 1], [1, 1], [*range(1, MAX_SERIES + 2)]])
+def test_two_curves_of_one_colour_and_more_than_a_reader_tells_apart_are_an_error(colours) -> None:
+    with pytest.raises(ValueError, match="different colours from 1 to 6"):
+        Chart("A", "round", [1], [Series("s", [1.0], colour) for colour in colours])
+
+
+def test_a_curve_without_values_keeps_no_other_from_its_colour() -> None:
+    series = [Series("a", [None], 1), Series("b", [0.5], 2)]
+    assert [(c.name, c.colour) for c in draw(Chart("A", "round", [1], series)).curves] == [("b", 2)]
 
 
 def test_no_values_are_an_empty_drawing_that_says_so() -> None:
@@ -127,8 +133,23 @@ def test_everything_of_a_chart_is_escaped(tmp_path: Path) -> None:
     text = (
         make_environment([tmp_path])
         .get_template("t.html")
-        .render(c=Chart(hostile, hostile, [1], [Series(hostile, [1.0])]), token="t")
+        .render(c=Chart(hostile, hostile, [1], [Series(hostile, [1.0], 1)]), token="t")
     )
     assert "<script>" not in text
     assert "\u202e" not in text
     assert "\x00" not in text
+
+
+def test_the_cells_of_a_stacked_table_have_the_names_of_their_columns(tmp_path: Path) -> None:
+    hostile = '"><script>\u202e'
+    table = (
+        '{% filter stacked %}<table><thead><tr><th scope="col">a</th><th>{{ h }}</th><th>c</th></tr></thead>\n<tbody>\n'
+        "{% for v in (h, none) %}<tr><th>{{ v }}</th><td class=x>{{ v }}</td><td><b>{{ v }}</b></td></tr>{% endfor %}"
+        "</tbody></table>{% endfilter %}"
+    )
+    (tmp_path / "t.html").write_text(table)
+    text = make_environment([tmp_path]).get_template("t.html").render(h=hostile)
+    name = r"&#34;&gt;&lt;script&gt;\u202e"
+    assert text.count(f'<td data-label="{name}" class=x') == 2
+    assert f'<td data-label="{name}" class=x data-empty>–</td><td data-label="c"><b>–</b></td>' in text
+    assert "<script>" not in text

@@ -18,7 +18,8 @@ from service_core.web.serve import PageServer
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import ScriptedSilo
-from tests.support.pages import FEDAVG, FEDMR, WAITS, MadeUpService, Visit, chromium, consortium, shown, shown_for
+from tests.support.made_up_service import FEDAVG, FEDMR, WAITS, MadeUpService, consortium
+from tests.support.pages import Visit, chromium, shown, shown_for
 from tests.support.recorded_runs import record_run
 
 
@@ -145,7 +146,7 @@ def test_a_model_is_downloaded_with_its_card_and_two_runs_are_compared(
         page.get_by_role("button", name="Compare").click()
         page.locator("#differences").wait_for()
         assert {run.id, other.id} <= {link.inner_text() for link in page.locator("#columns a").all()}
-        assert page.locator("#chart-1 path").count() == 2
+        assert page.locator("#curves-1 .plot path").count() == 2
         assert (visit.elsewhere, visit.complaints) == ([], [])
         visit.context.close()
 

@@ -7,13 +7,17 @@ import math
 import pytest
 
 from coordinator.lead import accuracy
+from coordinator.lead.comparison import compare
 from coordinator.lead.page import overview
 from coordinator.lead.page.overview import DAY_S, OwnCertificates, State
 from coordinator.lead.page.run_facts import headline, open_round, run_facts
 from coordinator.lead.page.run_record import RunRecord
 from coordinator.lead.page.service_watch import FollowedRun, ServiceUnreachable, Snapshot
+from coordinator.lead.page.site import comparison_facts
+from coordinator.lead.tables import hospital_tables
 from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
+from tests.support.made_up_service import FEDAVG, FEDMR, LONG, MASKED, PRIVATE, every_kind
 from tests.support.recorded_runs import detail, measured
 
 HERE = pb.SiloInfo(name="north", state="online")
@@ -113,8 +117,7 @@ def test_what_hospitals_did_and_stated_is_counted_over_training_rounds() -> None
     assert (rows["south"].policy, rows["south"].ledger) == ("p" * 12, "entry 7")
     assert rows["south"].restored == "put back 2 times"
     assert facts.record.rounds[1].judged == (("south", "E-RUN-13: away"),)
-    assert facts.record.pace is not None
-    assert facts.record.pace.x == [1, 2]
+    assert [chart.x for chart in facts.record.paces] == [[1, 2]]
 
 
 def test_the_page_says_the_rule_and_counts_what_it_did_to_updates() -> None:
@@ -151,6 +154,59 @@ def test_curves_of_the_page_are_those_of_the_record() -> None:
     assert [series.name for series in facts.record.chart.series] == ["balanced accuracy", "accuracy"]
     assert [name for name, *_ in facts.scores] == ["balanced accuracy", "accuracy"]
     assert [chart.series[0].name for chart in facts.record.class_charts] == ["a"]
+
+
+def test_a_class_has_its_chart_and_its_colour_whatever_was_measured_so_far() -> None:
+    run = every_kind().details[1]
+    drawn = {s.name: (k, s.colour) for k, chart in enumerate(RunRecord(run).class_charts) for s in chart.series}
+    assert list(drawn) == list(LONG.classes[:9])  # the last one has no test images
+    assert len(set(drawn.values())) == 9
+    for r in run.rounds:
+        r.examples[2] = r.correct[2] = 0.0
+    fewer = {s.name: (k, s.colour) for k, chart in enumerate(RunRecord(run).class_charts) for s in chart.series}
+    assert fewer == {name: place for name, place in drawn.items() if name != LONG.classes[2]}
+
+
+def test_a_measure_has_its_colour_and_a_run_its_own_whatever_others_have() -> None:
+    plain, other = every_kind().show(FEDAVG), RunRecord(every_kind().show(FEDMR))
+    for r in plain.rounds:
+        r.ClearField("clinical")
+    colours = [{s.name: s.colour for s in each.chart.series} for each in (RunRecord(plain), other) if each.chart]
+    assert colours == [{"balanced accuracy": 1, "accuracy": 2}, {"balanced accuracy": 1, "accuracy": 2, "macro AUC": 3}]
+    charts = comparison_facts(compare([RunRecord(plain).compared, other.compared])).charts
+    assert [{s.name: s.colour for s in chart.series} for chart in charts] == [
+        {"A": 1, "B": 2},
+        {"A": 1, "B": 2},
+        {"B": 2},
+    ]
+
+
+def test_where_noise_hides_all_points_there_is_no_chart_and_the_table_says_why() -> None:
+    record = RunRecord(every_kind().show(PRIVATE))
+    assert (record.chart, record.class_charts) == (None, ())
+    assert {value.withheld for value in record.compared.by_class.values()} == {"noise larger than signal"}
+
+
+def test_a_run_says_who_reads_its_updates_with_masks_and_without() -> None:
+    said = {
+        run.info.run_id: run_facts(run.info, FollowedRun(RunRecord(run)), 1.0).privacy for run in every_kind().details
+    }
+    assert (
+        said[MASKED][0]
+        == "Updates leave under masks: this coordinator reads sums, unless more than 3 hospitals work with it."
+    )
+    assert said[FEDMR][0] == "Updates leave without masks: this coordinator can read each hospital's by itself."
+    assert said[PRIVATE][1].startswith("Profile dp_record (epsilon 3.0, delta 1e-05, unit patient)")
+
+
+def test_an_evaluation_says_of_hospitals_what_the_command_says() -> None:
+    run = every_kind().details[-1]
+    rows, said = RunRecord(run).hospitals
+    table, *sentences = hospital_tables(run.rounds[-1])
+    assert [[*column.cells] for column in table.columns] == [list(cells) for cells in zip(*rows, strict=True)]
+    assert [text.rstrip(".").lower() for text in said] == [text.lower() for text in sentences]
+    assert "10 hospitals in the sums alone" in said[0]
+    assert "models that they trained alone" in said[1]
 
 
 def test_a_run_with_noise_says_what_is_not_measured_and_one_without_says_nothing() -> None:

@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 
 from coordinator.lead.page import service_watch
+from coordinator.lead.surveys import answers_of
 from coordinator.storage.records import RunState
 from fl_core.errors import UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.codec import write_state
+from tests.coordinator.lead import test_surveys
+from tests.support import until
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest
-from tests.support.pages import Browser, MadeUpService, opened, shown, shown_for
+from tests.support.made_up_service import MadeUpService
+from tests.support.pages import Browser, opened, shown, shown_for
 from tests.support.recorded_runs import SPEC, detail, measured, record_run
 
 HOSTILE = "\x1b]0;x\x07\u202e</td><script>alert(1)</script>\u2066 =cmd|' \x00$\\frac{" + "y" * 3000
@@ -274,3 +279,38 @@ def test_a_page_of_another_site_orders_nothing(world: World, browser: Browser) -
     assert browser.post("/abort", form, Origin="http://evil.example").status == 403
     assert browser.post("/abort", form, Sec_Fetch_Site="cross-site").status == 403
     assert world.run(run).state is RunState.FAILED
+
+
+def test_the_answers_to_a_survey_are_those_of_the_command_and_none_that_is_held_back_is_a_number(
+    world: World, browser: Browser
+) -> None:
+    assert world.server is not None
+    agreed = test_surveys.manifest()
+    told = test_surveys.state(images={3: 0.0}, patients={3: 0.0}, held={3: 3.0})
+    stored = world.server.objects.put_file(lambda file: write_state(told, file))
+    record_run(world.server.store, "run-asked", [0.0, 0.0], agreed=agreed, model=stored)
+    pages: list[str] = []
+
+    def answered() -> bool:
+        pages.append(browser.get("/runs/run-asked").text)
+        return "being read" not in pages[-1]
+
+    until(answered, seconds=60)
+    (shown,) = re.findall(r'<section class="card" id="answers".*?</section>', pages[-1], re.DOTALL)
+    for part in answers_of(agreed, told).parts():
+        if isinstance(part, str):
+            assert html.escape(part) in shown
+            continue
+        assert f"<h3>{part.title}</h3>" in shown
+        for name, *cells in part.rows:
+            row = re.search(rf"<th[^>]*>{re.escape(name)}</th>(.*?)</tr>", shown[shown.index(f"<h3>{part.title}") :])
+            assert row
+            assert re.findall(r"<td[^>]*>(.*?)</td>", row[1]) == cells
+    assert re.search(r"<th[^>]*>3</th><td[^>]*>-</td><td[^>]*>-</td><td[^>]*>3 of 3</td>", shown)
+    assert "How good the model is" not in pages[-1]
+
+
+def test_a_survey_that_cannot_be_read_says_why(world: World, browser: Browser) -> None:
+    assert world.server is not None
+    record_run(world.server.store, "run-unread", [0.0, 0.0], agreed=test_surveys.manifest())
+    until(lambda: "coordinator survey failed: " in browser.get("/runs/run-unread").text, seconds=60)

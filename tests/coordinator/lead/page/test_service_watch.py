@@ -12,7 +12,7 @@ from coordinator.lead.page.service_watch import ServiceWatch
 from fl_core.errors import UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
-from tests.support.pages import MadeUpService
+from tests.support.made_up_service import MadeUpService
 from tests.support.recorded_runs import detail, measured
 
 GONE = UnavailableError("E-NET-01", "nobody listens")

@@ -1,0 +1,129 @@
+"""Answers to a survey, for tables, JSON, pictures and the lead's page. Imports no torch.
+
+A number is that of the hospitals that told theirs, and always stands beside how many held it back: what is held back is
+not 0. With noise each number of patients has an interval, which may reach below 0. Quantiles are bins, read off the
+numbers that were told, without records that do not state the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from rich.table import Table
+
+from service_core.console import counted, make_table
+
+ROUNDING = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The numbers of one cell, of the hospitals that told theirs; None where none did.
+
+    images: of an answer without noise   half_width: of the 95 % interval of patients, 0 without noise   held: hospitals
+    that held the cell back.
+    """
+
+    name: str
+    images: float | None
+    patients: float | None
+    half_width: float
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is known of one question. quantiles: the bin of each quantile; empty without bins or numbers."""
+
+    question: str
+    title: str
+    unit: str
+    cells: tuple[Cell, ...]
+    quantiles: Mapping[str, str]
+
+
+class AnswerTable(NamedTuple):
+    """A table of texts; "-": a number that nobody told."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyAnswers:
+    """The answers of a run.
+
+    Attributes:
+        document: the digest of the question document
+        hospitals: how many answered
+        epsilon, delta: promised to each patient, or record where the data name no patients; None without noise
+        answers: of all together   by_hospital: of each by itself, in a run that asked so
+        implausible: cells whose numbers no records give: a hospital sent others
+    """
+
+    document: str
+    hospitals: int
+    epsilon: float | None
+    delta: float | None
+    answers: tuple[Answer, ...]
+    by_hospital: Mapping[str, tuple[Answer, ...]]
+    implausible: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain values: a number that nobody told is null, and never 0."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str | Table]:
+        """Yield what people read in a terminal."""
+        for part in self.parts():
+            yield part if isinstance(part, str) else make_table(*part)
+
+    def parts(self) -> Iterator[str | AnswerTable]:
+        """Yield what people read, in order: sentences and tables."""
+        yield (
+            f"{counted(self.hospitals, 'hospital')} answered; questions {self.document[:16]}. Numbers are of those who "
+            "told theirs: what is held back is not 0."
+        )
+        if self.epsilon is not None:
+            yield (
+                f"with noise: epsilon {self.epsilon:g} at delta {self.delta:g}, spent once by each hospital; numbers "
+                "of patients with their 95 % interval"
+            )
+        yield from self._tables(self.answers, self.hospitals, "")
+        for name, answers in sorted(self.by_hospital.items()):
+            yield from self._tables(answers, 1, f", {name}")
+        for where in self.implausible:
+            yield f"no records give the numbers of {where}: a hospital sent others"
+
+    def _tables(self, answers: Sequence[Answer], hospitals: int, whose: str) -> Iterator[str | AnswerTable]:
+        for answer in answers:
+            unit = f", {answer.unit}" if answer.unit else ""
+            images = () if self.epsilon is not None else ("images",)
+            shown = [cell for cell in answer.cells if cell.held or cell.images or cell.patients or not answer.unit]
+            rows = [
+                (
+                    cell.name,
+                    *([_number(cell.images)] if images else ()),
+                    _number(cell.patients) + (f" ± {cell.half_width:.0f}" if cell.half_width else ""),
+                    f"{cell.held} of {hospitals}" if cell.held else "-",
+                )
+                for cell in shown
+            ]
+            title = f"{answer.title}{unit}{whose}"
+            if all(cell.held == hospitals for cell in answer.cells):
+                yield f"{title}: held back by {'all hospitals' if hospitals > 1 else 'it'}"
+                continue
+            yield AnswerTable(title, ("", *images, "patients", "held back by"), rows)
+            if answer.quantiles:
+                shares = sorted(answer.quantiles.items(), key=lambda each: float(each[0].rstrip(" %")))
+                said = ", ".join(f"{name} {text}" for name, text in shares)
+                yield f"quantiles, to a bin: {said}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value - round(value)) < ROUNDING else f"{value:.1f}"
