@@ -14,7 +14,7 @@ from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.types import tensor_maps
 from fl_core.types.values import Bundle, Part, PartSpec
-from tests.oracles import units
+from tests.oracles.equations import units
 from tests.support.federations import LAYOUT, SHAPES, drawn, stored
 
 EXTREMES = [

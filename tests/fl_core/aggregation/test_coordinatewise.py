@@ -21,7 +21,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
-from tests.oracles import slow_geometric_median, slow_trimmed_mean
+from tests.oracles.equations import slow_geometric_median, slow_trimmed_mean
 from tests.support.federations import go, manifest, same, same_bundle, stored
 
 D = BLOCK + 3

@@ -15,7 +15,7 @@ from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint, FixedPoint
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.values import Part, PartSpec
-from tests.oracles import units
+from tests.oracles.equations import units
 from tests.support.federations import same_bundle
 
 LAYOUT = {"p": PartSpec({"v": (2,)}, ())}

@@ -26,7 +26,7 @@ from fl_core.types.enums import TaskKind, Weighing
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.records import RoundRecord, TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, RoundContext, State
-from tests.oracles import slow_lower_median
+from tests.oracles.equations import slow_lower_median
 from tests.support.federations import NAMES, Failing, Given, go, manifest, same, same_bundle, shares
 
 D = 6

@@ -1,4 +1,4 @@
-"""Every method of the papers against its equations, written out in plain Python (tests/oracles.py), at drawn numbers.
+"""Every method of the papers against its equations in plain Python (tests/oracles/equations.py), at drawn numbers.
 
 FedMR's are in losses/test_fedmr.py, FedPHP's MMD in personal/test_fedphp.py.
 """
@@ -30,7 +30,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, Part, State, Tensors
-from tests.oracles import (
+from tests.oracles.equations import (
     slow_adapted_ce,
     slow_bpr,
     slow_ce,

@@ -10,7 +10,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from fl_core.training.delong import paired_auc
-from tests.oracles import slow_delong
+from tests.oracles.equations import slow_delong
 
 
 def two_classes(score: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fl_core.types.enums import Split
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, ExampleSums, Losses, RoundContext, SgdOptions
-from tests.oracles import slow_class_sums
+from tests.oracles.equations import slow_class_sums
 from tests.support.federations import FED, SCHEMA, Given, same, shares
 
 

@@ -39,7 +39,7 @@ from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import Schema
 from fl_core.types.values import Examples, Part, RoundContext, State
-from tests.oracles import slow_class_covariance
+from tests.oracles.equations import slow_class_covariance
 from tests.support.federations import NAMES, go, manifest, same, shares
 
 CLASSES, RECORDS = 4, 200

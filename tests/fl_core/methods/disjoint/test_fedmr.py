@@ -18,7 +18,7 @@ from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Losses, Part, State
-from tests.oracles import slow_class_sums, slow_inter, slow_intra
+from tests.oracles.equations import slow_class_sums, slow_inter, slow_intra
 from tests.support.federations import FED, SCHEMA, manifest, same, shares
 
 

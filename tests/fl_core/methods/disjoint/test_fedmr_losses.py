@@ -24,7 +24,7 @@ from fl_core.methods.disjoint.fedmr import (
 from fl_core.methods.shared import prototypes
 from fl_core.rounds import sampling
 from fl_core.types.values import Part
-from tests.oracles import slow_inter, slow_inter_paired, slow_intra
+from tests.oracles.equations import slow_inter, slow_inter_paired, slow_intra
 from tests.support.federations import FED
 
 F64 = torch.float64

@@ -28,7 +28,7 @@ from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Losses
-from tests.oracles import slow_suppression, slow_vacant_kl, slow_vls
+from tests.oracles.equations import slow_suppression, slow_vacant_kl, slow_vls
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
 
 CLASSES = 5

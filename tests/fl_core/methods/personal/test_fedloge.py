@@ -23,7 +23,7 @@ from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LossFn, RoundContext, SgdOptions, State
-from tests.oracles import slow_personal_logits
+from tests.oracles.equations import slow_personal_logits
 from tests.support.federations import FED, SCHEMA, manifest, same, shares
 
 TRAIN = TrainConfig(lr=0.05, batch_size=5, epochs=2, momentum=0.5, weight_decay=0.01)
