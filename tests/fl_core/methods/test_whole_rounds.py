@@ -212,6 +212,9 @@ def test_rounds_of_fedphp_and_map_are_the_papers_with_inherited_models() -> None
     php = Played("fedphp", {"lam": 0.3, "tau": 2.0})
     both = Played("map", {"alpha": 0.3, "lam": 0.3, "tau": 2.0})
     found = personal.fedphp(php.start, php.silos, 0.3, 2.0), personal.map_(both.start, both.silos, 0.3, 0.3, 2.0)
+    for silo in both.silos:
+        steps = 2 * -(-silo.n // 5)  # two epochs in batches of five
+        assert [[len(stage) for stage in passes] for passes in silo.batches] == [[-(-steps // 2), steps // 2]] * ROUNDS
     for played, (w, own) in zip((php, both), found, strict=True):
         close(played.server["w"], w)
         for state, theta in zip(played.states, own, strict=True):
