@@ -71,7 +71,7 @@ class Claim:
     Attributes:
         printed: the paper's number
         ours: points above FedAvg with their 95 % interval, "-" where nothing was run
-        verdict: holds, does not or open, and why
+        verdict: holds, does not or not decided, and why
         comparison, scale: the one of benchmarks/comparison that the number is from
     """
 

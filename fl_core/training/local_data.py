@@ -83,9 +83,10 @@ class PlainLocalData:
         self._counts: Tensor | None = None
 
     def planned_steps(self, epochs: float | None = None) -> int:
-        """Return the optimiser steps of an `sgd` call: whole batches, the last may be short, cut at `max_steps`."""
-        n = len(self._examples[Split.TRAIN])
-        steps = round((self._config.epochs if epochs is None else epochs) * -(-n // self._config.batch_size))
+        """Return the optimiser steps of an `sgd` call, cut at `max_steps`; the last batch of an epoch may be short."""
+        n, size = len(self._examples[Split.TRAIN]), self._config.batch_size
+        whole = n // size if self._config.drop_last else -(-n // size)
+        steps = round((self._config.epochs if epochs is None else epochs) * whole)
         return min(steps, self._config.max_steps) if self._config.max_steps else steps
 
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
@@ -200,7 +201,10 @@ class PlainLocalData:
         return x, y
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
-        return draw_batches(len(self._examples[Split.TRAIN]), self._config.batch_size, order, steps)
+        config = self._config
+        return draw_batches(
+            len(self._examples[Split.TRAIN]), config.batch_size, order, steps, drop_last=config.drop_last
+        )
 
     def _read(self, split: Split, index: Tensor) -> tuple[Tensor, Tensor]:
         x, y = self._examples[split].batch(index)
@@ -263,13 +267,22 @@ def eval_batch(shape: Sequence[int]) -> int:
     return max(1, min(EVAL_BATCH, EVAL_NUMBERS // max(1, math.prod(shape))))
 
 
-def draw_batches(n: int, size: int, order: torch.Generator, steps: int) -> list[Tensor]:
-    """Draw the batches of so many steps over n examples; raises DataError (E-DATA-08) without any."""
+def draw_batches(n: int, size: int, order: torch.Generator, steps: int, *, drop_last: bool = False) -> list[Tensor]:
+    """Draw the batches of so many steps over n examples.
+
+    Raises DataError (E-DATA-08) without any example, or, with drop_last, without a whole batch of them.
+    """
     if n == 0:
         raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
+    if drop_last and n < size:
+        raise DataError(
+            "E-DATA-08",
+            f"expected a whole batch of {size} training examples with train.drop_last=true, found {n}: lower "
+            "train.batch_size, or leave drop_last out",
+        )
     batches: list[Tensor] = []
     while len(batches) < steps:
-        batches += torch.split(torch.randperm(n, generator=order), size)
+        batches += torch.split(torch.randperm(n, generator=order)[: n - n % size if drop_last else n], size)
     return batches[:steps]
 
 

@@ -54,7 +54,8 @@ class TrainConfig:
     the step's, so less memory is taken and results change within float noise alone. Not with batch norm or a loss that
     mixes examples. freeze: "features" leaves the model's body as the run begins with it: examples are its output, made
     of each once, and what stands behind it is the model that is trained and sent (`training/frozen_features.py`);
-    views: of each image, itself among them, of which a step draws one.
+    views: of each image, itself among them, of which a step draws one. drop_last: leave out the last batch of an epoch
+    where it is shorter, as the programs of FedMR's and FedGELA's authors do; private steps draw examples one by one.
     """
 
     lr: Annotated[Positive, bounded(at_most, MAX_STRENGTH)] = 0.01
@@ -76,6 +77,7 @@ class TrainConfig:
     micro_batch: Annotated[int, bounded(between, 0, MAX_STEPS)] = 0
     freeze: Annotated[str, bounded(one_of, ("none", FEATURES))] = "none"
     views: Annotated[int, bounded(between, 1, MAX_VIEWS)] = 1
+    drop_last: bool = False
 
     def check(self) -> None:
         """Raise ConfigError (E-CFG-02) on what no schedule can be, whoever made it."""
@@ -115,6 +117,7 @@ _LATER: Mapping[str, object] = {
     "micro_batch": 0,
     "freeze": "none",
     "views": 1,
+    "drop_last": False,
 }
 
 

@@ -153,16 +153,21 @@ def test_every_paper_has_a_claim_and_every_comparison_stands_behind_one() -> Non
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "said"),
+    ("interval", "baseline", "level", "said"),
     [
-        (0.1, 3.0, "**holds**"),
-        (-3.0, -0.1, "**does not**"),
-        (-1.0, 2.0, "open: not told from 0"),
-        (0.0, 2.0, "open: not told from 0"),
+        ((0.1, 3.0), 20.0, None, "**holds**"),
+        ((-3.0, -0.1), 60.0, None, "not decided: behind, in a setting that is not the paper's"),
+        ((-1.0, 2.0), 60.0, None, "not decided: not told from 0, in a setting that is not the paper's"),
+        ((-3.0, -0.1), 50.0, 67.3, "not decided: the baseline has 50.0 %, the paper's 67.3"),
+        ((-3.0, -0.1), 60.0, 67.3, "**does not**: behind"),
+        ((0.0, 2.0), 75.0, 67.3, "**does not**: the printed gain is above the interval"),
+        ((-1.0, 9.0), 60.0, 67.3, "not decided: too few seeds"),
     ],
 )
-def test_a_verdict_needs_an_interval_that_excludes_zero(low: float, high: float, said: str) -> None:
-    assert claims.verdict(low, high) == said
+def test_a_verdict_against_a_claim_needs_the_papers_setting_and_level(
+    interval: tuple[float, float], baseline: float, level: float | None, said: str
+) -> None:
+    assert claims.verdict(*interval, baseline, level, 8.2) == said
 
 
 def test_fedgelas_plain_frame_answers_as_its_record_says_and_equal_counts_change_nothing() -> None:

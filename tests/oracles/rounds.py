@@ -165,8 +165,11 @@ def reach(steps: int, momentum: float = MOMENTUM) -> float:
     return sum((1 - momentum ** (steps - i)) / (1 - momentum) for i in range(steps))
 
 
-def scaffold(start: Weights, silos: Silos) -> tuple[Weights, Weights, list[Weights]]:
-    """Karimireddy et al. 2020, algorithm 1, option II, without momentum; c is the mean of the c_k by sizes."""
+def scaffold(start: Weights, silos: Silos, least: int = 0) -> tuple[Weights, Weights, list[Weights]]:
+    """Karimireddy et al. 2020, algorithm 1, option II, without momentum; c is the mean of the c_k by sizes.
+
+    least: what the steps of a round count as at least
+    """
     w, zero = start, {k: torch.zeros_like(v) for k, v in start.items()}
     c, own = zero, [zero for _ in silos]
     sizes = [float(s.n) for s in silos]
@@ -175,7 +178,7 @@ def scaffold(start: Weights, silos: Silos) -> tuple[Weights, Weights, list[Weigh
         for s, mine in zip(silos, own, strict=True):
             shift = {k: c[k] - mine[k] for k in c}
             found = descend(w, s, s.batches[t][0], ce, shift=shift, momentum=0.0)
-            steps = len(s.batches[t][0])
+            steps = max(len(s.batches[t][0]), least)
             trained.append(found)
             after.append({k: mine[k] - c[k] + (w[k] - found[k]) / (LR * steps) for k in c})
         w, own = averaged(trained, sizes), after

@@ -29,15 +29,19 @@ from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, Part, PartRule, RoundContext, SgdOptions, State
-from fl_core.validate import Positive
+from fl_core.validate import Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(FedAvg):
     """As FedAvg, except that each local step is corrected by c - c_k.
 
-    server_lr: eta_g, > 0. Guarantees: the first round is FedAvg's bit for bit (server_lr = 1); once every silo was met,
-    c is the mean of all silos' c_k, whatever updates were lost.
+    server_lr: eta_g, > 0
+    least_steps: what A_k counts as at least; 5 in the authors' program, which so makes the variates of shorter rounds
+    smaller than the mean gradient
+
+    Guarantees: the first round is FedAvg's bit for bit (server_lr = 1); once every silo was met, c is the mean of all
+    silos' c_k, whatever updates were lost.
     """
 
     name: ClassVar[str] = "scaffold"
@@ -46,6 +50,8 @@ class Scaffold(FedAvg):
     schedule: ClassVar[Mapping[str, float]] = {"momentum": 0.0}
     targets = FedAvg.targets
     server_lr: Positive = 1.0
+    least_steps: Count = 0
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"least_steps"})
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
@@ -77,7 +83,7 @@ class Scaffold(FedAvg):
         tensor_maps.load_state(model, msg["w"])
         shift = tensor_maps.sub(msg["c"], silo["c"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(shift=shift))
-        moved, length = self.moved(model, msg), data.lr * common.effective_steps_of(data, steps)
+        moved, length = self.moved(model, msg), data.lr * max(common.effective_steps_of(data, steps), self.least_steps)
         change = {name: -c - moved[name] / length for name, c in msg["c"].items()}
         n = common.size_of(silo[common.SIZE], self.weight(data))
         bundle = {

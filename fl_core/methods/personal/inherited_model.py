@@ -55,6 +55,7 @@ class Inheriting(FedAvg):
         mu_macro: mu_n after Q T rounds
         mu_max: where mu_n is cut, 1 in the paper and 0.9 in the code
         recompute_bn: measure BatchNorm statistics of a mixed model again
+        recompute_first: also those of a silo's first model, which is no mixture, as the authors' program does
 
     Silos weigh the same by default. Silo state: theta_p and n; a silo that lost them begins again with n = 1.
     """
@@ -69,6 +70,8 @@ class Inheriting(FedAvg):
     mu_macro: UnitInterval = 0.9
     mu_max: UnitInterval = 1.0
     recompute_bn: bool = True
+    recompute_first: bool = False
+    omitted_at_default: ClassVar[frozenset[str]] = frozenset({"recompute_first"})
 
     @property
     def coupling(self) -> Coupling:
@@ -111,7 +114,8 @@ class Inheriting(FedAvg):
         mu = self.momentum(n, context) if HPM in silo else 0.0
         if mu:
             mine = {name: mu * silo[HPM][name] + (1.0 - mu) * v for name, v in mine.items()}
-        if 0.0 < mu < 1.0 and self.recompute_bn and prototypes.features_of(model).has_batch_norm:
+        mixture = 0.0 < mu < 1.0 or (HPM not in silo and self.recompute_first)
+        if mixture and self.recompute_bn and prototypes.features_of(model).has_batch_norm:
             mixed = frozen_copy(model, mine)
             recompute(mixed, data)
             mine = {name: v.cpu() for name, v in tensor_maps.copy_state(mixed).items()}

@@ -150,9 +150,10 @@ def test_a_round_is_the_papers(name: str) -> None:
     close(played.server["w"], equations(played.start, played.silos))
 
 
-def test_a_round_of_scaffold_is_the_papers_with_all_control_variates() -> None:
-    played = Played("scaffold", {}, momentum=0.0)
-    w, c, own = oracle.scaffold(played.start, played.silos)
+@pytest.mark.parametrize("least", [0, 5])
+def test_a_round_of_scaffold_is_the_papers_with_all_control_variates(least: int) -> None:
+    played = Played("scaffold", {"least_steps": least}, momentum=0.0)
+    w, c, own = oracle.scaffold(played.start, played.silos, least)
     close(played.server["w"], w)
     close(played.server["c"], c)
     for state, mine in zip(played.states, own, strict=True):

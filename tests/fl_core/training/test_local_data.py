@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from fl_core import rng
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import build_model
-from fl_core.training.local_data import PlainLocalData, eval_batch
+from fl_core.training.local_data import PlainLocalData, draw_batches, eval_batch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import RoundData
@@ -64,6 +64,20 @@ def test_planned_steps_are_the_steps_taken(
     silo = data(n, **schedule)
     assert silo.planned_steps(epochs) == steps
     assert silo.sgd(Linear(), ce, SgdOptions(epochs=epochs)) == steps
+
+
+def test_drop_last_leaves_out_the_short_batch_of_each_epoch_and_refuses_where_no_whole_one_is() -> None:
+    order = torch.Generator().manual_seed(0)
+    batches = draw_batches(14, 5, order, 6, drop_last=True)
+    assert [len(b) for b in batches] == [5] * 6
+    assert all(len(set(torch.cat(batches[i : i + 2]).tolist())) == 10 for i in (0, 2, 4))
+    assert len({tuple(sorted(torch.cat(batches[i : i + 2]).tolist())) for i in (0, 2, 4)}) > 1
+    silo = data(14, epochs=3, batch_size=5, drop_last=True)
+    assert silo.planned_steps() == silo.sgd(Linear(), ce) == 6
+    assert TrainConfig(drop_last=True).facts()["drop_last"]
+    assert "drop_last" not in TrainConfig().facts()
+    with pytest.raises(DataError, match=r"whole batch of 15.* found 14"):
+        draw_batches(14, 15, order, 0, drop_last=True)
 
 
 def test_every_epoch_sees_every_example_once() -> None:

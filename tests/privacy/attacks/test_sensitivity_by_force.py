@@ -79,6 +79,8 @@ OUTSIDE = {
     "mu_macro",
     "mu_max",
     "recompute_bn",
+    "recompute_first",
+    "least_steps",
     "body_epochs",
     "lambda_v",
     "personal_epochs",

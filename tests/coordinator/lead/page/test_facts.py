@@ -240,7 +240,11 @@ def test_a_run_in_any_state_has_a_headline(state: str) -> None:
 def test_a_finished_run_whose_accuracy_noise_hides_says_so_in_a_sentence() -> None:
     info = pb.RunInfo(run_id="run-1", state="finished", rounds=3, closed=3)
     info.accuracy_estimate.withheld = "noise larger than signal"
-    assert headline(info, None) == ("Finished", "How good the model is, is withheld: noise larger than signal.")
+    assert headline(info, None) == (
+        "Finished",
+        "How good the model is, is withheld: noise larger than signal. Each hospital reads its own images' number "
+        "without noise: silo status.",
+    )
     nothing = pb.RunInfo(state="finished", accuracy=-1, best_accuracy=-1)
     assert headline(nothing, None) == ("Finished", "Nothing was measured of the model.")
 

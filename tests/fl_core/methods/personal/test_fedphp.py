@@ -191,6 +191,17 @@ def test_private_model_of_the_second_round_is_the_mean_with_statistics_of_its_ow
     assert same(second.state["inherited"], tensor_maps.copy_state(heir))
 
 
+def test_a_first_model_has_its_statistics_measured_only_where_asked() -> None:
+    trained = model_of("batch")
+    plain = step(FedPHP(), {}, trained).state["inherited"]
+    assert same(plain, tensor_maps.copy_state(trained))
+    measured = step(FedPHP(recompute_first=True), {}, model_of("batch")).state["inherited"]
+    heir = frozen_copy(trained, plain)
+    inherited_model.recompute(heir, data_of())
+    assert same(measured, tensor_maps.copy_state(heir))
+    assert not same(measured, plain)
+
+
 def test_recomputed_statistics_are_those_of_the_training_set() -> None:
     model, x = model_of(), shares()[0].train.batch(torch.arange(14))[0]
     before = tensor_maps.copy_state(model)
