@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from fl_core import datasets
 from fl_core.converter import stated
 from fl_core.errors import DataError
 from fl_core.methods import method_class
+from fl_core.training.devices import choose_device
 from fl_core.types.records import judgements
 from privacy import profiles
 
@@ -45,6 +47,10 @@ _JUDGED = {
 }
 
 
+class TimeUpError(Exception):
+    """The minutes that a computation was given are over; what was done is kept."""
+
+
 class Kept(Protocol):
     """What a store can be asked for."""
 
@@ -55,9 +61,11 @@ class Kept(Protocol):
 Item = TypeVar("Item", bound=Kept)
 
 
-def machine() -> str:
-    """Name what decides the last bits of a run: processor, its vector instructions, Python and torch."""
+def machine(device: str = "cpu") -> str:
+    """Name what decides the last bits of a run: GPU or processor with its vector instructions, Python and torch."""
+    chosen = choose_device(device)
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    processor = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor
     return f"{processor}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
@@ -148,33 +156,38 @@ def complete(
     work: Callable[[Item], Run],
     jobs: int = 0,
     tell: Callable[[str], None] = print,
+    until: float = math.inf,
 ) -> dict[str, Run]:
     """Compute what the store lacks, appending each run as it ends; return the runs asked for, by key.
 
-    jobs: processes at a time, each on one core (0: one per core), or -1: in this process. One run that fails does not
-    stop the others; the first error is raised at the end.
+    jobs: processes at a time, each on one core (0: one per core), or -1: in this process   until: of `time.monotonic`;
+    no run begins later. One run that fails does not stop the others; the first error is raised at the end. Raises
+    TimeUpError where the time was up before all runs had begun.
     """
     kept = read(file)
     missing = list({item.key: item for item in asked if item.key not in kept}.values())
     tell(f"{len(asked)} runs, {len(asked) - len(missing)} of them done before")
-    start, errors, attempt = time.monotonic(), [], partial(_attempt, work)
+    start, errors, attempt = time.monotonic(), [], partial(_attempt, work, until)
     outcomes = ((item, attempt(item)) for item in missing) if jobs < 0 else in_processes(attempt, missing, jobs)
     for done, (item, outcome) in enumerate(outcomes, start=1):
         if isinstance(outcome, Exception):
             errors.append(outcome)
-            tell(f"{item}: {outcome}")
+            if not isinstance(outcome, TimeUpError):
+                tell(f"{item}: {outcome}")
             continue
         kept[item.key] = outcome
         append(file, outcome)
         left = (time.monotonic() - start) / done * (len(missing) - done)
         tell(f"{done}/{len(missing)}  {item}  ({left:.0f} s left)")
+    if others := [e for e in errors if not isinstance(e, TimeUpError)]:
+        raise others[0]
     if errors:
-        raise errors[0]
+        raise TimeUpError(f"the time was up before {len(errors)} of {len(asked)} runs: the same command goes on")
     return {item.key: kept[item.key] for item in asked}
 
 
-def _attempt(work: Callable[[Item], Run], item: Item) -> Run | Exception:
+def _attempt(work: Callable[[Item], Run], until: float, item: Item) -> Run | Exception:
     try:
-        return work(item)
+        return work(item) if time.monotonic() < until else TimeUpError()
     except Exception as error:
         return error

@@ -4,6 +4,7 @@
     python -m benchmarks.comparison digits_linear                 computes what is missing, then writes the table
     python -m benchmarks.comparison digits_linear --stored        writes the table of stored runs; computes nothing
     python -m benchmarks.comparison cifar10_p5c2 --data-root /path/to/images --jobs 4
+    python -m benchmarks.comparison fmnist_p5c2_resnet18 --jobs 12 --minutes 8     on a GPU; the same command goes on
 
 Runs are kept in results/NAME.jsonl, the table is results/NAME.md.
 """
@@ -11,16 +12,20 @@ Runs are kept in results/NAME.jsonl, the table is results/NAME.md.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks import run_store
 from benchmarks.comparison import report, settings, study
 from benchmarks.comparison.settings import Comparison
-from benchmarks.run_store import Run
+from benchmarks.run_store import Run, TimeUpError
 from fl_core.errors import DataError, FederationError
+from fl_core.training.devices import choose_device
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,25 +41,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--stored", action="store_true", help="compute nothing: fail where a run is missing")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time, one core each; 0: one per core")
     parser.add_argument("--data-root", type=Path, help="folder of the image sets; CONSILIUM_TEST_DATA without it")
+    parser.add_argument("--device", help="cpu, cuda, cuda:N or auto; without it what the comparison names")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run later than after these")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the store and the table")
     given = parser.parse_args(argv)
     try:
         if given.name == "list":
             print("\n".join(f"{name}: {settings.load(name).title}" for name in settings.names()))
             return
-        print(compare(settings.load(given.name), given.out, given.jobs, given.data_root, stored=given.stored))
-    except FederationError as error:
+        asked, until = settings.load(given.name), time.monotonic() + 60 * given.minutes
+        asked = replace(asked, device=given.device or asked.device)
+        print(compare(asked, given.out, given.jobs, given.data_root, stored=given.stored, until=until))
+    except (FederationError, TimeUpError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
 
 
-def compare(asked: Comparison, out: Path, jobs: int, data_root: Path | None, *, stored: bool = False) -> str:
+def compare(
+    asked: Comparison,
+    out: Path,
+    jobs: int,
+    data_root: Path | None,
+    *,
+    stored: bool = False,
+    until: float = math.inf,
+) -> str:
     """Compute what the store lacks, write the table and return it.
+
+    until: of `time.monotonic`: no run begins later, and TimeUpError says how many are missing
 
     Guarantees: a table is written only when all of its runs are there, so that none takes the place of a fuller one.
     """
     store = out / f"{asked.name}.jsonl"
-    computed = partial(run_store.complete, file=store, work=study.measure, jobs=jobs)
+    computed = partial(run_store.complete, file=store, work=study.measure, jobs=jobs, until=until)
+    if not stored:
+        choose_device(asked.device)  # a machine without it says so once
     found = study.compared(asked, stored_runs(store) if stored else computed, data_root)
     text = report.markdown(asked, found)
     out.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ methods:
   FedAvg: [method=fedavg, method=fedavg train.momentum=0]                         # searched together with the rate
   FedGELA: [method=fedgela method.logit_scale=1, method=fedgela method.logit_scale=30]
 diagnostics: [correlation]             # may be left out: what else is kept of the final model
+device: cuda                           # may be left out: where the runs are made, unless --device says otherwise
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Comparison:
     baseline: str
     methods: Mapping[str, tuple[Words, ...]]
     diagnostics: Words = ()
+    device: str = "cpu"
 
 
 def names(folder: Path = FOLDER) -> list[str]:
@@ -76,7 +78,7 @@ def load(name: str, folder: Path = FOLDER) -> Comparison:
     raw = yaml.safe_load((folder / f"{name}.yaml").read_text())
     valid = {f.name for f in fields(Comparison)} - {"name"}
     if isinstance(raw, dict):
-        raw = {"diagnostics": [], **raw}
+        raw = {"diagnostics": [], "device": "cpu", **raw}
     if not isinstance(raw, dict) or set(raw) != valid:
         odd = sorted(set(raw) ^ valid) if isinstance(raw, dict) else raw
         raise ConfigError(
@@ -94,6 +96,7 @@ def load(name: str, folder: Path = FOLDER) -> Comparison:
         baseline=str(raw["baseline"]),
         methods={str(m): _variants(w) for m, w in raw["methods"].items()},
         diagnostics=tuple(str(d) for d in raw["diagnostics"]),
+        device=str(raw["device"]),
     )
     _check(found)
     return found

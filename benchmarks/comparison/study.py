@@ -28,6 +28,7 @@ from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result
 from fl_core.errors import FederationError
+from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.records import RoundRecord
 from privacy.accounting.uncertainty import LAST
@@ -47,6 +48,7 @@ class Trial:
     words: tuple[str, ...]
     data_root: Path | None = None
     diagnostics: tuple[str, ...] = ()
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.method}, lr {self.lr:g}, seed {self.seed}"
@@ -59,6 +61,7 @@ def trials(
     seeds: Sequence[int],
     data_root: Path | None,
     diagnostics: Sequence[str] = (),
+    device: str = "cpu",
 ) -> list[Trial]:
     """Compose the runs of one variant of a method, once for all of them; raises ConfigError where it does not."""
     also = {"diagnostics": list(diagnostics)} if diagnostics else {}
@@ -68,7 +71,7 @@ def trials(
         written, at = (*words, f"train.lr={lr:g}"), replace(spec, train=replace(spec.train, lr=lr))
         for seed in seeds:
             key = run_store.key_of(run_store.seeded(at, seed), cut, **also)
-            found.append(Trial(key, method, lr, seed, written, data_root, tuple(diagnostics)))
+            found.append(Trial(key, method, lr, seed, written, data_root, tuple(diagnostics), device))
     return found
 
 
@@ -87,7 +90,7 @@ def measure(trial: Trial) -> Run:
     start, spec, root = time.process_time(), spec_of(trial), images.root_of(trial.words, trial.data_root)
     found: dict[str, object] = {"key": trial.key, "seed": trial.seed, "words": list(trial.words)}
     try:
-        engine = SimulationEngine(workers=1)  # runs are what is computed side by side
+        engine = SimulationEngine(device=trial.device, workers=1)  # runs are what is computed side by side
         result = runner.run(spec, root, engine=engine)
     except FederationError as error:
         if error.code != "E-RUN-03":  # too few updates that are finite and useful: what training came to
@@ -106,19 +109,22 @@ def measure(trial: Trial) -> Run:
         "balanced": _rounded([r.balanced_accuracy for r in records]),
         **({"auc": _rounded([_auc(r) for r in records])} if spec.metrics == CLINICAL else {}),
         **({"pa": [None, *_rounded(scores)]} if scores else {}),
-        **(_diagnosed(spec, result, root) if trial.diagnostics else {}),
+        **(_diagnosed(spec, result, root, trial.device) if trial.diagnostics else {}),
         **run_store.judged(result),
         "model": result.model_digest[:16],
+        "device": run_store.machine(trial.device),
         "cpu_seconds": round(time.process_time() - start, 2),
     }
 
 
-def _diagnosed(spec: RunSpec, result: Result, root: Path | None) -> dict[str, float]:
+def _diagnosed(spec: RunSpec, result: Result, root: Path | None, device: str) -> dict[str, float]:
     """Say how the final global model's features of all test images lie."""
     runtime, tests = runtime_and_tests(spec, root)
     model = runtime.method.global_model(runtime.reset_model(), runtime.method.broadcast(result.server)).eval()
+    place = choose_device(device)
+    model = model.to(place)
     with torch.no_grad():
-        z = torch.cat([model.features(tests.batch(part)[0]) for part in whole(tests).split(1000)])
+        z = torch.cat([model.features(tests.batch(part)[0].to(place)).cpu() for part in whole(tests).split(1000)])
     y, d = tests.labels, z.shape[1]
     own = [paper_metrics.correlation_eigenvalues(z[y == c]) for c in y.unique().tolist()]  # type: ignore[no-untyped-call]
     return {
@@ -189,7 +195,7 @@ def compared(asked: Comparison, complete: Complete, data_root: Path | None) -> d
     """Tune each method's variant and rate on the tuning seeds, then run that on the table's seeds."""
 
     def composed(method: str, words: Words, lrs: Sequence[float], seeds: Sequence[int]) -> list[Trial]:
-        return trials(method, (*asked.words, *words), lrs, seeds, data_root, asked.diagnostics)
+        return trials(method, (*asked.words, *words), lrs, seeds, data_root, asked.diagnostics, asked.device)
 
     grids = {
         method: {words: composed(method, words, asked.lrs, asked.tuning_seeds) for words in variants}

@@ -109,7 +109,8 @@ def measure(model: str, side: int, n: int, batch_size: int, turns: int) -> dict[
             turns,
         )
         cache.close()
-    same = all(torch.equal(v, up["through_body"]["delta"].total[k]) for k, v in up["kept"]["delta"].total.items())
+    pairs = [(v, up["through_body"]["delta"].total[k]) for k, v in up["kept"]["delta"].total.items()]
+    same = all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)  # batches of other sizes round otherwise
     bytes_of = {name: len(pack_state(sent[name])) + len(pack_bundle(up[name])) for name in up}
     return {
         "model": model,

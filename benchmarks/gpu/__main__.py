@@ -3,15 +3,15 @@
 python -m benchmarks.gpu --minutes 25 --data-root /data
 python -m benchmarks.gpu --small --device cpu --minutes 2     # the same steps on digits, to see that they work
 
-1. checks      runs on the device beside the same on the CPU: plain, bf16, the words for speed, private, deterministic,
-               compiled
-2. tests       those of the suite that look for a device
-3. throughput  images per second of a silo's training, beside a bare loop of PyTorch, by precision and memory format
-4. runs        FedAvg, FedMR (four forms), FedGELA, FedProx, MOON on CIFAR10 P5C2 and P10C3 with the papers' settings
+1. checks       runs on the device beside the same on the CPU: plain, bf16, the words for speed, private, deterministic,
+                compiled
+2. tests        those of the suite that look for a device
+3. throughput   images per second of a silo's training, beside a bare loop of PyTorch, by precision and memory format
+4. comparisons  of benchmarks/comparison, those whose settings name device: cuda
 
-Each of 1 to 3 is done once; 4 takes turns of a few rounds, the run with the fewest rounds first, until there is no time
-for one more round. Missing images are told before anything is done.
-OUT/steps.jsonl has a line per step and OUT/rounds.jsonl one per round, both with device and date, written as they come.
+Each step is done once; a comparison goes on from the runs that it has kept. Missing images are told before anything is
+done. OUT/steps.jsonl has a line per step, with device and date, written as they come; the comparisons' runs go where
+--results says, their own store without it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from benchmarks import timing
-from benchmarks.gpu import checks, runs, throughput
+from benchmarks.comparison import run, settings
+from benchmarks.comparison.settings import Comparison
+from benchmarks.gpu import checks, throughput
+from benchmarks.paper import images
+from benchmarks.run_store import TimeUpError
+from coordinator.config.hydra_config import compose_simulation
+from coordinator.simulate import runner
+from fl_core import datasets
 from fl_core.errors import FederationError
 from fl_core.training.devices import choose_device
 
@@ -50,7 +57,9 @@ class Visit:
     deadline: float
     small: bool
     data_root: Path | None
-    images: str
+    results: Path
+    jobs: int
+    steps: Sequence[str] = ()
 
     @property
     def left(self) -> float:
@@ -80,7 +89,7 @@ def visit(given: Visit, steps: Mapping[str, Callable[[Visit], Mapping[str, objec
     wrong = 0
     done = {line["step"] for line in lines(given.out / "steps.jsonl") if line.get("complete")}
     for name, step in (STEPS if steps is None else steps).items():
-        if name in done:
+        if name in done or (given.steps and not any(name.startswith(asked) for asked in given.steps)):
             continue
         if given.left <= 0:
             print(f"not reached in time: {name}", flush=True)
@@ -88,6 +97,8 @@ def visit(given: Visit, steps: Mapping[str, Callable[[Visit], Mapping[str, objec
         began = time.monotonic()
         try:
             found = dict(step(given))
+        except TimeUpError as error:
+            found = {"complete": False, "said": str(error)}
         except (FederationError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             found = {"complete": False, "wrong": [f"{type(error).__name__}: {error}"[:2000]]}
         found = {"step": name, "complete": True, "seconds": round(time.monotonic() - began, 1), **found}
@@ -111,11 +122,49 @@ def _check(name: str, given: Visit) -> Mapping[str, object]:
     return checks.check(name, given.device)
 
 
+SMALL = ("data=digits", "model=digits_cnn", "federation=p5c2", "rounds=2", "train.max_steps=2")
+
+
+def compared(small: bool) -> list[Comparison]:
+    """List the comparisons that need a GPU; small: their methods, one variant at one rate and two seeds, on digits."""
+    found = [asked for name in settings.names() if (asked := settings.load(name)).device != "cpu"]
+    if not small:
+        return found
+    return [
+        replace(
+            asked,
+            words=SMALL,
+            lrs=asked.lrs[-1:],
+            tuning_seeds=asked.tuning_seeds[:1],
+            seeds=asked.seeds[:2],
+            methods={method: variants[:1] for method, variants in asked.methods.items()},
+        )
+        for asked in found
+    ]
+
+
+def comparisons(given: Visit) -> Mapping[str, object]:
+    """Go on with the comparisons; their tables are written when all of their runs are there."""
+    for asked in compared(given.small):
+        at = replace(asked, device=given.device)
+        run.compare(at, given.results, given.jobs, given.data_root, until=given.deadline)
+    return {"results": str(given.results)}
+
+
+def require_data(given: Visit) -> None:
+    """Raise DataError or ConfigError where a comparison has no images, before a minute is spent on anything else."""
+    for asked in compared(given.small):
+        words = (*asked.words, *asked.methods[asked.baseline][0])
+        spec = compose_simulation(images.resolved(words, given.data_root))
+        for report in runner.read_silos(spec, images.root_of(words, given.data_root), datasets.check_all)[:1]:
+            report.require_sound()
+
+
 STEPS: Mapping[str, Callable[[Visit], Mapping[str, object]]] = {
     **{f"check {name}": partial(_check, name) for name in checks.KINDS},
     "tests": suite,
     "throughput": lambda v: throughput.measure(v.device, v.small, lambda: v.left),
-    "runs": lambda v: runs.go_on(runs.listed(v.small, v.images), v),
+    "comparisons": comparisons,
 }
 
 
@@ -126,20 +175,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
-    parser.add_argument("--data-root", type=Path, help="of CIFAR10; not needed with --small")
-    parser.add_argument("--images", default="data=cifar10", help="or images=cifar10-5000-1000, from JPEG files")
+    parser.add_argument("--results", type=Path, help="of the comparisons; with --small OUT")
+    parser.add_argument("--jobs", type=int, default=4, help="runs of a comparison that share the device")
+    parser.add_argument(
+        "--steps", nargs="*", default=(), help="these alone, by how their names begin: check, tests ..."
+    )
+    parser.add_argument("--data-root", type=Path, help="folder of the image sets; not needed with --small")
     parser.add_argument("--small", action="store_true", help="digits and a few rounds")
     given = parser.parse_args(argv)
     try:
         choose_device(given.device)
         deadline = time.monotonic() + 60 * given.minutes
-        now = Visit(given.out, given.device, deadline, given.small, given.data_root, given.images)
-        runs.require_data(runs.listed(now.small, now.images)[0], now)
+        results = given.results or (given.out if given.small else run.RESULTS)
+        now = Visit(
+            given.out, given.device, deadline, given.small, given.data_root, results, given.jobs, tuple(given.steps)
+        )
+        require_data(now)
     except FederationError as error:
         print(error, file=sys.stderr)
         return 2
     wrong = visit(now)
-    print(f"results: steps.jsonl and rounds.jsonl in {now.out}; the same command goes on", flush=True)
+    print(f"results: {now.out / 'steps.jsonl'} and {now.results}; the same command goes on", flush=True)
     return wrong
 
 

@@ -19,7 +19,7 @@ from coordinator.lead.tables import private_form
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from service_core.command_line import command
-from service_core.console import Reply, counted, make_table
+from service_core.console import ERR, Reply, counted, make_table
 
 _FACTS = ("hospital", "size", "q", "steps", "rounds")
 _NUMBERS = {
@@ -91,7 +91,7 @@ def preview(
     if expected and found["silos"]:
         from coordinator.simulate.expectation import expect
 
-        outcome = expect(spec, expected, data_root)
+        outcome = expect(spec, expected, data_root, ERR.print)
         return Reply({**facts, "expected": outcome.facts()}, chain(_shown(found, form), outcome.lines()))
     return Reply(facts, chain(_shown(found, form), _HINT if found["silos"] else ()))
 

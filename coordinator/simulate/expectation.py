@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,14 +67,19 @@ class Expectation:
         }
 
 
-def expect(spec: RunSpec, runs: int, data_root: Path | None = None) -> Expectation:
+def expect(
+    spec: RunSpec, runs: int, data_root: Path | None = None, tell: Callable[[str], None] = lambda _: None
+) -> Expectation:
     """Simulate a run on the data that its words name, by as many seeds of partition, weights and noise.
 
-    Its noise is drawn from a seed: equal words give equal numbers. Raises ConfigError (E-CFG-08) for a method without a
-    global model, and what `runner.run` raises.
+    tell: hears of every simulation as it ends. Its noise is drawn from a seed: equal words give equal numbers. Raises
+    ConfigError (E-CFG-08) for a method without a global model, and what `runner.run` raises.
     """
     spec = replace(spec, silos=None, privacy={**spec.privacy, "rng": "test"})
-    found = [_once(_seeded(spec, spec.seed + k), data_root) for k in range(runs)]
+    found = []
+    for k in range(runs):
+        found.append(_once(_seeded(spec, spec.seed + k), data_root))
+        tell(f"simulation {k + 1} of {runs} done")
     data = str(spec.data.get("path") or spec.data["name"])
     rights, of = [r for r, _, _, _ in found], [n for _, n, _, _ in found]
     return Expectation(

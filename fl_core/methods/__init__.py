@@ -81,6 +81,10 @@ TOOLS: Mapping[str, type[FedAvg]] = {Survey.name: Survey}
 """What runs as a method does, and trains nothing."""
 
 
+_WRITTEN: Mapping[str, Mapping[str, object]] = {"fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8}}
+"""First defaults of options whose default has changed since: what a manifest means that leaves the option out."""
+
+
 def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     """Make a method from its registered name and options.
 
@@ -88,6 +92,14 @@ def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     with the nearest valid name or the expected type; E-CFG-02 on a value out of range.
     """
     return read_options(method_class(name), name, options)
+
+
+def build_written(name: str, options: Mapping[str, object]) -> FedAvg:
+    """Make the method of a manifest or of a model's file, which means for ever what it meant when it was written.
+
+    Raises as `build_method`.
+    """
+    return build_method(name, {**_WRITTEN.get(name, {}), **options})
 
 
 def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:

@@ -22,7 +22,7 @@ from fl_core.datasets.preprocessing import Preprocessing
 from fl_core.errors import ConfigError, StateError
 from fl_core.extensions import registry
 from fl_core.extensions.registry import Extension
-from fl_core.methods import build_method
+from fl_core.methods import build_written
 from fl_core.models import build_model, pretrained
 from fl_core.models.split_model import SplitModel, behind_body, on_body
 from fl_core.rounds.manifest import RunManifest
@@ -206,7 +206,7 @@ def build(facts: ModelFacts, tensors: Tensors) -> nn.Module:
     """
     registry.require_same(facts.method, facts.model, facts.extensions)
     model = build_model(facts.model, facts.model_options, facts.schema, 0)
-    method, context = build_method(facts.method, facts.method_options), RoundContext(1, len(facts.classes), cohort=1)
+    method, context = build_written(facts.method, facts.method_options), RoundContext(1, len(facts.classes), cohort=1)
     body = copy.deepcopy(model.body) if facts.frozen else None
     trained = behind_body(model, facts.model) if facts.frozen else model
     empty = method.broadcast(method.init_server(copy.deepcopy(trained), context))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fl_core.errors import RefusedError
-from fl_core.methods import build_method
+from fl_core.methods import build_written
 from fl_core.models import describe
 from fl_core.models.split_model import body_rows
 from fl_core.rounds.manifest import NamedOptions
@@ -54,7 +54,7 @@ def require_memory(
     facts = describe(model.name, schema, model.options)
     gradients = _FLOAT * facts.parameters if train.freeze != FEATURES else 0  # a head's are few
     kept = {"adam": 2 * gradients}.get(train.optimizer, gradients if train.momentum else 0)
-    own = _FLOAT * build_method(method.name, method.options).own_numbers(len(schema.classes), facts.feature_dim)
+    own = _FLOAT * build_written(method.name, method.options).own_numbers(len(schema.classes), facts.feature_dim)
     sent = 0 if train.freeze == FEATURES else 2 * facts.state_bytes
     training, carried = facts.state_bytes + gradients + kept, sent + own
     on = {device: training, memory.CPU: carried} if device.type == "cuda" else {memory.CPU: training + carried}

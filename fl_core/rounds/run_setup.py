@@ -22,7 +22,7 @@ from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms, with_undeclared
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.extensions import registry
-from fl_core.methods import build_method
+from fl_core.methods import build_written
 from fl_core.models import SplitModel, build_model, pretrained
 from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
@@ -73,7 +73,7 @@ class RunSetup:
 
     @cached_property
     def method(self) -> Method:
-        return build_method(self.manifest.method.name, self.manifest.method.options)
+        return build_written(self.manifest.method.name, self.manifest.method.options)
 
     @cached_property
     def guards(self) -> Guards:

@@ -19,8 +19,10 @@ SHARE_OF_MEMORY = 0.5
 def choose_device(name: str) -> torch.device:
     """Read cpu, cuda, cuda:N or auto (a GPU where there is one).
 
-    Raises ConfigError (E-CFG-02) when it is something else or this machine has no such device.
+    Raises ConfigError (E-CFG-02) when it is something else or this machine has no such device. Guarantees: float32 is
+    float32: cuDNN may not round it to the ten bits of TF32, as it does by itself; who wants speed asks for bfloat16.
     """
+    torch.backends.cudnn.allow_tf32 = False
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = name.partition(":")
@@ -74,6 +76,8 @@ class OnDevice(Examples):
 
     def __init__(self, source: Examples, device: torch.device, as_stored: bool = False) -> None:
         self.labels, self.groups = source.labels, source.groups
+        if (paths := getattr(source, "paths", None)) is not None:
+            self.paths = paths  # a record's name is the same wherever it lies
         self._source, self._as_stored = source, as_stored
         read = source.stored if as_stored else lambda index: source.batch(index)[0]
         self._x = torch.cat([read(index).to(device) for index in torch.split(torch.arange(len(source)), 512)])

@@ -158,7 +158,7 @@ def _views(examples: Examples, index: Tensor, x: Tensor, number: int) -> Iterato
     if number == 1 or not len(index):
         yield from [x] * (number - 1)
         return
-    contents = [hashlib.sha256(one.contiguous().numpy().tobytes()).hexdigest() for one in x]
+    contents = [hashlib.sha256(one.contiguous().numpy().tobytes()).hexdigest() for one in x.cpu()]
     for v in range(1, number):
         drawn = [rng.stream(0, "view", content, v) for content in contents]
         ones = zip(torch.split(index, 1), drawn, strict=True)

@@ -61,6 +61,10 @@ def test_every_setting_is_fair_and_its_table_is_what_the_store_makes(name: str, 
     assert len(asked.seeds) >= 10
     assert not set(asked.seeds) & set(asked.tuning_seeds)
     store = run.RESULTS / f"{name}.jsonl"
+    if asked.device != "cpu" and not store.with_suffix(".md").exists():
+        with pytest.raises(DataError, match="expected all runs of the table"):  # a visit to a GPU goes on with it
+            run.compare(asked, run.RESULTS, -1, None, stored=True)
+        return
     (tmp_path / store.name).write_bytes(store.read_bytes())
     text = run.compare(asked, tmp_path, -1, None, stored=True)
     kept = (run.RESULTS / f"{name}.md").read_text()

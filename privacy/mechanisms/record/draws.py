@@ -130,7 +130,7 @@ def _states(device: torch.device) -> list[Tensor]:
 def _contents(examples: Examples) -> Iterator[bytes]:
     for index in torch.split(torch.arange(len(examples)), _BATCH):
         x, y = examples.batch(index)
-        for row, label in zip(x, y.tolist(), strict=True):
+        for row, label in zip(x.cpu(), y.tolist(), strict=True):
             yield row.contiguous().numpy().tobytes() + str(label).encode()
 
 

@@ -23,6 +23,8 @@ CLOSED = (*WORDS, "method=analytic", "model=random_features", "model.width=64", 
 def asked(*words: str) -> str:
     result = CliRunner().invoke(build(["privacy"]), ["privacy", "preview", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
+    number = int(words[words.index("--expect") + 1]) if "--expect" in words else 0
+    assert result.stderr.splitlines() == [f"simulation {k + 1} of {number} done" for k in range(number)]
     return " ".join(result.stdout.split())
 
 

@@ -260,7 +260,7 @@ def test_a_round_of_creff_is_the_papers_with_its_features_and_classifier() -> No
     ("form", "mu1", "mu2"), [("mean", 1.0, 0.1), ("paper", 1e-3, 0.1), ("code", 0.1, 0.0), ("mean", 0.0, 0.3)]
 )
 def test_a_round_of_fedmr_is_the_papers_with_its_prototypes(form: str, mu1: float, mu2: float) -> None:
-    played = Played("fedmr", {"intra": form, "mu1": mu1, "mu2": mu2})
+    played = Played("fedmr", {"intra": form, "mu1": mu1, "mu2": mu2, "eps": 1e-8})
     w, g = oracle.fedmr(played.start, played.silos, form, mu1, mu2)
     close(played.server["w"], w)
     if mu2:

@@ -12,7 +12,7 @@ import pytest
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from fl_core.aggregation import options as aggregators
-from fl_core.methods import METHODS, TOOLS, build_method
+from fl_core.methods import METHODS, TOOLS, build_method, build_written
 from fl_core.models import MODELS, model_options
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import TrainConfig
@@ -23,7 +23,7 @@ WRITTEN = json.loads((Path(__file__).parents[2] / "data/written_defaults.json").
 software did without it. A line is never changed: a default that changes goes to a list as of aggregators."""
 
 READ: dict[str, Callable[[str], object]] = {
-    "method": lambda name: build_method(name, {}),
+    "method": lambda name: build_written(name, {}),
     "model": lambda name: model_options(name, {}),
     "aggregator": lambda name: aggregators.read_written(name, {}),
     "privacy": lambda name: (kind := PROFILES[name].config) and kind.of({}),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from fl_core import rng
-from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.methods.disjoint.fedmr import FedMR, IntraVariant, intra_loss
 from fl_core.methods.shared import prototypes
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
@@ -144,7 +145,7 @@ def test_objective_is_equation_5() -> None:
     between = slow_inter(z, y, g, [True] * 4, [True] * 4)
     assert torch.allclose(losses[0].per_example.mean(), ce + 0.7 * between)
     assert losses[0].coupled is not None
-    assert torch.allclose(losses[0].coupled, 1e-3 * slow_intra(z, y, mean=True))
+    assert torch.allclose(losses[0].coupled, 1e-3 * slow_intra(z, y, mean=True, eps=method.eps))
 
 
 def test_coupling_says_what_mixes_a_batch() -> None:
@@ -154,3 +155,24 @@ def test_coupling_says_what_mixes_a_batch() -> None:
     assert FedMR(mu1=0, inter="paired_sample", inter_weighting="example").coupling is Coupling.BATCH
     assert FedMR(mu1=0, inter_weighting="example").coupling is Coupling.EXAMPLE
     assert FedMR(mu1=0, mu2=0).coupling is FedMR(mu1=0, prototypes=False).coupling is Coupling.EXAMPLE
+
+
+def test_the_last_bit_of_a_feature_does_not_decide_an_update_as_it_does_with_the_eps_of_the_authors_code() -> None:
+    """Of a feature that hardly varies: it is not divided by its own rounding errors."""
+    draw = rng.stream(0, "z")
+    z, y = torch.rand(16, 8, generator=draw), torch.zeros(16, dtype=torch.int64)
+    z[:, 0] = 0.7 + 1e-5 * z[:, 1].roll(3)
+    near = torch.nextafter(z, 9.0 * torch.randint(2, z.shape, generator=draw))
+
+    def gradient(x: Tensor, eps: float) -> Tensor:
+        x = x.clone().requires_grad_()
+        intra_loss(x, y, 1, IntraVariant(eps=eps, mean=True)).backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return x.grad
+
+    def moved(eps: float) -> float:
+        before = gradient(z, eps)
+        return float((gradient(near, eps) - before).norm() / before.norm())
+
+    assert moved(FedMR().eps) < 1e-3
+    assert moved(1e-8) > 1e-2

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.models import build_model
+from fl_core.training.devices import OnDevice, choose_device
 from fl_core.types import tensor_maps
 from fl_core.types.records import Schema, TrainConfig
-from fl_core.types.values import ClassSums
+from fl_core.types.values import ClassSums, Examples
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.sources import SeededNoise
 from privacy.mechanisms.record.class_sums import filled
+from privacy.mechanisms.record.draws import record_keys
 from privacy.mechanisms.record.per_sample_gradients import MODES, PADDING, per_unit
+from tests.support.data import write_image
 from tests.support.federations import Given
 from tests.support.privacy import NoNoise, ce, examples, plan_of, private_data
 
@@ -27,8 +32,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def exact() -> None:
-    """Let a GPU multiply as the processor does, without TF32."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    choose_device("cpu")  # without TF32
 
 
 def digits(device: str) -> nn.Module:
@@ -50,6 +54,16 @@ def test_a_step_is_the_same_on_every_device(device: str) -> None:
     data = examples()
     assert float((step(device, data, NoNoise(0)) - step("cpu", data, NoNoise(0))).norm()) < 1e-3
     assert float((step(device, data, SeededNoise(3)) - step("cpu", data, SeededNoise(3))).norm()) < 1e-3
+
+
+@devices
+@pytest.mark.parametrize("files", [False, True])
+def test_a_record_has_the_same_key_on_every_device(device: str, files: bool, tmp_path: Path) -> None:
+    data: Examples = examples(5)
+    if files:
+        paths = [write_image(tmp_path / f"{k}.png", 20 * k) for k in range(5)]
+        data = ImageExamples(paths, torch.arange(5) % 4, ImageTransform(8))
+    assert record_keys(OnDevice(data, torch.device(device))).tolist() == record_keys(data).tolist()
 
 
 @devices
