@@ -32,7 +32,7 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, closed form, closed form at epsilon 8
 	@$(BIN)/coordinator demo --out runs/demo
 
-test: setup  ## The tests, eight minutes on 2 cores
+test: setup  ## The tests, a quarter of an hour on 2 cores
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow"
 
 test-all: setup  ## The tests with the slow ones
