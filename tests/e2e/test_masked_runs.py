@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -180,3 +182,39 @@ def test_a_masked_run_goes_on_without_a_hospital_that_is_killed(masked: World) -
     assert any(list(r["missing"]) == ["hospital3"] for r in done["round"])
     masked.silo("hospital3", SITES[3])
     masked.online(["hospital3"])
+
+
+def _allow(masked: World, name: str, text: str) -> None:
+    policy = masked.folder / name / "policy.toml"
+    policy.write_text(text)
+    policy.chmod(0o600)
+
+
+def test_a_survey_is_summed_under_masks_and_holds_back_what_a_policy_does_not_allow(masked: World) -> None:
+    for name in ("hospital0", "hospital1"):
+        _allow(masked, name, '[survey]\nallow = ["classes", "images"]\n')
+    _allow(masked, "hospital2", '[survey]\nallow = ["images"]\n')
+    found = masked.lead("survey", "classes", "images", "data=digits")
+    assert "secagg" in json.loads(masked.lead("show", found["run"])["manifest"])
+    sets = [datasets.load(site) for site in SITES]
+    classes, images = (answer["cells"] for answer in found["answers"])
+    counts = sum(s.train.labels.bincount(minlength=10) + s.test.labels.bincount(minlength=10) for s in sets[:2])
+    assert [cell["images"] for cell in classes] == counts.tolist()
+    assert {cell["held"] for cell in classes} == {2}
+    splits = [sum(len(split(s)) for s in sets[:3]) for split in (attrgetter("train"), attrgetter("test"))]
+    assert [cell["images"] for cell in images] == splits
+    assert {cell["held"] for cell in images} == {1}
+
+
+def test_an_evaluation_is_summed_under_masks_and_no_update_is_sent(masked: World) -> None:
+    run = masked.wait(masked.submit(*SHORT, "method=fedavg"))
+    found = masked.lead("evaluate", run["run"])
+    assert found["global_accuracy"] == run["global_accuracy"]
+    assert found["model_digest"] == run["model_digest"]
+    assert found["bytes_up"] < len(SITES) * 16384 < run["bytes_up"] / 10
+    assert "secagg" in json.loads(found["manifest"])
+    _allow(masked, "hospital3", '[evaluation]\nsend = "nothing"\n')
+    without = masked.lead("evaluate", run["run"])
+    assert [r["included"] for r in without["round"]] == [[f"hospital{k}" for k in range(4)]]
+    assert sum(without["round"][0]["examples"]) == sum(len(datasets.load(site).test) for site in SITES[:3])
+    (masked.folder / "hospital3/policy.toml").unlink()
