@@ -113,10 +113,10 @@ class Policy:
         """Raise RefusedError on a run that it does not allow whatever it computes.
 
         E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for
-        E-POLICY-18: training, where it takes part in evaluations alone.
+        E-POLICY-18: training, where it takes part in evaluations and surveys alone.
         """
         runs = self.runs
-        if manifest.rounds and not runs.train:
+        if manifest.trains and not runs.train:
             raise validates_only(manifest.rounds, "its policy says train = false under [runs]")
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")

@@ -112,9 +112,7 @@ def suite(given: Visit) -> Mapping[str, object]:
     """Run the tests that look for a device; the small mode collects them."""
     how = ["--collect-only", "-qq"] if given.small else ["-q", "-x"]
     command = [sys.executable, "-m", "pytest", *how, *TESTS]
-    found = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, given.left), check=False
-    )
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, given.left), check=False)
     return {"tests": list(TESTS), "wrong": [found.stdout[-2000:]] if found.returncode else []}
 
 

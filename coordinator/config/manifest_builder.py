@@ -30,6 +30,7 @@ from fl_core.types.columns import Column
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema
 from fl_core.types.secagg import MIN_MASKED, Secagg
+from fl_core.types.survey import SURVEY
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
@@ -340,14 +341,16 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
     """Return the silos that the spec names (online or not), or all that are online with fitting data, in natural order.
 
-    Those that evaluate models and train none are among all of them where the run trains nothing.
+    Those that evaluate models and train none are among all of them where the run trains nothing: an evaluation or a
+    survey.
 
     Raises ConfigError (E-RUN-05) for a name that is not enrolled or serves other data, and when none is left.
     """
     kind = str(spec.data["name"])
     fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}
-    train = {s.name for s in silos if not (spec.rounds and s.data.validation_only)}
-    here = [name for name, state in fitting.items() if state == "online" and name in train]
+    trains = spec.rounds and spec.method["name"] != SURVEY
+    fit = {s.name for s in silos if not (trains and s.data.validation_only)}
+    here = [name for name, state in fitting.items() if state == "online" and name in fit]
     chosen = here if spec.silos is None else list(spec.silos)
     if strangers := sorted(set(chosen) - set(fitting)):
         raise ConfigError(

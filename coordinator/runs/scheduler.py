@@ -95,7 +95,7 @@ class RunScheduler:
         for member in manifest.members:
             if member.name not in enrolled:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
-        never = self.store.members.validation_only() if manifest.rounds else set()
+        never = self.store.members.validation_only() if manifest.trains else set()
         if refused := sorted(never & {member.name for member in manifest.members}):
             raise ConfigError(
                 "E-RUN-05",

@@ -20,6 +20,7 @@ from fl_core.rounds import sampling
 from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES, METRICS_KINDS
 from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.secagg import Secagg
+from fl_core.types.survey import SURVEY
 from fl_core.types.values import Layout, PartSpec
 from fl_core.validate import Count, between, bounded, one_of
 
@@ -194,6 +195,11 @@ class RunManifest:
     by_hospital: bool = False
     own: str = ""
     format: int = FORMAT
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether hospitals train: in an evaluation and in a survey nobody does."""
+        return self.rounds > 0 and self.method.name != SURVEY
 
     def to_json(self) -> str:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""

@@ -176,7 +176,7 @@ class HospitalControls:
         """
         try:
             policy = self.policy()
-            if manifest.rounds and self.home.validation_only:
+            if manifest.trains and self.home.validation_only:
                 raise validates_only(manifest.rounds, "it joined for validation alone")
             policy.check_request(manifest)
             if manifest.secagg is not None and policy.secagg.confirmed_peers:

@@ -11,8 +11,10 @@ import pytest
 
 from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
+from coordinator.cli.survey import survey
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
+from fl_core import datasets
 from fl_core.errors import FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
@@ -53,10 +55,10 @@ def newest(world: World):
 
 
 @pytest.mark.fault("a hospital", "joins for validation alone", "evaluates, and is in no run that trains")
-def test_it_is_in_no_run_that_trains_and_in_every_evaluation(
+def test_it_is_in_no_run_that_trains_and_in_every_evaluation_and_survey(
     world: tuple[World, dict[str, Site]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, _ = world
+    made, sites = world
     lead.run(TRAINED, home=made.home, detach=True)
     run, _ = newest(made)
     assert set(run.members) == {"north", "east"}
@@ -64,6 +66,12 @@ def test_it_is_in_no_run_that_trains_and_in_every_evaluation(
     measured, rounds = newest(made)
     assert set(measured.members) == {"north", "east", "invited", "unwilling"}
     assert set(rounds[0].record.included) == set(measured.members)
+    sites["invited"].policy('[survey]\nallow = ["images"]\n')
+    survey(["images", "data=digits"], home=made.home, as_json=True)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    training, _ = told["answers"][0]["cells"]
+    assert (told["hospitals"], training["held"]) == (4, 3)
+    assert training["images"] == len(datasets.load("digits/p4c5/2").train)
     capsys.readouterr()
     lead.silos(home=made.home, as_json=True)
     told = json.loads(capsys.readouterr().out)["silos"]
