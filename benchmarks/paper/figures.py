@@ -17,7 +17,7 @@ import yaml
 
 from benchmarks import run_store
 from benchmarks.comparison.report import table as rows_of_table
-from benchmarks.paper import study
+from benchmarks.paper import one_hot, study
 from benchmarks.paper.frame import replaced
 from benchmarks.paper.measures import MEASURES
 from benchmarks.paper.probes import PROBES
@@ -63,7 +63,8 @@ class Figure:
     @property
     def title(self) -> str:
         seeds = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
-        return f"{self.paper}, {self.shows}: {self.scale}, {seeds}"
+        drawn = f", drawn is seed {self.seeds[0]}" if self.draw in ("points", "matrix") and len(self.seeds) > 1 else ""
+        return f"{self.paper}, {self.shows}: {self.scale}, {seeds}{drawn}"
 
     def cells(self) -> Iterator[tuple[Cell, tuple[str, ...]]]:
         """Yield what the figure compares, and the words of each."""
@@ -95,7 +96,8 @@ class Figure:
                 data_root=data_root,
                 how=SimulationEngine(workers=1),  # runs are what is computed side by side
             )
-            found[cell] = study.at_seeds(asked, self.seeds)
+            with one_hot.known():
+                found[cell] = study.at_seeds(asked, self.seeds)
         return found
 
 
@@ -159,7 +161,8 @@ def compute(figure: Figure, out: Path, jobs: int, data_root: Path | None = None)
 def measured(point: study.Point) -> Run:
     """Measure a run; one that the round loop itself ends is kept with its reason, as in benchmarks/comparison."""
     try:
-        return study.measure(point)
+        with one_hot.known():
+            return study.measure(point)
     except FederationError as error:
         if error.code != "E-RUN-03":  # too few updates that are finite: what training came to
             raise

@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.paper import drawings, figures, probes, run, study, tables
 from benchmarks.paper.figures import Cell, Figure, Found
-from benchmarks.paper.one_hot import OneHotFedMR
+from benchmarks.paper.one_hot import OneHotFedMR, known
 from benchmarks.run_store import read
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulate import runner
@@ -172,13 +172,14 @@ def test_a_probe_sees_the_model_that_the_silo_trained() -> None:
 
 
 def test_unit_vectors_in_place_of_prototypes_are_neither_measured_nor_sent() -> None:
-    one_hot, plain = (
-        runner.run(
-            compose_simulation([*TINY.split(), f"method={method}", "method.mu1=0", "method.mu2=0.5"]),
-            engine=SimulationEngine(workers=1),
+    with known():
+        one_hot, plain = (
+            runner.run(
+                compose_simulation([*TINY.split(), f"method={method}", "method.mu1=0", "method.mu2=0.5"]),
+                engine=SimulationEngine(workers=1),
+            )
+            for method in ("memory:OneHotFedMR", "fedmr")
         )
-        for method in ("benchmarks.paper.one_hot:OneHotFedMR", "fedmr")
-    )
     assert OneHotFedMR(mu2=0.5).sends == FedMR(mu2=0).sends
     assert set(one_hot.server) == {"w"}
     assert one_hot.model_digest != plain.model_digest
