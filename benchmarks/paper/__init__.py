@@ -1,1 +1,1 @@
-"""The papers' tables: run anew, beside the numbers that were printed."""
+"""The papers' tables and figures: run anew, beside the numbers that were printed."""

@@ -116,6 +116,11 @@ def _rounds(run: Run, fedavg: Run | None, at: int) -> float:  # noqa: ARG001
     return rounds_to_target(curve(run), _best(curve(fedavg)[1:]))
 
 
+def _rounds_to_last(run: Run, fedavg: Run | None, at: int) -> float:  # noqa: ARG001
+    """FedCD, Table 2: rounds until a method has what FedAvg has after all of its."""
+    return math.nan if fedavg is None else rounds_to_target(curve(run), _last(curve(fedavg)))
+
+
 MEASURES: Mapping[str, Measure] = {
     "ga": Measure("global accuracy, best round, %", _of_curve(_best)),
     "ga_last": Measure("global accuracy, last round, %", _of_curve(_last)),
@@ -129,6 +134,13 @@ MEASURES: Mapping[str, Measure] = {
     "pm_l": Measure("PM(L), %", _score("pm_l")),
     "fairness": Measure("standard deviation of PM(L) over silos, points", _score("pm_l_std"), better=-1),
     "rounds": Measure("rounds to FedAvg's best accuracy", _rounds, percent=False, digits=0, better=-1),
+    "rounds_to_last": Measure("rounds to FedAvg's last accuracy", _rounds_to_last, percent=False, digits=0, better=-1),
     "eigenvalues": Measure("variance of the top 50 eigenvalues", _kept("eigenvalues"), False, digits=1, better=-1),
+    "seconds": Measure("CPU seconds of a silo's training in a round", _kept("seconds"), False, digits=3, better=-1),
+    "held": Measure("numbers that a silo holds, millions", _kept("held"), percent=False, digits=3, better=-1),
+    "sent": Measure("numbers that a silo sends in a round, millions", _kept("sent"), False, digits=4, better=-1),
+    "spread": Measure("distance of features from their class's mean", _kept("spread"), False, digits=3, better=0),
+    "alike": Measure("cosine of alike classes' vectors minus others'", _kept("alike"), False, digits=3, better=0),
+    "agreement": Measure("cosine of a class's features at two silos", _kept("agreement"), False, digits=3, better=0),
     "numbers": Measure("numbers per round, millions", _kept("numbers"), percent=False, digits=3, better=0),
 }

@@ -1,16 +1,21 @@
-r"""Run tables of the papers, and write each as CSV, Markdown and learning curves.
+r"""Run tables of the papers, and write each as CSV, Markdown and learning curves; or figures.
 
     python -m benchmarks.paper table=fedmr_1 scale=small
     python -m benchmarks.paper table=fedmr_1,fednh_1 scale=small seeds=0,1,2 jobs=2 --data-root /data
     python -m benchmarks.paper table=fedmr_1 scale=paper device=cuda jobs=1 methods=FedAvg,FedMR \
         "settings=CIFAR10 P5C2;CIFAR10 P10C2"
     python -m benchmarks.paper list
+    python -m benchmarks.paper figure=fednh_rho
+    python -m benchmarks.paper figure=list
 
 Words: table, scale (paper, small), seeds, methods (all by comma), settings (by semicolon), jobs (processes; 0: one per
 core), device (cpu, cuda, auto), out (folder; results/ here), run (false: only write what is stored). Runs are kept in
 OUT/runs_SCALE.jsonl: what is there is not computed again. What a run needs to go on is in OUT/checkpoints until it is
 there: a killed table goes on where it stopped, within a run too. Seeds, methods and settings say what is computed; what
 is written is all that the store has of the table.
+
+figure: names by comma, or all; of the other words jobs, out and run are theirs. OUT/figures has runs.jsonl, which keeps
+their runs, and NAME.png. figure=all without `out` also writes the list and all numbers into docs/paper-figures.md.
 """
 
 from __future__ import annotations
@@ -22,14 +27,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import run_store
-from benchmarks.paper import curves, report, study, tables
+from benchmarks.paper import curves, drawings, figures, report, study, tables
 from coordinator.simulate.checkpoints import Checkpoints
 from coordinator.simulate.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError, FederationError
 from fl_core.suggest import suggest
 
 RESULTS = Path(__file__).parent / "results"
-KEYS = ("table", "scale", "seeds", "methods", "settings", "jobs", "device", "out", "run")
+KEYS = ("table", "figure", "scale", "seeds", "methods", "settings", "jobs", "device", "out", "run")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if given.words == ["list"]:
             print("\n".join(f"{name}: {tables.load(name, 'paper').paper}" for name in tables.names()))
             return
-        run(parsed(given.words), given.data_root)
+        if given.words == ["figure=list"]:
+            print("\n".join(f"{f.name}: {f.title}" for f in figures.load()[0].values()))
+            return
+        words = parsed(given.words)
+        (run_figures if "figure" in words else run)(words, given.data_root)
     except FederationError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
@@ -59,8 +68,12 @@ def parsed(words: Sequence[str]) -> dict[str, str]:
         if not equals or key not in KEYS:
             raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}: {suggest(key, KEYS)}")
         found[key] = value
-    if "table" not in found:
-        raise ConfigError("E-CFG-01", f"expected table=NAME, found none: valid: {', '.join(tables.names())}")
+    if ("table" in found) == ("figure" in found):
+        raise ConfigError(
+            "E-CFG-01",
+            f"expected table=NAME or figure=NAME, found {'both' if 'table' in found else 'neither'}: valid tables: "
+            f"{', '.join(tables.names())}; figures: python -m benchmarks.paper figure=list",
+        )
     if found["run"] not in ("true", "false"):
         raise ConfigError("E-CFG-01", f"expected run=true or run=false, found run={found['run']}")
     for key in ("seeds", "jobs"):
@@ -81,6 +94,20 @@ def run(words: dict[str, str], data_root: Path | None = None) -> None:
         if words["run"] == "true":
             compute(part, seeds, out, int(words["jobs"]), data_root, how)
         print(f"\n{write(table, out)}", flush=True)
+
+
+def run_figures(words: dict[str, str], data_root: Path | None = None) -> None:
+    """Compute what figures lack, draw them and print their numbers."""
+    out = Path(words["out"]) / "figures"
+    for figure in figures.chosen(words["figure"], figures.load()[0]):
+        print(f"\n{figure.name}: {figure.title}", flush=True)
+        if words["run"] == "true":
+            figures.compute(figure, out, int(words["jobs"]), data_root)
+        found = figures.stored(figure, out)
+        drawings.save(found, out / f"{figure.name}.png")
+        print("\n".join(figures.numbers(found)), flush=True)
+    if words["figure"] == "all" and out == RESULTS / "figures":
+        figures.PAGE.write_text(figures.written(figures.PAGE.read_text(), out))
 
 
 def compute(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import run_store
-from benchmarks.paper import images, paper_metrics
+from benchmarks.paper import images, paper_metrics, probes
 from benchmarks.paper.tables import Setting, Table
 from benchmarks.run_store import Run, seeded
 from coordinator.config.hydra_config import compose_simulation
@@ -20,7 +20,7 @@ from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from fl_core import datasets, rng
 from fl_core.datasets.partition.federations import HELD_OUT
-from fl_core.methods import METHODS, build_method
+from fl_core.methods import build_method, method_class
 from fl_core.models import describe
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
@@ -39,7 +39,10 @@ its models; global accuracies of partitions that hold out tests are on the offic
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run: what the table asks of it, its words, and where its data lie (which is not part of its key)."""
+    """One run: what a table or a figure asks of it, its words, and where its data lie (which is not part of its key).
+
+    probe: what else is looked at (`probes.PROBES`)
+    """
 
     key: str
     method: str
@@ -49,6 +52,7 @@ class Point:
     fine_tune: int = 0
     eigenvalues: bool = False
     numbers: bool = False
+    probe: str = ""
     data_root: Path | None = None
     how: SimulationEngine = SimulationEngine()  # noqa: RUF009
 
@@ -99,24 +103,43 @@ def point_of(
     setting: Setting,
 ) -> dict[int, Point]:
     """Compose one run of a cell, at every seed."""
-    written = (f"experiment={table.experiment}", f"scale={table.scale}", *words)
-    spec = compose_simulation(images.resolved(written, data_root, cut=False))  # a stored table needs no images
-    tune = table.fine_tune.get(method, 0)
-    eigen, numbers = "eigenvalues" in table.measures, table.measures == ("numbers",)
-    cut = next((w for w in words if w.startswith("images=")), "")
-    also: dict[str, object] = {"fine_tune": tune, "eigenvalues": eigen, "numbers": numbers}
-    also |= {"measured": MEASURED} if _concerned(spec) and not numbers else {}
-    keys = {seed: run_store.key_of(seeded(spec, seed), cut, **also) for seed in seeds}
-    return {
-        s: Point(key, method, setting.name, s, written, tune, eigen, numbers, data_root, how) for s, key in keys.items()
+    asked = Point(
+        key="",
+        method=method,
+        setting=setting.name,
+        seed=0,
+        words=(f"experiment={table.experiment}", f"scale={table.scale}", *words),
+        fine_tune=table.fine_tune.get(method, 0),
+        eigenvalues="eigenvalues" in table.measures,
+        numbers=table.measures == ("numbers",),
+        data_root=data_root,
+        how=how,
+    )
+    return at_seeds(asked, seeds)
+
+
+def at_seeds(asked: Point, seeds: Sequence[int]) -> dict[int, Point]:
+    """Compose a run at every seed, each with its key; that of `asked` does not matter."""
+    spec = compose_simulation(
+        images.resolved(asked.words, asked.data_root, cut=False)
+    )  # what is stored needs no images
+    cut = next((w for w in asked.words if w.startswith("images=")), "")
+    also: dict[str, object] = {
+        "fine_tune": asked.fine_tune,
+        "eigenvalues": asked.eigenvalues,
+        "numbers": asked.numbers,
     }
+    also |= {"measured": MEASURED} if _concerned(spec) and not asked.numbers else {}
+    also |= {"probe": asked.probe} if asked.probe else {}
+    keys = {seed: run_store.key_of(seeded(spec, seed), cut, **also) for seed in seeds}
+    return {seed: replace(asked, key=key, seed=seed) for seed, key in keys.items()}
 
 
 def _concerned(spec: RunSpec) -> bool:
     """Tell whether `MEASURED` is about a run: its personal scores, its GA or its test set."""
     return (
         spec.personal
-        or METHODS[str(spec.method["name"])].ga_is_personal
+        or method_class(str(spec.method["name"])).ga_is_personal
         or spec.federation.get("name") in {kind.value for kind in HELD_OUT}
     )
 
@@ -149,7 +172,7 @@ def measure(point: Point) -> dict[str, object]:
     found: dict[str, object] = {"key": point.key, "seed": point.seed, "words": list(point.words)}
     if point.numbers:
         return {**found, "numbers": _numbers(spec)}
-    observer = NewestState()
+    observer = probes.PROBES[point.probe](spec, root) if point.probe else NewestState()
     kept = point.how.checkpoints
     how = replace(point.how, checkpoints=kept and kept.of(point.key))
     result = runner.run(spec, root, observer, how, point.fine_tune)
@@ -162,11 +185,13 @@ def measure(point: Point) -> dict[str, object]:
         "model": result.model_digest[:16],
         "by_round": [None if a is None else round(a, 5) for a in accuracies],
         "balanced": said["balanced_accuracy"],
-        "ga_of": "personal" if METHODS[result.manifest.method.name].ga_is_personal else "global",
+        "ga_of": "personal" if method_class(result.manifest.method.name).ga_is_personal else "global",
         "personal": {name: [round(s[name], 5) for s in scores] for name in (scores[-1] if scores else ())},
         "pa_fine_tuned": said.get("pa_fine_tuned"),
     }
-    if point.eigenvalues and observer.server is not None:
+    if isinstance(observer, probes.Probe):
+        found |= observer.found
+    elif point.eigenvalues and observer.server is not None:
         found["eigenvalues"] = _eigenvalues(spec, observer.server, root)
     return {**found, "cpu_seconds": round(time.process_time() - start, 2)}
 

@@ -1,0 +1,185 @@
+"""The papers' figures at a small scale: their list, their runs and what a probe sees of them, their drawings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib import pyplot as plt
+
+from benchmarks.paper import drawings, figures, probes, run, study, tables
+from benchmarks.paper.figures import Cell, Figure, Found
+from benchmarks.paper.one_hot import OneHotFedMR, known
+from benchmarks.run_store import read
+from coordinator.config.hydra_config import compose_simulation
+from coordinator.simulate import runner
+from coordinator.simulate.engine import SimulationEngine
+from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.types import tensor_maps
+from fl_core.types.values import State
+from tests.support import some
+
+FIGURES, ITEMS = figures.load()
+STORE = run.RESULTS / "figures"
+ASKED = {
+    "FedMR": ("Figure 4", "Lite 10", "1-hot", "Figure 1c", "Table 5", "Table 6", "Table 7", "Table 8"),
+    "FedGELA": (
+        *("Table 4", "Table 5", "Table 9", "Table 10", "Table 11"),
+        *("E_W", "Figure 2", "Figure 3", "Figure 5", "Figure 10"),
+    ),
+    "FedNH": ("Table 3", "rho", "similarity", "PCA", "spiral"),
+    "MAP": ("Figure 5", "Figure 6", "Figure 7", "alpha and lambda", "KD against MMD"),
+    "FedCD": ("Table 2", "Table 4", "Figure 4", "Figure 5", "Figure 6"),
+}
+"""What the papers show beside the tables that were printed first."""
+TINY = "data=digits federation=p5c2 model=digits_linear rounds=2 threads=1 train.max_steps=2"
+
+
+def test_everything_that_the_papers_show_is_made_or_says_why_not() -> None:
+    for paper, wanted in ASKED.items():
+        said = [item.item for item in ITEMS if item.paper == paper]
+        assert [name for name in wanted if not any(name in text for text in said)] == [], paper
+    for item in ITEMS:
+        results = [run.RESULTS / f"{name}_small.md" for name in item.tables if name in tables.names()]
+        assert len(results) == len(item.tables), item
+        assert item.why or item.figures or all(file.exists() for file in results), item
+    assert {name for item in ITEMS for name in item.figures} == set(FIGURES)
+
+
+def test_the_page_has_the_list() -> None:
+    assert figures.listed(ITEMS) in figures.PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", some(sorted(FIGURES)))
+def test_every_figure_is_drawn_and_its_part_of_the_page_is_what_the_store_makes(name: str, tmp_path: Path) -> None:
+    found = figures.stored(FIGURES[name], STORE)
+    assert figures.section(found) in figures.PAGE.read_text()
+    assert (STORE / f"{name}.png").is_file()
+    drawings.save(found, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fednh_rho", "fedgela_scale", "map_proxies"])
+def test_stored_runs_are_what_todays_code_computes(name: str) -> None:
+    """The first run of each, within rounding that grew on another machine."""
+    point = next(iter(FIGURES[name].points().values()))[0]
+    here, stored = study.measure(point), read(STORE / figures.STORE)[point.key]
+    for series in ("by_round", "norm_missing"):
+        pairs = zip(here.get(series) or [], stored.get(series) or [], strict=True)  # type: ignore[call-overload]
+        assert max((abs(ours - theirs) for ours, theirs in pairs if ours is not None), default=0.0) < 0.06
+
+
+def _figure(draw: str = "sweep", **changed: object) -> Figure:
+    plain: dict[str, object] = {
+        "name": "tiny",
+        "paper": "A paper",
+        "shows": "Figure 9",
+        "scale": "digits",
+        "words": TINY,
+        "draw": draw,
+        "runs": {"FedNH": "method=fednh"},
+        "level": {"FedAvg": "method=fedavg"},
+        "varied": {"method.rho": [0.5, 1]},
+        "measures": ("ga_last",),
+        "seeds": (0, 1),
+    }
+    return Figure(**{**plain, **changed})  # type: ignore[arg-type]
+
+
+def test_a_figure_is_computed_once_and_drawn_from_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures, "load", lambda: ({"tiny": _figure(seeds=(0,), varied={"method.rho": [0.5]})}, []))
+    run.main(["figure=tiny", f"out={tmp_path}", "jobs=-1"])
+    first, drawn = capsys.readouterr().out, (tmp_path / "figures/tiny.png").read_bytes()
+    assert "2 runs, 0 of them done before" in first
+    assert "| FedNH, method.rho=0.5 |" in first
+    (tmp_path / "figures/tiny.png").unlink()
+    run.main(["figure=tiny", f"out={tmp_path}", "run=false"])
+    assert (tmp_path / "figures/tiny.png").read_bytes() == drawn
+    with pytest.raises(SystemExit):
+        run.main(["figure=tiny", f"out={tmp_path / 'other'}", "run=false"])
+    assert "leave out run=false to compute them" in capsys.readouterr().err
+
+
+def _found(**changed: object) -> Found:
+    figure = _figure(**changed)
+    cells = [cell for cell, _ in figure.cells()]
+    runs = {
+        cell: {s: {"key": f"{cell}{s}", "by_round": [0.1, (n + 1) / 10 + s / 100]} for s in (0, 1)}
+        for n, cell in enumerate(cells)
+    }
+    return Found(figure, runs)
+
+
+def test_a_sweep_shows_the_means_that_the_page_has_in_numbers() -> None:
+    found = _found()
+    assert figures.numbers(found)[2:] == [
+        "| FedNH, method.rho=0.5 | 10.50 ± 0.71 |",
+        "| FedNH, method.rho=1 | 20.50 ± 0.71 |",
+        "| FedAvg | 30.50 ± 0.71 |",
+    ]
+    _, axis = plt.subplots()
+    (draw,) = drawings.KINDS["sweep"](found).values()
+    draw(axis)
+    means, level = axis.lines[1], axis.lines[2]
+    assert list(means.get_ydata()) == pytest.approx([10.5, 20.5])
+    assert level.get_ydata()[0] == pytest.approx(30.5)
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["0.5", "1"]
+    plt.close("all")
+
+
+def test_a_run_that_ended_without_a_model_is_counted_and_not_drawn() -> None:
+    found = _found()
+    cell: Cell = ("FedNH", "method.rho", "1")
+    runs = {**found.runs, cell: {0: found.runs[cell][0], 1: {"key": "x", "failed": "E-RUN-03"}}}
+    assert "| FedNH, method.rho=1 | 20.00 (1 of 2 seeds) |" in figures.numbers(Found(found.figure, runs))
+
+
+def test_a_name_that_is_unknown_gets_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["figure=fednh_roh"])
+    assert "fednh_rho" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.main(["figure=fednh_rho", "table=fednh_1"])
+    assert "found both" in capsys.readouterr().err
+    text = figures.FILE.read_text()
+    for old, new, nearest in (("probe: burden", "probe: burdn", "burden"), ("draw: bars", "draw: barz", "bars")):
+        (tmp_path / "f.yaml").write_text(text.replace(old, new, 1))
+        with pytest.raises(figures.ConfigError, match=nearest):
+            figures.load(tmp_path / "f.yaml")
+
+
+class _Apart(probes.Probe):
+    silos = 1
+    worst = 0.0
+
+    def look(self, server: State, *, last: bool) -> None:
+        local = tensor_maps.copy_state(self.local_model(0))
+        made = tensor_maps.copy_state(self.global_model(server))
+        self.worst = max(self.worst, *(float((local[name] - made[name]).abs().max()) for name in made))
+
+
+def test_a_probe_sees_the_model_that_the_silo_trained() -> None:
+    """Of one silo alone the global model is its model, but for the grid of the exact sum."""
+    spec = compose_simulation([*TINY.split(), "federation=iid-1", "rounds=3", "method=fedavg"])
+    probe = _Apart(spec, None)
+    runner.run(spec, None, probe, SimulationEngine(workers=1))
+    assert probe.worst < 1e-5
+    assert float(torch.cat([v.flatten() for v in probe.runtime.initial.values()]).abs().max()) > 1e-2
+
+
+def test_unit_vectors_in_place_of_prototypes_are_neither_measured_nor_sent() -> None:
+    with known():
+        one_hot, plain = (
+            runner.run(
+                compose_simulation([*TINY.split(), f"method={method}", "method.mu1=0", "method.mu2=0.5"]),
+                engine=SimulationEngine(workers=1),
+            )
+            for method in ("memory:OneHotFedMR", "fedmr")
+        )
+    assert OneHotFedMR(mu2=0.5).sends == FedMR(mu2=0).sends
+    assert set(one_hot.server) == {"w"}
+    assert one_hot.model_digest != plain.model_digest
