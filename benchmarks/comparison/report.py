@@ -127,7 +127,7 @@ def _how(asked: Comparison, found: Mapping[str, Tuned], command: str) -> list[st
     searched = f"every rate of one grid with each of {variants} variants" if several else "every rate of one grid"
     seconds = [float(str(run["cpu_seconds"])) for t in found.values() for run in t.runs.values()]
     words = [f"- {m}: `{' '.join(t.words)}`" for m, t in found.items()]
-    places = {str(run.get("device", run_store.machine())) for t in found.values() for run in t.runs.values()}
+    places = {str(run.get("device", "older runs do not say where")) for t in found.values() for run in t.runs.values()}
     return [
         f"Mean ± standard deviation over {len(asked.seeds)} seeds ({_listed(asked.seeds)}), of partition, weights and "
         f"batches; differences are paired by seed: mean (standard error), bold where the 95 % interval (Student's t) "
