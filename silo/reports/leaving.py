@@ -35,8 +35,9 @@ WORDS: Mapping[str, str] = {
 }
 """Parts of updates in plain words; others are named as they are."""
 NO_PRIVACY = "no privacy"
-_BYTES_PER_NUMBER, _BYTES_PER_TENSOR, _FRAME_BYTES = 4, 512, 4096
-"""The most that an update's file takes: its numbers, and what names and places them."""
+_BYTES_PER_NUMBER, _BYTES_PER_TENSOR, _FRAME_BYTES = 8, 512, 4096
+"""The most that an update's file takes: its numbers, in double precision where they are sums that must stay exact, and
+what names and places them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,17 @@ from tests.support.privacy import DATA, TEST, TRAIN, budgeted, hospital_level, p
 SECURE = "[privacy]\nepsilon = 8\n"
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])  # exact sums leave in double precision
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method) -> None:
+def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method, precision) -> None:
     schema = datasets.schema_of("digits")
     layout = derive_layout(build_method(method, {}), build_model("digits_cnn", {}, schema, 3), schema)
     found = leaves_of(replace(manifest(), layout=layout))
     bundle = {
-        name: Part({k: torch.zeros(s) for k, s in spec.shapes.items()}, torch.zeros(spec.weight_shape))
+        name: Part(
+            {k: torch.zeros(s, dtype=precision) for k, s in spec.shapes.items()},
+            torch.zeros(spec.weight_shape, dtype=precision),
+        )
         for name, spec in layout.items()
     }
     size = len(pack_bundle(bundle))
