@@ -67,7 +67,7 @@ def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
             if "service" in words:
                 machine.serve(script)
             elif "waits" in words:
-                until(lambda: "fedavg" in south.run("silo approve"), "a run that waits")
+                until(lambda: "analytic" in south.run("silo approve"), "a run that waits")
                 assert "epsilon" in south.run("silo approve")
                 machine.run(script)
             else:
@@ -75,6 +75,9 @@ def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
                     until(lambda: state(lead) in ("finished", "failed", "paused"), "the run's end")
                     assert state(lead) == "finished"
                 machine.run(script)
+        told = json.loads(south.run("silo status --json"))
+        assert told["left"]["verdict"] == "No image has left this hospital"
+        assert told["runs"][0]["evaluations"][-1]["accuracy"] > 0.6  # chance: a third
         spent = south.run("silo ledger show --json")
         assert '"skin' in spent
 
@@ -91,6 +94,7 @@ def test_the_tutorial_for_leads(tmp_path: Path) -> None:
                 joined(there["hospital-a"], north, "hospital-a", ["melanoma", "nevus"])
                 joined(there["hospital-b"], north, "hospital-b", ["nevus", "keratosis"])
             north.run(script)
+        assert json.loads(north.run("coordinator show first --json"))["global_accuracy"] > 0.9  # chance: a third
         assert list((north.folder / "models").glob("*.safetensors"))
         assert (north.folder / "curves.png").stat().st_size > 1000
 
