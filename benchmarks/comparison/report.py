@@ -58,7 +58,7 @@ def markdown(asked: Comparison, found: Mapping[str, Tuned], command: str = "") -
     """Write the tables; command: what makes them, where that is not this package."""
     lines = [f"# {asked.title}", "", asked.question, ""]
     for measure in asked.measures:
-        lines += [f"**{CURVES[measure].capitalize()}, %**", "", *_main(asked, found, measure), ""]
+        lines += [f"**{CURVES[measure][0].upper()}{CURVES[measure][1:]}, %**", "", *_main(asked, found, measure), ""]
     if asked.diagnostics:
         lines += ["**Features of the final global model** on the test images", "", *_diagnosed(asked, found), ""]
     failed = {m: sum("failed" in run for run in t.runs.values()) for m, t in found.items()}

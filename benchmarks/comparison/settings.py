@@ -32,8 +32,11 @@ CURVES: Mapping[str, str] = {
     "balanced": "balanced global accuracy",
     "auc": "mean over classes of the area under the ROC curve (metrics=clinical)",
     "pa": "personal accuracy, mean over silos",
+    "pm_v": "PM(V), personal models on the federation's test images of their silo's classes",
+    "pm_l": "PM(L), the same with classes weighed as the silo has them",
 }
-"""What a run keeps after 0, 1, ..., T rounds; `pa` is the silos' own models' after each round's training."""
+"""What a run keeps after 0, 1, ..., T rounds; the last three are the silos' own models' after each round's training."""
+PERSONAL = ("pa", "pm_v", "pm_l")
 
 
 DIAGNOSTICS: Mapping[str, str] = {

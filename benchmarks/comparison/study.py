@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 
 from benchmarks import run_store
-from benchmarks.comparison.settings import Comparison, Words
+from benchmarks.comparison.settings import PERSONAL, Comparison, Words
 from benchmarks.paper import images, paper_metrics
 from benchmarks.paper.study import runtime_and_tests, whole
 from benchmarks.run_store import Run
@@ -102,13 +102,13 @@ def measure(trial: Trial) -> Run:
             "cpu_seconds": round(time.process_time() - start, 2),
         }
     records = result.measured or result.records
-    scores = [r.personal["pa"] for r in records if "pa" in r.personal]
+    scores = {name: [r.personal[name] for r in records if name in r.personal] for name in PERSONAL}
     return {
         **found,
         "ga": _rounded([e.point for e in result.estimates]),
         "balanced": _rounded([r.balanced_accuracy for r in records]),
         **({"auc": _rounded([_auc(r) for r in records])} if spec.metrics == CLINICAL else {}),
-        **({"pa": [None, *_rounded(scores)]} if scores else {}),
+        **{name: [None, *_rounded(values)] for name, values in scores.items() if values},
         **(_diagnosed(spec, result, root, trial.device) if trial.diagnostics else {}),
         **run_store.judged(result),
         "model": result.model_digest[:16],

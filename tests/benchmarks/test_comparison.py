@@ -158,3 +158,14 @@ def test_what_would_not_be_fair_or_is_unknown_is_refused(tmp_path: Path, change:
     (tmp_path / "tiny.yaml").write_text(FILE.replace(*change))
     with pytest.raises(ConfigError, match=says):
         settings.load("tiny", tmp_path)
+
+
+def test_a_run_with_personal_models_keeps_their_three_accuracies_of_every_round() -> None:
+    (trial,) = study.trials("FedAvg", (*TINY.words, "method=fedavg", "personal=true"), [0.1], [0], None)
+    kept = study.measure(trial)
+    for name in settings.PERSONAL:
+        values = kept[name]
+        assert isinstance(values, list)
+        assert values[0] is None  # no model of a silo's own before the first round
+        assert len(values) == 3
+        assert all(0 <= v <= 1 for v in values[1:])
