@@ -54,6 +54,7 @@ def test_other_records_of_a_few_patients_are_not_surveyed_again(memory, others):
     assert claimed(memory, patients(range(50), changed=range(others))) == (["ages", "classes"] if others == 10 else [])
 
 
+@pytest.mark.fault("a lead", "surveys again after all records were stored anew and one patient left", "held back")
 def test_records_that_were_all_stored_anew_hide_no_patient_who_left(memory):
     claimed(memory, patients(range(50)))
     assert claimed(memory, patients(range(1, 50), changed=range(50))) == []

@@ -76,6 +76,7 @@ def told(run: RunManifest, total):
     return found
 
 
+@pytest.mark.fault("a lead", "surveys a hospital whose policy says nothing of surveys", "no number leaves")
 @pytest.mark.parametrize("policy", ["", "[survey]\nallow = []\n", "[survey]\nmin_patients = 20\n"])
 def test_without_a_word_in_the_policy_no_number_leaves(ask, policy):
     assert set(ask(survey("classes", "images"), policy).values()) == {(0.0, 0.0, 1)}
@@ -117,6 +118,7 @@ def test_answers_that_are_kept_apart_need_a_word_of_their_own(ask):
     assert ask(survey(*words, name="survey-2"), allowed)["classes", "a"] == (60, 30, 0)
 
 
+@pytest.mark.fault("a lead", "surveys again after one patient came or went", "held back")
 def test_two_answers_tell_of_no_patient_who_came_or_went(ask):
     before = ask(survey("classes"))
     assert before["classes", "a"] == (60, 30, 0)
@@ -127,6 +129,7 @@ def test_two_answers_tell_of_no_patient_who_came_or_went(ask):
     assert others["classes", "a"] == (90, 45, 0)
 
 
+@pytest.mark.fault("a lead", "surveys the same patients in narrower bins", "held back")
 def test_narrower_bins_of_the_same_patients_are_held_back(ask):
     assert ask(survey("sizes:256"))["sizes", "0 to 256"] == (80, 40, 0)
     found = ask(survey("sizes:64", "images", name="survey-2"))
@@ -163,6 +166,11 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
         assert left[name, row.cell] == (row.images, row.patients, int(row.becomes != LEAVES))
 
 
+@pytest.mark.fault(
+    "a hospital's records",
+    "change between the approval of a survey and its answer",
+    "held back: nothing leaves that nobody was shown",
+)
 def test_other_numbers_than_the_approved_ones_are_held_back(make, tmp_path):
     home = Home(tmp_path / "home").make()
     home.policy.write_text(f"[runs]\napprove = 'by hand'\n{ALL}")
@@ -178,6 +186,7 @@ def test_other_numbers_than_the_approved_ones_are_held_back(make, tmp_path):
     assert set(told(run, BundleFile(tmp_path / "bundle")[ANSWERS].total).values()) == {(0.0, 0.0, 1)}
 
 
+@pytest.mark.fault("a lead", "repeats a survey that is answered with noise", "the same answer again, charged once")
 def test_noise_is_charged_once_and_the_same_answer_is_given_again(ask, tmp_path):
     from fl_core import datasets
 
