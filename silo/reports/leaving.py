@@ -35,25 +35,29 @@ WORDS: Mapping[str, str] = {
 }
 """Parts of updates in plain words; others are named as they are."""
 NO_PRIVACY = "no privacy"
-_BYTES_PER_NUMBER, _BYTES_PER_TENSOR, _FRAME_BYTES = 8, 512, 4096
-"""The most that an update's file takes: its numbers, in double precision where they are sums that must stay exact, and
-what names and places them."""
+FLOAT_BYTES = 4
+_BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
+"""The most that an update's file takes beside its numbers: what names and places them."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateContents:
     """What an update of a run may hold, by its manifest: numbers of each part, and tensors in all.
 
-    masked: bytes of a number under a mask, and of what opens sums of them beside; None where updates leave in clear.
+    masked: bytes of a number under a mask, and of what opens sums of them beside; None where updates leave in clear
+    word: bytes of a number in clear, at most: 8 of sums that stay exact; what earlier versions noted has 4.
     """
 
     parts: Mapping[str, int]
     tensors: int
     masked: tuple[int, int] | None = None
+    word: int = FLOAT_BYTES
 
     def to_json(self) -> str:
         masked = {} if self.masked is None else {"masked": self.masked}
-        return json.dumps({"parts": dict(self.parts), "tensors": self.tensors, **masked}, sort_keys=True)
+        return json.dumps(
+            {"parts": dict(self.parts), "tensors": self.tensors, "word": self.word, **masked}, sort_keys=True
+        )
 
     @classmethod
     def from_json(cls, text: str) -> UpdateContents | None:
@@ -63,7 +67,8 @@ class UpdateContents:
         raw = json.loads(text)
         word, beside = raw.get("masked") or (0, 0)
         masked = (int(word), int(beside)) if word else None
-        return cls({str(k): int(v) for k, v in raw["parts"].items()}, int(raw["tensors"]), masked)
+        parts = {str(k): int(v) for k, v in raw["parts"].items()}
+        return cls(parts, int(raw["tensors"]), masked, int(raw.get("word", FLOAT_BYTES)))
 
     @property
     def numbers(self) -> int:
@@ -71,7 +76,7 @@ class UpdateContents:
 
     @property
     def most_bytes(self) -> int:
-        word, beside = self.masked or (_BYTES_PER_NUMBER, 0)
+        word, beside = self.masked or (self.word, 0)
         return word * self.numbers + beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
 
     def words(self) -> list[str]:

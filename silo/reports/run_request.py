@@ -15,7 +15,7 @@ from privacy.accounting.shared_noise import SharedFigures
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
 from service_core.console import counted
-from silo.reports.leaving import UpdateContents
+from silo.reports.leaving import FLOAT_BYTES, UpdateContents
 
 
 class Comparison(NamedTuple):
@@ -83,6 +83,7 @@ class RunRequest:
         prototypes: the run takes them from this hospital
         extensions: code that is not of this software
         charges: (noise, rate, steps) of all rounds, by split, at most; None where this hospital is no member
+        parts, tensors, word: as `UpdateContents` has them
         masked, sums_of, others: of a run whose updates are masked: as `UpdateContents.masked`, hospitals in the
             smallest sum, the other members
         shared: what noise that hospitals share out comes to; None where all of it is the hospital's own
@@ -107,6 +108,7 @@ class RunRequest:
     prototypes: bool = False
     parts: Mapping[str, int] = field(default_factory=dict)
     tensors: int = 0
+    word: int = FLOAT_BYTES
     charges: Mapping[str, tuple[tuple[float, float, int], ...]] | None = None
     masked: tuple[int, ...] = ()
     sums_of: int = 0
@@ -136,7 +138,9 @@ class RunRequest:
 
     @property
     def leaves(self) -> UpdateContents:
-        return UpdateContents(self.parts, self.tensors, (self.masked[0], self.masked[1]) if self.masked else None)
+        return UpdateContents(
+            self.parts, self.tensors, (self.masked[0], self.masked[1]) if self.masked else None, self.word
+        )
 
     def mechanisms(self) -> dict[str, list[Mechanism]]:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}

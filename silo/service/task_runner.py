@@ -186,7 +186,7 @@ class TaskRunner:
             if not run.private:
                 raise
             raise self.controls.with_all_lacking(error, self.trainer.declared_classes) from error
-        leaves, privacy = leaves_of(run.manifest).to_json(), privacy_of(run)
+        leaves, privacy = leaves_of(run).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
         self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None)
@@ -419,7 +419,7 @@ class TaskRunner:
             run.manifest.name,
             task.offer.manifest_digest,
             task.offer.base_digest,
-            leaves=leaves_of(run.manifest).to_json(),
+            leaves=leaves_of(run).to_json(),
             privacy=privacy_of(run),
         )
         return prepared

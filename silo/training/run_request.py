@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
 from fl_core.types.secagg import bytes_beside
 from privacy.compiled_run import CompiledRun
@@ -14,16 +13,15 @@ from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
 
 
-def leaves_of(manifest: RunManifest) -> UpdateContents:
+def leaves_of(run: CompiledRun) -> UpdateContents:
     """Count the numbers of an update, by part: its sums and their weights; under masks each is a word of the ring."""
+    manifest, word = run.manifest, max(kind.itemsize for kind in run.dtypes)
     parts = {
         name: sum(math.prod(shape) for shape in spec.shapes.values()) + math.prod(spec.weight_shape)
         for name, spec in manifest.layout.items()
     }
-    masked = None
-    if manifest.secagg is not None:
-        masked = 4 if manifest.grid.ring == "ring32" else 8, bytes_beside(manifest.cohort_size)
-    return UpdateContents(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()), masked)
+    masked = None if manifest.secagg is None else (word, bytes_beside(manifest.cohort_size))
+    return UpdateContents(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()), masked, word)
 
 
 def privacy_of(run: CompiledRun) -> str:
@@ -52,7 +50,7 @@ def request_of(run: CompiledRun, silo: str, submits: bool, survey: SurveyPreview
     The charges are the most that the run takes: class counts that were released before cost nothing again.
     """
     manifest, profile = run.manifest, run.profile
-    leaves, terms = leaves_of(manifest), profile.terms
+    leaves, terms = leaves_of(run), profile.terms
     try:
         index = manifest.index(silo)
     except ConfigError:
@@ -80,6 +78,7 @@ def request_of(run: CompiledRun, silo: str, submits: bool, survey: SurveyPreview
         prototypes=member is not None and member.prototypes and bool({"prototypes", "moments"} & {*manifest.layout}),
         parts=leaves.parts,
         tensors=leaves.tensors,
+        word=leaves.word,
         charges=charges,
         masked=leaves.masked or (),
         sums_of=0 if manifest.secagg is None else manifest.secagg.smallest_sum(manifest.cohort_size),

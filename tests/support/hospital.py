@@ -342,7 +342,7 @@ def took_part(home: Home, run: RunManifest, run_id: str = RUN, size: int = 155_2
     store = Store(home.database)
     digest = run.digest()
     compiled = CompiledRun.of(run)
-    store.record_run(run_id, run.name, digest, leaves=leaves_of(run).to_json(), privacy=privacy_of(compiled))
+    store.record_run(run_id, run.name, digest, leaves=leaves_of(compiled).to_json(), privacy=privacy_of(compiled))
     for k in range(rounds):
         key = TaskKey(run_id, k, TaskKind.TRAIN)
         entry = OutboxEntry(key, digest, "b" * 64, "c" * 64, "d" * 64, size)

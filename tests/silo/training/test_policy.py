@@ -168,6 +168,7 @@ def test_the_policy_keeps_small_classes_out_of_exact_sums(make, tmp_path, caplog
     (raw,) = hospital.transfer.uploads.values()
     (tmp_path / "bundle").write_bytes(bytes(raw))
     bundle = BundleFile(tmp_path / "bundle")
+    assert leaving(hospital.service.store).verdict == "No image has left this hospital"
     assert bool(bundle["moments"].total["a"].any()) is not left_out
     assert bool(bundle["classes"].total["b"].any()) is not left_out
     assert "second moments" not in caplog.text  # 507 records, 64 features

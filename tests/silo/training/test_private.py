@@ -16,6 +16,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.record import release_plan
 from privacy.release_log import InMemoryReleaseLog
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.reports.leaving import leaving
 from silo.storage.store import Store
 from tests.support import until
 from tests.support.hospital import Watched, first, rounds_equal
@@ -52,7 +53,9 @@ def test_rounds_are_charged_as_planned_equal_the_simulation_and_are_read_here_wi
     assert ledger.status(TRAIN).used <= 1
     assert {e.split("/")[2] for e, _, _ in ledger.entries(TRAIN)} == {"train, seeded noise"}
     # What it reads of the model on its own images has no noise; the update, above, and the charge know nothing of it.
-    (record,) = Store(tmp_path / "home0/silo.db").history()
+    store = Store(tmp_path / "home0/silo.db")
+    assert leaving(store).verdict == "No image has left this hospital"
+    (record,) = store.history()
     test, received = (
         shares[1].test,
         build_method(method, options).global_model(RunSetup.of(run).silo_runtime().model, msg),

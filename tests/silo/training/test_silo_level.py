@@ -22,6 +22,7 @@ from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
 from protos.wire.codec import BundleFile
+from silo.reports.leaving import leaving
 from silo.storage.home import Home
 from silo.training.hospital_controls import describe_request
 from tests.support import some, until
@@ -80,6 +81,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     assert 8 < epsilon_rdp(ledger.history(TRAIN), 1e-5) < ROOM
     assert len({detail for _, _, state, detail, _ in ledger.events() if state == "SPENT"}) == 3
     (opened,) = list(hospital.transfer.opened.values())[-1:]
+    assert leaving(hospital.service.store).verdict == "No image has left this hospital"
     assert opened.attestation.ledger_seq > 10
     assert opened.attestation.policy_digest
 
