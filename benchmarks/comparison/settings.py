@@ -36,7 +36,6 @@ CURVES: Mapping[str, str] = {
     "pm_l": "PM(L), the same with classes weighed as the silo has them",
 }
 """What a run keeps after 0, 1, ..., T rounds; the last three are the silos' own models' after each round's training."""
-PERSONAL = ("pa", "pm_v", "pm_l")
 
 
 DIAGNOSTICS: Mapping[str, str] = {

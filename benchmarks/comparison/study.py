@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 
 from benchmarks import run_store
-from benchmarks.comparison.settings import PERSONAL, Comparison, Words
+from benchmarks.comparison.settings import Comparison, Words
 from benchmarks.paper import images, paper_metrics
 from benchmarks.paper.study import runtime_and_tests, whole
 from benchmarks.run_store import Run
@@ -30,7 +30,7 @@ from coordinator.simulate.results import Result
 from fl_core.errors import FederationError
 from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
-from fl_core.types.records import RoundRecord
+from fl_core.types.records import PERSONAL_SCORES, RoundRecord
 from privacy.accounting.uncertainty import LAST
 
 DEAD = 0.0
@@ -102,7 +102,7 @@ def measure(trial: Trial) -> Run:
             "cpu_seconds": round(time.process_time() - start, 2),
         }
     records = result.measured or result.records
-    scores = {name: [r.personal[name] for r in records if name in r.personal] for name in PERSONAL}
+    scores = {name: [r.personal[name] for r in records if name in r.personal] for name in PERSONAL_SCORES}
     return {
         **found,
         "ga": _rounded([e.point for e in result.estimates]),

@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.withdrawals import withdrawal_json
 from fl_core.types import intervals
-from fl_core.types.records import RoundRecord, fairness, judgements, refused
+from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, judgements, refused
 from protos.consilium.v1 import federation_pb2 as pb
 
 _RUN_FIELDS = (
@@ -106,7 +106,7 @@ def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -
 
     withheld: scores with too much noise. They are null and named in `withheld_scores`, as is a score outside [0, 1].
     """
-    named = [name for name in ("pa", "pm_l", "pm_v") if name in scores or name in withheld]
+    named = [name for name in PERSONAL_SCORES if name in scores or name in withheld]
     if not named:
         return {}
     shown = {name: None if name in withheld else accuracy.plain(scores[name]).point for name in named}

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from statistics import fmean
 
 from coordinator.lead import accuracy
+from fl_core.types.records import PERSONAL_SCORES
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Measure, Sums
 from protos.consilium.v1 import federation_pb2 as pb
@@ -16,9 +17,7 @@ OF_SUMS: dict[str, Measure] = {"accuracy": uncertainty.accuracy, "balanced_accur
 """Measures of the global model that come from the sums per class."""
 MACRO_AUC = "macro_auc"
 """The mean over classes of the area under the ROC curve, of runs that measure it; in the middle of its bin."""
-OF_SILOS = ("pa", "pm_l", "pm_v")
-"""Scores of personal models, means over a round's silos."""
-MEASURES = (*OF_SUMS, MACRO_AUC, *OF_SILOS)
+MEASURES = (*OF_SUMS, MACRO_AUC, *PERSONAL_SCORES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
 
     Raises ProtocolError (E-WIRE-06) on clinical metrics that no evaluation gives.
     """
-    found = [*curves_of_sums(rounds).values(), _auc(rounds), *(_of_silos(name, rounds) for name in OF_SILOS)]
+    found = [*curves_of_sums(rounds).values(), _auc(rounds), *(_of_silos(name, rounds) for name in PERSONAL_SCORES)]
     return {curve.measure: curve for curve in found if curve.measured}
 
 

@@ -28,7 +28,7 @@ from fl_core.types import intervals
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
-from fl_core.types.records import RoundRecord, fairness, judgements
+from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, judgements
 from fl_core.types.values import State
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import LAST, Estimate, RunNoise, Sums
@@ -174,7 +174,7 @@ class Result:
             return {}
         hidden = self.noise.scores
         scores = [uncertainty.shown_scores(s, hidden) for s in measured]
-        names = [name for name in ("pa", "pm_l", "pm_v") if name in measured[-1]]
+        names = [name for name in PERSONAL_SCORES if name in measured[-1]]
         withheld = [name for name in names if name in hidden]
         series = {name: [s.get(name) for s in scores] for name in names} | {"ga": self.generic(scores)}
         return {

@@ -16,6 +16,8 @@ from fl_core.validate import HalfOpenUnit, Positive, at_most, between, bounded, 
 
 MAX_STEPS, MAX_STRENGTH, MAX_VIEWS = 2**31 - 1, 1e12, 64
 FEATURES = "features"
+PERSONAL_SCORES = ("pa", "pm_l", "pm_v")
+"""What `RoundRecord.personal` has of personal models, as `training/evaluation.py` measures them."""
 Strength = Annotated[float, bounded(between, 0, MAX_STRENGTH)]
 
 

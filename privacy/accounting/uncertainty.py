@@ -27,6 +27,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from fl_core.types.clinical import macro_mean
+from fl_core.types.records import PERSONAL_SCORES
 
 if TYPE_CHECKING:
     from fl_core.aggregation.update_check import NoisyRows
@@ -199,7 +200,7 @@ class RunNoise:
 
 
 NO_NOISE = RunNoise()
-UNKNOWN = RunNoise(EvaluationNoise(math.inf), frozenset({"pa", "pm_l", "pm_v"}))
+UNKNOWN = RunNoise(EvaluationNoise(math.inf), frozenset(PERSONAL_SCORES))
 
 
 def shown_scores(scores: Mapping[str, float], hidden: frozenset[str]) -> dict[str, float]:
