@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -38,7 +39,7 @@ Seen = tuple[Tensor, Tensor, Tensor]
 """Features (N, d), their labels (N,) and the class vectors (C, d) of a model."""
 
 
-class Probe(Observer):
+class Probe(Observer, ABC):
     """Observes a simulation of a spec; `found` is what it keeps of it, as JSON has it."""
 
     silos: ClassVar[int] = 0
@@ -62,9 +63,9 @@ class Probe(Observer):
             self.look(server, last=record.round == self.manifest.rounds - 1)
         self._before = server
 
+    @abstractmethod
     def look(self, server: State, *, last: bool) -> None:
         """Note what the figure is about, after a round of training."""
-        raise NotImplementedError
 
     def note(self, **values: float) -> None:
         """Append to each name's list, one number per round."""

@@ -25,8 +25,9 @@ STRANGERS, FEW = 1100, 1024
 def few_descriptors() -> Iterator[int]:
     """Begin as a process does by default on many systems; gives the most that it may raise this to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2 * STRANGERS + FEW:
-        pytest.skip(f"this system allows {hard} descriptors")
+    needed = 2 * STRANGERS + FEW  # both ends of each connection are in this process
+    if hard < needed:
+        pytest.skip(f"{needed} descriptors are needed, and this system allows {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
     yield hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
