@@ -14,6 +14,7 @@ from benchmarks.comparison import report, run, settings, study
 from benchmarks.comparison.settings import Comparison
 from benchmarks.run_store import Run, machine
 from fl_core.errors import ConfigError, DataError
+from fl_core.types.records import PERSONAL_SCORES
 
 TINY = Comparison(
     name="tiny",
@@ -58,7 +59,7 @@ def computed(asked: list[study.Trial]) -> dict[str, Run]:
 @pytest.mark.parametrize("name", settings.names())
 def test_every_setting_is_fair_and_its_table_is_what_the_store_makes(name: str, tmp_path: Path) -> None:
     asked = settings.load(name)
-    assert len(asked.seeds) >= 5
+    assert len(asked.seeds) >= 10
     assert not set(asked.seeds) & set(asked.tuning_seeds)
     store = run.RESULTS / f"{name}.jsonl"
     if asked.device != "cpu" and not store.with_suffix(".md").exists():
@@ -163,7 +164,7 @@ def test_what_would_not_be_fair_or_is_unknown_is_refused(tmp_path: Path, change:
 def test_a_run_with_personal_models_keeps_their_three_accuracies_of_every_round() -> None:
     (trial,) = study.trials("FedAvg", (*TINY.words, "method=fedavg", "personal=true"), [0.1], [0], None)
     kept = study.measure(trial)
-    for name in settings.PERSONAL:
+    for name in PERSONAL_SCORES:
         values = kept[name]
         assert isinstance(values, list)
         assert values[0] is None  # no model of a silo's own before the first round
