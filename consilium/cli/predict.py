@@ -12,7 +12,7 @@ import typer
 
 from fl_core.errors import ConfigError
 from service_core.command_line import Depends, Json, command, version_option
-from service_core.console import Facts, Reply, Rows
+from service_core.console import Facts, Reply, Rows, counted
 from service_core.page_command import Bind, Browser, serve_until_told
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ def predict(
     out: Annotated[
         list[Path] | None, typer.Option("--out", help="Write them to FILE.csv or FILE.json; may be repeated.")
     ] = None,
+    sr: Annotated[
+        Path | None,
+        typer.Option("--sr", metavar="FOLDER", help="Write a Structured Report of each DICOM image there."),
+    ] = None,
     calibration: CalibrationFile = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Probabilities as the hospitals' evaluation has them: no calibration at all.")
@@ -105,16 +109,23 @@ def predict(
     Probabilities, a set of classes at the calibration's coverage, and "none of the classes". With --data, whose labels
     are known, also how often that was right, by class.
     """
+    from consilium import structured_report
     from consilium.cli import output
     from fl_core.prediction.predictor import tally
 
     output.check_out(out or ())
+    if sr is not None:
+        structured_report.check(sr)
     loaded = named.load()
     predictor = _predictor(model, loaded, calibration, raw)
     examples = _examples(loaded, inputs or (), data, split, data_root)
     found = predictor.predictions(examples)
-    counted = tally(found, loaded.facts.classes)
-    whole = output.document(predictor, found, counted)
+    tallied = tally(found, loaded.facts.classes)
+    whole = output.document(predictor, found, tallied)
+    reports = None if sr is None else structured_report.write(sr, predictor, found)
+    if reports is not None:
+        files = {name: str(file) for name, file in reports.files.items()}
+        whole["structured_reports"] = {"files": files, "problems": reports.problems}
     for file in out or ():
         output.write(file, found, whole, loaded.facts.classes)
     failed = sum(bool(p.problem) for p in found)
@@ -123,13 +134,18 @@ def predict(
         shown.append(output.table(found[:MAX_SHOWN]))
         if len(found) > MAX_SHOWN:
             shown.append(f"and {len(found) - MAX_SHOWN} more: --out writes all of them")
-    if counted.classes:
-        shown.append(output.tally_table(counted, predictor.calibration is not None))
+    if tallied.classes:
+        shown.append(output.tally_table(tallied, predictor.calibration is not None))
     shown += [f"wrote {file}" for file in out or ()]
     notes = [*examples.notes, *_warnings(predictor, examples)]
+    if reports is not None:
+        shown.append(f"wrote {counted(len(reports.files), 'structured report')} to {sr}")
+        notes += [f"{name}: no structured report: {why}" for name, why in reports.problems.items()]
+        if reports.not_dicom:
+            notes.append(f"no DICOM, and so without a structured report: {reports.not_dicom} of {len(found)}")
     if failed:
         notes.append(f"{failed} of {len(found)} could not be classified: the note beside each says why")
-    return Reply(whole, shown, notes, status=2 if failed else 0)
+    return Reply(whole, shown, notes, status=2 if failed or (reports and reports.problems) else 0)
 
 
 @app.command()

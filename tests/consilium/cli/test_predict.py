@@ -13,13 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from PIL import Image
+from pydicom.uid import generate_uid
 
 from consilium.cli.output import csv_text
 from consilium.cli.predict import app
 from fl_core.prediction.predictor import Prediction
 from service_core.command_line import made_command
 from service_core.operations.exit_status import status_of
+from tests.support.data import write_dicom
 from tests.support.exported import TAUGHT, Exported, exported
 
 SERVICES = ("grpc", "hydra", "opacus", "sqlalchemy", "coordinator", "silo")
@@ -101,6 +105,28 @@ def test_a_folder_of_images_a_broken_one_and_status_2(
     assert "not calibrated" in done.out
 
 
+def test_dicom_images_get_structured_reports(
+    made: Exported, model: Path, tmp_path: Path, consilium: Callable[..., Done]
+) -> None:
+    (tmp_path / "in").mkdir()
+    shutil.copy(next((made.images / "new/3").iterdir()), tmp_path / "in/a.png")
+    pixels = np.asarray(Image.open(tmp_path / "in/a.png"))
+    write_dicom(tmp_path / "in/b.dcm", pixels, StudyInstanceUID=generate_uid(), SeriesInstanceUID=generate_uid())
+    done = consilium("predict", model, tmp_path / "in", "--sr", tmp_path / "sr")
+    assert (done.status, len(list((tmp_path / "sr").iterdir()))) == (0, 1), done.err
+    assert f"wrote 1 structured report to {tmp_path / 'sr'}" in done.out
+    assert "no DICOM, and so without a structured report: 1 of 2" in done.err
+
+    write_dicom(tmp_path / "in/c.dcm", pixels)
+    done = consilium("predict", model, tmp_path / "in", "--sr", tmp_path / "sr", "--json")
+    assert done.status == 2
+    told = json.loads(done.out)["structured_reports"]
+    assert list(told["files"]) == [str(tmp_path / "in/b.dcm")]
+    assert list(told["problems"]) == [str(tmp_path / "in/c.dcm")]
+    done = consilium("predict", model, tmp_path / "in", "--sr", tmp_path / "sr")
+    assert f"{tmp_path / 'in/c.dcm'}: no structured report: expected SOPClassUID" in done.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -109,6 +135,7 @@ def test_a_folder_of_images_a_broken_one_and_status_2(
         (["predict", "MODEL", "x.png"], "E-DATA-02"),
         (["predict", "MODEL", ".", "--out", "x.xlsx"], "E-CFG-02: --out: expected a file ending in .csv or .json"),
         (["predict", "MODEL", ".", "--out", "no/x.csv"], "E-CFG-02: --out: expected a folder at no"),
+        (["predict", "MODEL", ".", "--sr", "MODEL"], "E-CFG-02: --sr: expected a folder, found the file"),
         (["predict", "MODEL", ".", "--sha256", "0" * 64], "E-STATE-22: expected SHA-256 0000"),
         (["predict", "MODEL", ".", "--card", "other.md"], "E-STATE-22: expected the card of digits-1.safetensors"),
         (["predict", "MODEL", ".", "--calibration", "none"], "E-CFG-02"),
