@@ -301,6 +301,10 @@ def export(
     intended_use: Annotated[
         str, typer.Option("--intended-use", help="What the model is for, in your words; the card says it.")
     ] = "",
+    survey: Annotated[
+        str | None,
+        typer.Option("--survey", metavar="RUN", help="The card repeats what hospitals answered to this survey."),
+    ] = None,
     temperature: Annotated[
         bool,
         typer.Option("--temperature", help="Let consilium predict divide logits as hospitals' counts suggest."),
@@ -314,6 +318,7 @@ def export(
     RUN.card.json is the card as one document, signed with your certificate, and RUN.card.html its page: whoever has the
     authority's fingerprint can check both (card verify) and write documents from them (card write).
     """
+    from coordinator.cli.survey import fetched
     from coordinator.lead import board_card, portable
     from coordinator.lead.export import check_detail, export_model, frozen_weights, state_limit
     from fl_core.extensions import loading
@@ -329,14 +334,17 @@ def export(
             raise ConfigError(
                 "E-RUN-11", f"expected a run with a closed round, found {run!r} in state {detail.info.state}"
             )
-        state, manifest, body = Path(scratch) / "state", check_detail(detail), None
+        state, manifest, body, answered = Path(scratch) / "state", check_detail(detail), None, None
+        if survey is not None:
+            asked = client.show(survey)
+            answered = board_card.survey_of(manifest, check_detail(asked), asked, fetched(client, asked))
         client.fetch(detail.info.model_object, state, state_limit(manifest))
         if (weights := frozen_weights(manifest)) is not None:
             body = Path(scratch) / "weights"
             client.fetch(weights.object, body, weights.size)
         tensors, card, others = export_model(detail, state, out, more, terms, body, purpose, temperature)
         given, own = [tensors, card, *others], credentials_of(home)
-        signed, page = board_card.write(detail, manifest, client.silos().silos, own, given, purpose, terms)
+        signed, page = board_card.write(detail, manifest, client.silos().silos, own, given, purpose, terms, answered)
     files = {"model": str(tensors), "card": str(card), "others": [str(file) for file in others]}
     files |= {"signed_card": str(signed), "card_page": str(page)}
     shown = f"wrote {', '.join(map(str, (tensors, *others)))} and {card}; signed card {signed}, its page {page}"

@@ -69,7 +69,7 @@ def survey(
                 f"expected answers, found that {detail.info.run_id} is {detail.info.state}: "
                 f"{detail.info.reason or 'it gave no reason'}",
             )
-        found = _fetched(client, detail)
+        found = fetched(client, detail)
     if picture is not None:
         picture.write_bytes(plots.survey_picture(found, picture.suffix.lower().lstrip(".")))
     value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **found.as_json()}
@@ -106,7 +106,7 @@ def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
     return [word for word in own if word.partition("=")[0] not in keys] + more
 
 
-def _fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
+def fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
     """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) before there are any."""
     from coordinator.lead.export import check_detail
     from coordinator.lead.surveys import answers_of

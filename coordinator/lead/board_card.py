@@ -18,9 +18,11 @@ from safetensors import safe_open
 
 from coordinator.lead import accuracy
 from coordinator.lead.as_json import software_json
+from coordinator.lead.survey_answers import SurveyAnswers
 from coordinator.lead.tables import private_form, started_from
 from coordinator.lead.withdrawals import outcome
 from fl_core.datasets.preprocessing import Preprocessing
+from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg, Traits
 from fl_core.methods.papers import paper_of
 from fl_core.rounds.manifest import RunManifest
@@ -46,6 +48,7 @@ from service_core.model_card.card import (
     Results,
     Run,
     Share,
+    Survey,
     Updates,
     Withdrawal,
 )
@@ -60,12 +63,16 @@ NO_MODEL = "no model was evaluated"
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What only the lead knows. lead: who signs   files: name -> SHA-256 of what is given away with the card."""
+    """What only the lead knows. lead: who signs   files: name -> SHA-256 of what is given away with the card.
+
+    survey: of the hospitals' records, where the lead names one.
+    """
 
     lead: Identity
     intended_use: str = ""
     licence: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
+    survey: Survey | None = None
 
 
 def card_of(
@@ -122,6 +129,37 @@ def card_of(
         ),
         software=_software(detail, manifest),
         files=dict(said.files),
+        survey=said.survey,
+    )
+
+
+def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, found: SurveyAnswers) -> Survey:
+    """Take the answers to a survey for the card of a run. asked, detail, found: of the survey.
+
+    Raises ConfigError (E-CFG-08) on a survey about other data or classes, whose numbers would be read as this run's,
+    and on numbers that no records give.
+    """
+    if found.implausible:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a survey with numbers of records, found {detail.info.run_id} with others "
+            f"({'; '.join(found.implausible[:3])}): find out which hospital sent them, and ask again",
+        )
+    if (asked.data, asked.schema.classes) != (manifest.data, manifest.schema.classes):
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a survey about the run's data ({manifest.data}) and its {len(manifest.schema.classes)} classes, "
+            f"found {detail.info.run_id} about {asked.data} and {len(asked.schema.classes)}: ask with the run's words",
+        )
+    answered = {name for r in detail.rounds for name in r.included}
+    return Survey(
+        run=detail.info.run_id,
+        document=found.document,
+        hospitals=found.hospitals,
+        members=tuple(member.name for member in manifest.members if member.name in answered),
+        epsilon=found.epsilon,
+        delta=found.delta,
+        answers=found.answers,
     )
 
 
@@ -343,13 +381,14 @@ def write(
     files: Sequence[Path],
     intended_use: str,
     licence: str,
+    survey: Survey | None = None,
 ) -> tuple[Path, Path]:
     """Write `RUN.card.json`, signed, and its page `RUN.card.html` beside the exported files; return both.
 
     own: the lead's key and certificate   files: the model first, as safetensors; their digests stand in the card.
     """
     named = {file.name: file_sha256(file) for file in files}
-    said = Statement(identity_of(own.cert_pem).identity, intended_use, licence, named)
+    said = Statement(identity_of(own.cert_pem).identity, intended_use, licence, named, survey)
     card = card_of(detail, manifest, silos, said, _numbers(files[0]))
     signed = SignedCard.sign(card, own)
     verified, _ = signed.verify(certificate_fingerprint(own.ca_pem))

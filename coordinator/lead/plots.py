@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from coordinator.lead.survey_answers import Answer, SurveyAnswers
+    from coordinator.lead.survey_answers import SurveyAnswers
+    from fl_core.types.survey import Answer
 
 FORMATS = ("png", "svg")
 TITLES = {

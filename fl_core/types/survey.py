@@ -168,3 +168,32 @@ def document(questions: Sequence[Question]) -> str:
 def document_digest(questions: Sequence[Question]) -> str:
     """Name a question document: its BLAKE3, in hex."""
     return blake3(document(questions).encode()).hexdigest()
+
+
+# ---- what comes back -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The numbers of one cell, of the hospitals that told theirs; None where none did.
+
+    images: of an answer without noise   half_width: of the 95 % interval of patients, 0 without noise   held: hospitals
+    that held the cell back.
+    """
+
+    name: str
+    images: float | None
+    patients: float | None
+    half_width: float
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is known of one question. quantiles: the bin of each quantile; empty without bins or numbers."""
+
+    question: str
+    title: str
+    unit: str
+    cells: tuple[Cell, ...]
+    quantiles: Mapping[str, str]

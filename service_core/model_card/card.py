@@ -6,11 +6,13 @@ Nothing in it identifies a record. What a hospital did not tell the coordinator 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from fl_core.converter import ConversionError, Option, structure
 from fl_core.errors import ConfigError
+from fl_core.types.survey import Answer
 
 FORMAT = "consilium.card.v1"
 MAX_TEXT_CHARS = 2_000
@@ -204,10 +206,38 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """What hospitals answered when a lead asked them about their records: numbers of those who told theirs.
+
+    document: digest of the questions   hospitals: how many answered   members: those of them that belong to the run
+    epsilon, delta: promised to each patient of them; None without noise.
+    """
+
+    run: str
+    document: str
+    hospitals: int
+    members: tuple[str, ...]
+    epsilon: float | None
+    delta: float | None
+    answers: tuple[Answer, ...]
+
+    @property
+    def possible(self) -> bool:
+        cells = [cell for answer in self.answers for cell in answer.cells]
+        numbers = [v for c in cells for v in (c.images, c.patients, c.half_width) if v is not None]
+        return (
+            len(self.members) <= self.hospitals
+            and all(math.isfinite(v) for v in numbers)
+            and all(0 <= c.held <= self.hospitals and c.half_width >= 0 for c in cells)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """Everything. intended_use, licence: the lead's statements, empty: not stated   files: name -> SHA-256.
 
-    software: of a side of the run ("coordinator", or a hospital) -> version and build, as each said of itself.
+    software: of a side of the run ("coordinator", or a hospital) -> version and build, as each said of itself
+    survey: of the hospitals' records, where the lead names one.
     """
 
     consortium: str
@@ -227,6 +257,7 @@ class Card:
     withdrawals: tuple[Withdrawal, ...]
     software: Mapping[str, str]
     files: Mapping[str, str]
+    survey: Survey | None = None
     format: str = FORMAT
 
     def facts(self) -> dict[str, object]:
@@ -263,6 +294,7 @@ class Card:
             "counts of 0 or more": not all(k is None or k >= 0 for k in (*counts, *(h.rounds for h in self.hospitals))),
             "a confusion matrix over its classes": r.confusion != ()
             and (len(r.confusion) != n or any(len(row) != n for row in r.confusion)),
+            "answers of its hospitals": self.survey is not None and not self.survey.possible,
             "an epsilon and a delta of a promise": (p.epsilon is None) != (p.delta is None)
             or (p.epsilon is not None and p.delta is not None and not (p.epsilon > 0 and 0 < p.delta < 1)),
         }

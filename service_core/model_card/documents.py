@@ -99,7 +99,7 @@ IMPACT_ASSESSMENT = Skeleton(
                 Question("Purpose", (sentences.purpose,), "the interest that is pursued, and by whom", BOARD),
                 Question(
                     "What is processed, by whom, and where it goes",
-                    (sentences.where_data_are, sentences.sizes, sentences.tested, sentences.method),
+                    (sentences.where_data_are, sentences.sizes, sentences.surveyed, sentences.tested, sentences.method),
                     "which persons these are, since when, and how long their data and the model are kept",
                     OFFICER,
                 ),
@@ -222,7 +222,7 @@ TECHNICAL_DOCUMENTATION = Skeleton(
                 ),
                 Question(
                     "(d) Data: origin, selection, labels, cleaning",
-                    (sentences.where_data_are, sentences.sizes, sentences.tested),
+                    (sentences.where_data_are, sentences.sizes, sentences.surveyed, sentences.tested),
                     "how examples were chosen, labelled and cleaned at each hospital",
                     BOARD,
                 ),
@@ -288,7 +288,7 @@ _SECTIONS: tuple[tuple[str, tuple[Facts, ...]], ...] = (
     ("How well it does", (sentences.results, sentences.calibration, sentences.tested)),
     ("What protects the persons whose data it learned from", (sentences.epsilon, sentences.masks)),
     ("What protects the model", (sentences.poisoning,)),
-    ("Whose data are in it", (sentences.where_data_are, sentences.sizes, sentences.withdrawals)),
+    ("Whose data are in it", (sentences.where_data_are, sentences.sizes, sentences.surveyed, sentences.withdrawals)),
     ("What it is", (sentences.model, sentences.method)),
     ("Software and digests", (sentences.software, sentences.repeatable, sentences.digests)),
 )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fl_core.types.survey import Cell
 from service_core.model_card.card import Card, Privacy, Share
 
 FALSE_ALARMS = 0.01
@@ -116,6 +117,34 @@ def sizes(card: Card) -> list[Sentence]:
     return [
         Sentence(f"Training examples or groups of them as hospitals declare, rounded up: {said}{more}.", ("hospitals",))
     ]
+
+
+def surveyed(card: Card) -> list[Sentence]:
+    """Say what hospitals answered about their records; a number that is held back is not 0, and not in it."""
+    found = card.survey
+    if found is None:
+        return []
+    noise = "" if found.epsilon is None else f", with noise of epsilon {found.epsilon:g} at delta {found.delta:g}"
+    said = [
+        Sentence(
+            f"In the survey {found.run} {_number(found.hospitals, 'hospital')} answered about their records, those for "
+            f"training and those for test{noise}; {len(found.members)} of them belong to this run.",
+            ("survey",),
+        )
+    ]
+    for answer in found.answers:
+        told = [_cell(cell) for cell in answer.cells if cell.patients or cell.held]
+        unit = f", {answer.unit}" if answer.unit else ""
+        if told:
+            said.append(Sentence(f"{answer.title}{unit}, in patients: {'; '.join(told)}.", ("survey.answers",)))
+    return said
+
+
+def _cell(cell: Cell) -> str:
+    number = "not told" if cell.patients is None else f"{cell.patients:,.0f}"
+    spread = f" ± {cell.half_width:,.0f}" if cell.half_width and cell.patients is not None else ""
+    held = f" ({_number(cell.held, 'hospital')} told nothing)" if cell.held else ""
+    return f"{cell.name} {number}{spread}{held}"
 
 
 def tested(card: Card) -> list[Sentence]:

@@ -11,10 +11,11 @@ from typing import Any
 from consilium.page.site import PredictionPage
 from coordinator.demo.report import Holdings, ResultTable, write_page
 from coordinator.lead.page.exports import Exporter
-from coordinator.lead.survey_answers import Answer, Cell, SurveyAnswers
+from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.prediction import inputs, model_file
 from fl_core.prediction.predictor import Predictor, calibrated
+from fl_core.types.survey import Answer, Cell
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.model_card import documents
 from service_core.model_card.card import ClassFacts, Hospital

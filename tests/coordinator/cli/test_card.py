@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.cli import runs
 from coordinator.cli.main import build
+from coordinator.cli.survey import survey_words
 from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
@@ -45,17 +46,24 @@ def settled(home: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A run of two hospitals, its exported model, and a member that was not in it."""
+    """A run of two hospitals, a survey that one of them answers, the exported model, and a member of neither."""
     folder = tmp_path_factory.mktemp("card")
     with hospitals(folder) as (world, sites):
         join(world, sites, folder, "north", "south")
+        policy = folder / "north" / "policy.toml"
+        policy.write_text('[survey]\nallow = ["classes"]\n')
+        policy.chmod(0o600)
+        asked = []
         with closing(LeadClient.open(world.home)) as client:
-            run = client.submit(compose_spec(WORDS).to_json(), "request").run_id
-            world.finished(run, 120)
+            for words in (WORDS, survey_words(["classes", "data=digits"])):
+                asked.append(client.submit(compose_spec(words).to_json(), words[0]).run_id)
+                world.finished(asked[-1], 120)
+        run, survey = asked
         enrolled(world, "west", folder / "west")
-        runs.export(run, folder / "models", intended_use="sort digits", licence="CC0-1.0", home=world.home)
+        told = {"intended_use": "sort digits", "licence": "CC0-1.0", "survey": survey}
+        runs.export(run, folder / "models", home=world.home, **told)
         until(lambda: all(settled(folder / name) for name in sites), "the hospitals' own records", 30)
-        yield SimpleNamespace(folder=folder, home=world.home, run=run, models=folder / "models")
+        yield SimpleNamespace(folder=folder, home=world.home, run=run, survey=survey, models=folder / "models")
 
 
 def copy(exported: SimpleNamespace, to: Path) -> Path:
@@ -154,6 +162,21 @@ def test_documents_are_written_from_a_verified_card_and_from_no_other(
     assert {p.name.removeprefix(exported.run) for p in out.iterdir()} == {".card.html", ".dpia.md", ".annex-iv.md"}
     assert "“sort digits”" in (out / f"{exported.run}.dpia.md").read_text()
     assert (out / f"{exported.run}.card.html").read_text() == file.with_suffix(".html").read_text()
+
+
+def test_a_card_repeats_what_hospitals_answered_and_what_one_held_back_is_not_zero(exported: SimpleNamespace) -> None:
+    file = exported.models / f"{exported.run}.card.json"
+    found = Card.of(json.loads(file.read_text())["card"])
+    assert found.survey is not None
+    assert (found.survey.run, found.survey.hospitals) == (exported.survey, 2)
+    assert found.survey.members == ("north", "south")
+    (answer,) = found.survey.answers
+    assert {cell.held for cell in answer.cells} == {1}
+    assert sum(cell.patients or 0 for cell in answer.cells) > 100
+    page = file.with_suffix(".html").read_text()
+    assert "2 of them belong to this run" in page
+    assert "(1 hospital told nothing)" in page
+    assert "the coordinator does not know" not in page
 
 
 def test_the_coordinator_says_whether_the_lead_is_in_force(

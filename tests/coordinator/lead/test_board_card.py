@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from coordinator.lead.accuracy import clinical_message
-from coordinator.lead.board_card import Statement, card_of, share_of
+from coordinator.lead.board_card import Statement, card_of, share_of, survey_of
+from coordinator.lead.survey_answers import SurveyAnswers
+from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
 from fl_core.types.intervals import share
 from fl_core.types.secagg import Secagg
+from fl_core.types.survey import Answer, Cell
 from privacy.accounting.projection import preview
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
@@ -155,3 +158,44 @@ def test_withdrawals_say_whether_the_model_depends_on_them() -> None:
     assert made.withdrawals[0].depends
     assert "cannot be taken out: trained by gradients" in made.withdrawals[0].outcome
     assert "This model still depends on its data." in sentences.withdrawals(made)[0].text
+
+
+# ---- surveys ---------------------------------------------------------------------------------------------------------
+
+CELLS = (Cell("a", 30.0, 20.0, 0.0, 1), Cell("b", None, None, 0.0, 3))
+ANSWERS = SurveyAnswers("d" * 64, 3, None, None, (Answer("classes", "Class", "", CELLS, {}),), {})
+
+
+def answered(run: RunManifest, asked: RunManifest, found: SurveyAnswers = ANSWERS) -> Card:
+    detail = pb.RunDetail(info=pb.RunInfo(run_id="s1"), rounds=[pb.RoundInfo(included=[*NAMES, "elsewhere"])])
+    made = card(run, trained(included=NAMES))
+    return replace(made, survey=survey_of(run, asked, detail, found))
+
+
+def test_a_survey_names_the_members_that_answered_and_no_other() -> None:
+    run = manifest(rounds=1)
+    made = answered(run, run)
+    made.require_possible()
+    assert made.survey is not None
+    assert made.survey.members == tuple(NAMES)
+    assert [s.text for s in sentences.surveyed(made)] == [
+        "In the survey s1 3 hospitals answered about their records, those for training and those for test; "
+        f"{len(NAMES)} of them belong to this run.",
+        "Class, in patients: a 20 (1 hospital told nothing); b not told (3 hospitals told nothing).",
+    ]
+
+
+def test_a_survey_about_other_data_or_with_numbers_of_no_records_is_refused() -> None:
+    run = manifest(rounds=1)
+    with pytest.raises(ConfigError, match="about the run's data"):
+        answered(run, replace(run, data="mnist"))
+    with pytest.raises(ConfigError, match="numbers of records"):
+        answered(run, run, replace(ANSWERS, implausible=("classes, a",)))
+
+
+@pytest.mark.parametrize("cell", [{"held": -1}, {"held": 4}, {"half_width": -1.0}, {"patients": float("inf")}])
+def test_answers_that_no_hospitals_give_are_refused(cell: dict[str, float]) -> None:
+    run, wrong = manifest(rounds=1), replace(CELLS[0], **cell)
+    made = answered(run, run, replace(ANSWERS, answers=(replace(ANSWERS.answers[0], cells=(wrong,)),)))
+    with pytest.raises(ConfigError, match="answers of its hospitals"):
+        made.require_possible()
