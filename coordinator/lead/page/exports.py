@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,12 @@ from service_core.console import printable
 from service_core.web.site import Download
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
+Clock = Callable[[], float]
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _KEPT = 3
 _SECONDS = 600
+_AGAIN_S = 30.0
+"""Answers that could not be read are tried again after these: a coordinator that was away comes back."""
 _PATIENCE_S = 3.0
 """A page waits so long for the answers to a survey, and shows them later where they take longer."""
 
@@ -54,7 +59,9 @@ class Exporter:
     arguments, variables: of every command, such as the home and the lead.
     """
 
-    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], variables: Mapping[str, str] | None = None, clock: Clock = time.monotonic
+    ) -> None:
         self._arguments = list(arguments)
         self._variables = {**os.environ, **(variables or {})}
         self._folder = TemporaryDirectory(prefix="consilium-page-")
@@ -62,31 +69,36 @@ class Exporter:
         self._made: dict[tuple[str, str, tuple[str, ...]], Path] = {}
         self._reader, self._surveys = ThreadPoolExecutor(1), threading.Lock()
         self._reading: dict[tuple[str, str], Future[SurveyAnswers]] = {}
+        self._clock, self._failed = clock, dict[tuple[str, str], float]()
+        self.surveys_read = 0
+        """How often a survey was read, or could not be."""
 
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._folder.cleanup()
 
-    @property
-    def surveys_read(self) -> int:
-        """How many surveys have been read, or could not be."""
-        return sum(reading.done() for reading in list(self._reading.values()))
-
     def answers(self, info: pb.RunInfo) -> SurveyAnswers | str:
         """Return the answers to a finished survey, or why there are none; waits for them three seconds at most."""
         with self._surveys:
             key = (info.run_id, info.model_digest)
-            if key not in self._reading:
+            if key not in self._reading or self._clock() - self._failed.get(key, math.inf) > _AGAIN_S:
+                self._failed.pop(key, None)
                 self._reading[key] = self._reader.submit(self._read, info)
+                self._reading[key].add_done_callback(self._count)
                 for old in list(self._reading)[:-_KEPT]:
                     self._reading.pop(old).cancel()
+                    self._failed.pop(old, None)
             reading = self._reading[key]
         try:
             return reading.result(_PATIENCE_S)
         except (TimeoutError, CancelledError):
             return "The answers are being read; they appear here."
         except FederationError as error:
+            self._failed.setdefault(key, self._clock())
             return str(error)
+
+    def _count(self, _: Future[SurveyAnswers]) -> None:
+        self.surveys_read += 1
 
     def _read(self, info: pb.RunInfo) -> SurveyAnswers:
         _require_model(info)
