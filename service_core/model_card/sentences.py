@@ -133,7 +133,7 @@ def surveyed(card: Card) -> list[Sentence]:
         )
     ]
     for answer in found.answers:
-        told = [_cell(cell) for cell in answer.cells if cell.patients or cell.held]
+        told = [_cell(cell) for cell in answer.cells if cell.patients or cell.held or not answer.unit]
         unit = f", {answer.unit}" if answer.unit else ""
         if told:
             said.append(Sentence(f"{answer.title}{unit}, in patients: {'; '.join(told)}.", ("survey.answers",)))
@@ -144,7 +144,7 @@ def _cell(cell: Cell) -> str:
     number = "not told" if cell.patients is None else f"{cell.patients:,.0f}"
     spread = f" ± {cell.half_width:,.0f}" if cell.half_width and cell.patients is not None else ""
     held = f" ({_number(cell.held, 'hospital')} told nothing)" if cell.held else ""
-    return f"{cell.name} {number}{spread}{held}"
+    return f"{cell.name}: {number}{spread}{held}"
 
 
 def tested(card: Card) -> list[Sentence]:

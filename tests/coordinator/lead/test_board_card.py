@@ -162,7 +162,7 @@ def test_withdrawals_say_whether_the_model_depends_on_them() -> None:
 
 # ---- surveys ---------------------------------------------------------------------------------------------------------
 
-CELLS = (Cell("a", 30.0, 20.0, 0.0, 1), Cell("b", None, None, 0.0, 3))
+CELLS = (Cell("a", 30.0, 20.0, 0.0, 1), Cell("b", None, None, 0.0, 3), Cell("c", 0.0, 0.0, 0.0, 0))
 ANSWERS = SurveyAnswers("d" * 64, 3, None, None, (Answer("classes", "Class", "", CELLS, {}),), {})
 
 
@@ -181,7 +181,7 @@ def test_a_survey_names_the_members_that_answered_and_no_other() -> None:
     assert [s.text for s in sentences.surveyed(made)] == [
         "In the survey s1 3 hospitals answered about their records, those for training and those for test; "
         f"{len(NAMES)} of them belong to this run.",
-        "Class, in patients: a 20 (1 hospital told nothing); b not told (3 hospitals told nothing).",
+        "Class, in patients: a: 20 (1 hospital told nothing); b: not told (3 hospitals told nothing); c: 0.",
     ]
 
 
