@@ -69,26 +69,34 @@ def write(folder: Path, predictor: Predictor, predictions: Sequence[Prediction])
     be written.
     """
     found, series = Reports(), dict[str, str]()
-    try:
+    with _writable(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
-        for prediction in predictions:
-            if prediction.problem:
-                continue
-            if not is_dicom(Path(prediction.name)):
-                found.not_dicom += 1
-                continue
-            try:
-                report, uid = _report(predictor, prediction, series, len(found.files) + 1)
-            except _LackingError as error:
-                found.problems[prediction.name] = str(error)
-            else:
-                found.files[prediction.name] = folder / f"{uid}.dcm"
-                replace_file(found.files[prediction.name], report, 0o600)
+    for prediction in predictions:
+        if prediction.problem:
+            continue
+        if not is_dicom(Path(prediction.name)):
+            found.not_dicom += 1
+            continue
+        try:
+            report, uid = _report(predictor, prediction, series, len(found.files) + 1)
+        except _LackingError as error:
+            found.problems[prediction.name] = str(error)
+            continue
+        file = folder / f"{uid}.dcm"
+        with _writable(folder):
+            replace_file(file, report, 0o600)
+        found.files[prediction.name] = file
+    return found
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             "E-CFG-02", f"--sr: expected a folder that can be written, found {folder}: {error.strerror}"
         ) from error
-    return found
 
 
 class _LackingError(Exception):
@@ -101,8 +109,6 @@ def _report(predictor: Predictor, prediction: Prediction, series: dict[str, str]
     try:
         with _quiet():
             return _encoded(predictor, prediction, _image(Path(prediction.name)), series, number)
-    except OSError:
-        raise
     except _LackingError as error:
         kind = str(error)
     except Exception as error:  # any: files are of unknown origin, and the library raises what it meets

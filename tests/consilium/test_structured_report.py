@@ -152,6 +152,13 @@ def test_an_image_that_names_no_study_is_told_without_its_tags_and_the_others_ha
     assert "Müller" not in "".join(found.problems.values())
 
 
+def test_a_folder_that_cannot_be_written_is_named(made: Exported, predictor: Predictor, tmp_path: Path) -> None:
+    found = predictions(predictor, image(tmp_path / "a.dcm", made))
+    (tmp_path / "sr").touch()
+    with pytest.raises(ConfigError, match="expected a folder that can be written"):
+        structured_report.write(tmp_path / "sr", predictor, found)
+
+
 def test_what_cannot_be_written_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="found the file"):
