@@ -318,9 +318,9 @@ def export(
     RUN.card.json is the card as one document, signed with your certificate, and RUN.card.html its page: whoever has the
     authority's fingerprint can check both (card verify) and write documents from them (card write).
     """
-    from coordinator.cli.survey import fetched
     from coordinator.lead import board_card, portable
     from coordinator.lead.export import check_detail, export_model, frozen_weights, state_limit
+    from coordinator.lead.surveys import fetched
     from fl_core.extensions import loading
 
     loading.load_distributions(extension)

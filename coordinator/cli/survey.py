@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,13 +16,7 @@ from fl_core.types.survey import QUESTIONS, parse_questions
 from service_core.command_line import Json, command
 from service_core.console import ERR, Reply
 
-if TYPE_CHECKING:
-    from coordinator.lead.survey_answers import SurveyAnswers
-    from protos.consilium.v1 import federation_pb2 as pb
-
 _IMAGES = {"folder", "manifest", "isic2019"}
-_MAX_STATE = 64 << 20
-"""Bytes of a survey's state: far more than answers take."""
 
 Words = Annotated[
     list[str] | None,
@@ -55,6 +48,7 @@ def survey(
     patients are held back; with privacy=dp_record numbers are noisy, and each hospital's ledger pays for them once.
     """
     from coordinator.lead import plots
+    from coordinator.lead.surveys import fetched
 
     if picture is not None:
         plots.require_file(picture, "--picture")
@@ -104,21 +98,3 @@ def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
     if "secagg=off" not in own + more:  # the floor is of patients, and a census would tell of classes by itself
         own.append("secagg.min_contributors=1")
     return [word for word in own if word.partition("=")[0] not in keys] + more
-
-
-def fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
-    """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) before there are any."""
-    from coordinator.lead.export import check_detail
-    from coordinator.lead.surveys import answers_of
-    from protos.wire.codec import read_state
-
-    if not detail.info.model_object or not detail.rounds:
-        raise ConfigError(
-            "E-RUN-11",
-            f"expected a survey with answers, found {detail.info.run_id} in state {detail.info.state}: wait for it",
-        )
-    manifest = check_detail(detail)
-    with TemporaryDirectory() as scratch:
-        file = Path(scratch) / "state"
-        client.fetch(detail.info.model_object, file, _MAX_STATE)
-        return answers_of(manifest, read_state(file), detail.rounds[0].included)

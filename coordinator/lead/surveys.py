@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,9 +21,32 @@ from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting.record_config import RecordDpConfig
 
+if TYPE_CHECKING:
+    from coordinator.lead.client import LeadClient
+    from protos.consilium.v1 import federation_pb2 as pb
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """From the 5th to the 95th percentile: the least and the greatest value are somebody's."""
+_MAX_STATE = 64 << 20
+"""Bytes of a survey's state: far more than answers take."""
 _NORMAL_95 = 1.959963984540054
+
+
+def fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
+    """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) before there are any."""
+    from coordinator.lead.export import check_detail
+    from protos.wire.codec import read_state
+
+    if not detail.info.model_object or not detail.rounds:
+        raise ConfigError(
+            "E-RUN-11",
+            f"expected a survey with answers, found {detail.info.run_id} in state {detail.info.state}: wait for it",
+        )
+    manifest = check_detail(detail)
+    with TemporaryDirectory() as scratch:
+        file = Path(scratch) / "state"
+        client.fetch(detail.info.model_object, file, _MAX_STATE)
+        return answers_of(manifest, read_state(file), detail.rounds[0].included)
 
 
 def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()) -> SurveyAnswers:
