@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+import fl_core.methods  # noqa: F401 - the registry first: it imports the survey, which imports FedAvg of it
 from coordinator.lead.survey_answers import ROUNDING, SurveyAnswers
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.methods import Survey  # the registry first: it imports the survey, which imports FedAvg of it
 from fl_core.survey.answers import HELD, IMAGES, PATIENTS, VARIANCE, blank_answers, places
-from fl_core.survey.method import ANSWERS, HOSPITALS
+from fl_core.survey.method import ANSWERS, HOSPITALS, Survey
 from fl_core.types import tensor_maps
 from fl_core.types.survey import NOT_STATED, Answer, Cell, Question, document_digest
 from fl_core.types.values import State
