@@ -172,13 +172,11 @@ def _content(predictor: Predictor, prediction: Prediction, image: Dataset) -> An
     device = sr.DeviceObserverIdentifyingAttributes(
         uid=str(UID.from_uuid(str(uuid.uuid5(_DEVICES, sha256)))), name="Consilium", model_name=version()[:_MEANING]
     )
+    chosen = [code[c] for c in prediction.set or ()] or [_private("empty", "No class")]
     evaluations = [
-        sr.QualitativeEvaluation(name=_private("set", "Class of the set at the calibration's coverage"), value=code[c])
-        for c in prediction.set or ()
+        sr.QualitativeEvaluation(name=_private("set", "In the set at the calibration's coverage"), value=one)
+        for one in ([] if prediction.set is None else chosen)
     ]
-    if prediction.set == ():
-        empty = _private("empty", "No class")
-        evaluations = [sr.QualitativeEvaluation(name=_private("set", "Classes of the set"), value=empty)]
     group = sr.MeasurementsAndQualitativeEvaluations(
         tracking_identifier=sr.TrackingIdentifier(uid=str(UID()), identifier="classification of the image"),
         finding_type=_private("none", NONE_OF_THEM) if prediction.unknown else code[prediction.answer],

@@ -139,12 +139,6 @@ def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, f
     Raises ConfigError (E-CFG-08) on a survey about other data or classes, whose numbers would be read as this run's,
     and on numbers that no records give.
     """
-    if found.implausible:
-        raise ConfigError(
-            "E-CFG-08",
-            f"expected a survey with numbers of records, found {detail.info.run_id} with others "
-            f"({'; '.join(found.implausible[:3])}): find out which hospital sent them, and ask again",
-        )
     if (asked.data, asked.schema.classes) != (manifest.data, manifest.schema.classes):
         raise ConfigError(
             "E-CFG-08",
@@ -152,7 +146,7 @@ def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, f
             f"found {detail.info.run_id} about {asked.data} and {len(asked.schema.classes)}: ask with the run's words",
         )
     answered = {name for r in detail.rounds for name in r.included}
-    return Survey(
+    made = Survey(
         run=detail.info.run_id,
         document=found.document,
         hospitals=found.hospitals,
@@ -161,6 +155,14 @@ def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, f
         delta=found.delta,
         answers=found.answers,
     )
+    if found.implausible or not made.possible:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a survey with numbers of records, found {detail.info.run_id} with others"
+            f"{': ' * bool(found.implausible)}{'; '.join(found.implausible[:3])}. Find out which hospital sent them, and "
+            "ask again",
+        )
+    return made
 
 
 def _software(detail: pb.RunDetail, manifest: RunManifest) -> Mapping[str, str]:
