@@ -158,9 +158,9 @@ def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, f
     if found.implausible or not made.possible:
         raise ConfigError(
             "E-CFG-08",
-            f"expected a survey with numbers of records, found {detail.info.run_id} with others"
-            f"{': ' * bool(found.implausible)}{'; '.join(found.implausible[:3])}. Find out which hospital sent them, and "
-            "ask again",
+            f"expected a survey with numbers of records, found {detail.info.run_id} with others "
+            f"({'; '.join(found.implausible[:3]) or 'more held back than answered'}): find out which hospital sent them, "
+            "and ask again",
         )
     return made
 
