@@ -159,7 +159,7 @@ def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, f
         raise ConfigError(
             "E-CFG-08",
             f"expected a survey with numbers of records, found {detail.info.run_id} with others "
-            f"({'; '.join(found.implausible[:3]) or 'more held back than answered'}): find out which hospital sent them, "
+            f"({'; '.join(found.implausible[:3]) or 'counts of no hospitals'}): find out which hospital sent them, "
             "and ask again",
         )
     return made
