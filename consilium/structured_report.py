@@ -10,16 +10,15 @@ A report holds the patient's tags that the image holds (`fl_core/datasets/decodi
 from __future__ import annotations
 
 import io
-import logging
 import uuid
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_core.datasets.decoding.dicom import is_dicom
+from fl_core.datasets.decoding.dicom import is_dicom, without_contents
+from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
 from fl_core.prediction.predictor import NONE_OF_THEM, Prediction, Predictor
@@ -78,8 +77,9 @@ def write(folder: Path, predictor: Predictor, predictions: Sequence[Prediction])
             found.not_dicom += 1
             continue
         try:
-            report, uid = _report(predictor, prediction, series, len(found.files) + 1)
-        except _LackingError as error:
+            with without_contents("tags that make no report"):
+                report, uid = _encoded(predictor, prediction, series, len(found.files) + 1)
+        except UnreadableError as error:
             found.problems[prediction.name] = str(error)
             continue
         file = folder / f"{uid}.dcm"
@@ -99,52 +99,27 @@ def _writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class _LackingError(Exception):
-    """An image does not hold what its report must name."""
-
-
-def _report(predictor: Predictor, prediction: Prediction, series: dict[str, str], number: int) -> tuple[bytes, str]:
-    """Return a report's file and its UID; what the library raises of a file repeats its tags, and is not kept."""
-    kind = ""
-    try:
-        with _quiet():
-            return _encoded(predictor, prediction, _image(Path(prediction.name)), series, number)
-    except _LackingError as error:
-        kind = str(error)
-    except Exception as error:  # any: files are of unknown origin, and the library raises what it meets
-        kind = f"its tags do not make a report ({type(error).__name__}): correct them, or export the image again"
-    raise _LackingError(kind)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what the libraries say of a file, and with it its tags, from the terminal and from logs."""
-    for name in ("pydicom", "highdicom"):
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _image(path: Path) -> Dataset:
     from pydicom import dcmread
 
     found = dcmread(path, stop_before_pixels=True)
     lacking = [name for name in _NEEDED if not found.get(name)]
     if lacking:
-        raise _LackingError(f"expected {', '.join(_NEEDED)}, found no {lacking[0]}: export the image from its archive")
+        raise UnreadableError(
+            f"expected {', '.join(_NEEDED)}, found no {lacking[0]}: export the image from its archive"
+        )
     for name in _COPIED:
         if name not in found:
             setattr(found, name, None)
     return found
 
 
-def _encoded(
-    predictor: Predictor, prediction: Prediction, image: Dataset, series: dict[str, str], number: int
-) -> tuple[bytes, str]:
+def _encoded(predictor: Predictor, prediction: Prediction, series: dict[str, str], number: int) -> tuple[bytes, str]:
+    """Return a report's file and its UID. series: the reports' series by study, which grows."""
     import highdicom as hd
     from highdicom.sr import ComprehensiveSR
 
+    image = _image(Path(prediction.name))
     study = str(image.StudyInstanceUID)
     report = ComprehensiveSR(
         evidence=[image],

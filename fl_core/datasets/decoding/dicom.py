@@ -107,10 +107,9 @@ class Description(NamedTuple):
 
 def described(path: Path) -> Description:
     """Read what a survey asks for of a header; no pixel is decoded. Raises UnreadableError as `rendered`."""
-    with _without_contents():
+    with without_contents():
         from pydicom import dcmread
 
-        _silence()
         tags = dcmread(path, specific_tags=list(_DESCRIPTION), stop_before_pixels=True)
         frame = _Frame(tags, np.zeros(0))
         size = (int(frame.number("Columns", 0)), int(frame.number("Rows", 0)))
@@ -120,7 +119,7 @@ def described(path: Path) -> Description:
 
 def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:
     """Return what is trained on: (H, W) or (H, W, 3); raises UnreadableError, which repeats no value of a tag."""
-    with _without_contents():
+    with without_contents():
         frame = _read(path)
         photometric = str(frame.get("PhotometricInterpretation"))
         if photometric not in _GREY:
@@ -131,7 +130,7 @@ def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:
 
 def stored(path: Path) -> tuple[NDArray[np.generic], int]:
     """Return what identifies an image: its stored values and their bits; colours as `rendered`, of 8 bits."""
-    with _without_contents():
+    with without_contents():
         frame = _read(path)
         photometric = str(frame.get("PhotometricInterpretation"))
         if photometric not in _GREY:
@@ -141,15 +140,19 @@ def stored(path: Path) -> tuple[NDArray[np.generic], int]:
 
 
 @contextmanager
-def _without_contents() -> Iterator[None]:
-    """Replace errors of the library, whose texts repeat what a file holds; nothing of them is kept, also as a cause."""
+def without_contents(said: str = "DICOM that cannot be decoded") -> Iterator[None]:
+    """Replace errors of the library, whose texts repeat what a file holds; nothing of them is kept, also as a cause.
+
+    said: of a file that it could not use. Raises UnreadableError, and silences the library.
+    """
     kind = ""
+    _silence()
     try:
         yield
     except UnreadableError as error:
         kind = str(error)
     except Exception as error:  # any: files are of unknown origin, and the library raises what it meets
-        kind = f"DICOM that cannot be decoded ({type(error).__name__}): restore the file"
+        kind = f"{said} ({type(error).__name__}): restore the file"
     if kind:
         raise UnreadableError(kind)
 
@@ -160,8 +163,9 @@ def _silence() -> None:
     from pydicom import config
 
     config.settings.reading_validation_mode = config.IGNORE
-    logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
-    warnings.filterwarnings("ignore", module=r"pydicom(\.|$)")
+    for name in ("pydicom", "highdicom"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
 
 
 def _read(path: Path) -> _Frame:
@@ -169,7 +173,6 @@ def _read(path: Path) -> _Frame:
     from pydicom.filereader import read_file_meta_info
     from pydicom.pixels.decoders.base import get_decoder
 
-    _silence()
     if (size := path.stat().st_size) > MAX_BYTES:
         raise UnreadableError(f"{size} bytes, more than {MAX_BYTES}: make it smaller")
     syntax = read_file_meta_info(path).get("TransferSyntaxUID")
