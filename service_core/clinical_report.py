@@ -8,7 +8,6 @@ from fl_core.types import intervals
 from fl_core.types.clinical import ClinicalMetrics, Range
 from fl_core.types.intervals import Interval
 
-CLASS_HEAD = ("class", "test examples", "sensitivity (95 %)", "specificity (95 %)", "AUC (95 %)")
 FEW = 10
 """Test examples below which a number says next to nothing: an interval is then a third of all there is, or more."""
 NOT_MEASURED = (
@@ -19,6 +18,8 @@ NOT_SENT = (
     "specificity, AUC, confusion matrix and calibration were sent by no hospital: a hospital's policy sends correct "
     'answers alone, unless its policy.toml says send = "clinical" under [evaluation] (docs/metrics.md)'
 )
+_TWO_BY_TWO = ("not there", "not there, but said", "there, but not said", "there, and said")
+_BOTH = "were found in some test examples and not in others"
 _MISLEADING = 0.1
 """An expected calibration error from which on probabilities are not to be used as they are."""
 
@@ -28,18 +29,20 @@ def sentence(found: ClinicalMetrics, tested: float = 0.0) -> str:
 
     Where they are, balanced accuracy is left out: the one of all test examples is said elsewhere.
     """
-    missing, over = round(tested) - found.examples, f"{found.classes_present} of {len(found.confusion)} classes"
-    text = f"over {over} that have test examples: "
+    what, have = ("classes", "have test examples") if not found.labels else ("labels", _BOTH)
+    missing, over = round(tested) - found.examples, f"{found.classes_present} of {len(found.tables)} {what}"
+    text = f"over {over} that {have}: "
     if missing <= 0:
         text += f"balanced accuracy {balanced_accuracy(found)}, "
     text += f"macro AUC {macro_auc(found)}; {calibration(found)}"
-    return f"{text}; without {missing} test examples whose hospitals send accuracies alone" if missing > 0 else text
+    left_out = "test examples" if not found.labels else "answers about labels"
+    return f"{text}; without {missing} {left_out} whose hospitals send accuracies alone" if missing > 0 else text
 
 
 def balanced_accuracy(found: ClinicalMetrics) -> str:
-    right = [row[c] for c, row in enumerate(found.confusion)]
-    text = with_interval(found.balanced_accuracy, intervals.mean_of_shares(right, found.per_class))
-    return f"{text} (guessing: {percent(1 / present)})" if (present := found.classes_present) else text
+    text = with_interval(found.balanced_accuracy, intervals.mean_of_shares(*found.balanced_counts))
+    guessing = 1 / 2 if found.labels else 1 / max(found.classes_present, 1)
+    return f"{text} (guessing: {percent(guessing)})" if found.classes_present else text
 
 
 def calibration(found: ClinicalMetrics) -> str:
@@ -61,23 +64,31 @@ def short(found: ClinicalMetrics) -> str:
     return f"balanced {percent(found.balanced_accuracy)}  AUC {auc(found.macro_auc)}"
 
 
+def class_head(found: ClinicalMetrics) -> tuple[str, ...]:
+    what, n = ("class", "test examples") if not found.labels else ("label", "found, of those asked")
+    return (what, n, "sensitivity (95 %)", "specificity (95 %)", "AUC (95 %)")
+
+
 def class_rows(found: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return a row per class under `CLASS_HEAD`, with intervals for the luck of the test set."""
+    """Return a row per class under `class_head`, with intervals for the luck of the test set."""
     rows = zip(
         classes,
-        found.per_class,
+        (f"{t.there} of {sum(t)}" if found.labels else str(t.there) for t in found.tables),
         zip(found.sensitivity, intervals.by_class(found), strict=True),
         zip(found.specificity, intervals.specificities(found), strict=True),
         zip(found.auc, intervals.areas(found), strict=True),
         strict=True,
     )
-    return [
-        (name, str(n), with_interval(*sens), with_interval(*spec), auc(*area)) for name, n, sens, spec, area in rows
-    ]
+    return [(name, n, with_interval(*sens), with_interval(*spec), auc(*area)) for name, n, sens, spec, area in rows]
+
+
+def confusion_head(found: ClinicalMetrics, classes: Sequence[str]) -> tuple[str, ...]:
+    return ("label", *_TWO_BY_TWO) if found.labels else ("class, taken for", *classes)
 
 
 def confusion_rows(found: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    return [(name, *map(str, row)) for name, row in zip(classes, found.confusion, strict=True)]
+    """Return a row per class under `confusion_head`."""
+    return [(name, *map(str, row)) for name, row in zip(classes, found.labels or found.confusion, strict=True)]
 
 
 def reliability_rows(found: ClinicalMetrics) -> list[tuple[str, ...]]:

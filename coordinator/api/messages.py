@@ -68,7 +68,8 @@ def run_info(run: Run, store: Store, waiting: Waiting | None = None) -> pb.RunIn
         records = [row.record for row in store.runs.rounds(run.id, newest=1)]
     if records:
         newest = records[-1]
-        accuracy.set_balanced(message, (newest.correct, newest.examples, noise.of(newest.included)))
+        right, of = newest.balanced_counts
+        accuracy.set_balanced(message, (right, of, noise.of(newest.included)), newest.several_labels)
     return message
 
 

@@ -108,7 +108,7 @@ def _shown(result: Result) -> Iterator[str | Table]:
     yield tables.aggregator_text(result.aggregator, judgements(result.records))
     if result.clinical is not None:
         rows = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
-        yield make_table("By class", clinical_report.CLASS_HEAD, rows)
+        yield make_table("By class", clinical_report.class_head(result.clinical), rows)
         yield clinical_report.sentence(result.clinical)
     else:
         rows = [(name, found.text()) for name, found in result.by_class().items()]

@@ -248,14 +248,6 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
             f"expected silos whose version knows metrics={CLINICAL}, found {', '.join(basic_only)}: upgrade them, or "
             "set metrics=auto",
         )
-    if schema.multi_label:
-        if spec.metrics == CLINICAL:
-            raise ConfigError(
-                "E-CFG-08",
-                f"expected metrics={BASIC} with several labels at once, found {CLINICAL}, whose confusion matrix is of "
-                "one class for each record: leave it out",
-            )
-        return BASIC
     if spec.metrics != AUTO:
         return spec.metrics
     exact = method.has_global_model and not profiles.hides_evaluations(privacy)

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from fl_core.errors import ProtocolError
-from fl_core.types.clinical import CALIBRATION_BINS, CLINICAL, ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.clinical import (
+    CALIBRATION_BINS,
+    CLINICAL,
+    ClinicalMetrics,
+    Range,
+    ReliabilityBin,
+    TwoByTwo,
+    balanced_counts,
+)
 from fl_core.types.records import HospitalResult, OwnModels
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
@@ -23,11 +31,15 @@ def set_estimates(info: pb.RunInfo, rounds: Sequence[Sums]) -> None:
         _write(estimate, target)
 
 
-def set_balanced(info: pb.RunInfo, newest: Sums) -> None:
-    """Set the balanced accuracy of a run's newest evaluation, and over how many classes it is."""
-    correct, examples, noise = newest
-    info.classes_tested = sum(n > 0 for n in examples) if noise is None else len(examples)
-    _write(uncertainty.balanced(correct, examples, noise), info.balanced_accuracy)
+def set_balanced(info: pb.RunInfo, newest: Sums, several_labels: bool = False) -> None:
+    """Set the balanced accuracy of a run's newest evaluation, and among how many answers guessing chooses.
+
+    newest: as `balanced_sums`
+    """
+    right, of, noise = newest
+    present = sum(n > 0 for n in of) if noise is None else len(of)
+    info.guessed_among = min(present, 2) if several_labels else present
+    _write(uncertainty.balanced(right, of, noise), info.balanced_accuracy)
 
 
 def _write(estimate: Estimate, target: pb.Estimate) -> None:
@@ -49,8 +61,8 @@ def newest_balanced(info: pb.RunInfo) -> Estimate:
 
 
 def chance(info: pb.RunInfo) -> float | None:
-    """Return the balanced accuracy of guessing among the classes that have test images; None where none has."""
-    return 1 / info.classes_tested if info.classes_tested else None
+    """Return the balanced accuracy of guessing; None where nothing was tested."""
+    return 1 / info.guessed_among if info.guessed_among else None
 
 
 def noise_of(info: pb.RoundInfo) -> EvaluationNoise | None:
@@ -59,18 +71,31 @@ def noise_of(info: pb.RoundInfo) -> EvaluationNoise | None:
     return EvaluationNoise(noise.std, noise.draws, noise.suppressed) if info.HasField("noise") else None
 
 
+def sums(info: pb.RoundInfo) -> Sums:
+    """Return what a round's accuracy is computed from."""
+    return tuple(info.correct), tuple(info.examples), noise_of(info)
+
+
+def balanced_sums(info: pb.RoundInfo) -> Sums:
+    """Return what its balanced accuracy is computed from."""
+    if not info.several_labels:
+        return sums(info)
+    right, of = balanced_counts(info.correct, info.examples, clinical_of(info), several_labels=True)
+    return tuple(right), tuple(of), noise_of(info)
+
+
 def of_round(info: pb.RoundInfo) -> Estimate:
     """Estimate the accuracy of the model before the round's training."""
-    return uncertainty.accuracy(info.correct, info.examples, noise_of(info))
+    return uncertainty.accuracy(*sums(info))
 
 
 def by_class(info: pb.RoundInfo) -> list[Estimate]:
-    return uncertainty.by_class(info.correct, info.examples, noise_of(info))
+    return uncertainty.by_class(*sums(info))
 
 
 def balanced(info: pb.RoundInfo) -> Estimate:
     """Estimate the mean accuracy over the classes that have test examples."""
-    return uncertainty.balanced(info.correct, info.examples, noise_of(info))
+    return uncertainty.balanced(*balanced_sums(info))
 
 
 def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
@@ -82,18 +107,23 @@ def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
         bin_examples=[b.examples for b in found.bins],
         bin_correct=[b.correct for b in found.bins],
         bin_confidence=[b.confidence for b in found.bins],
+        labels=[n for table in found.labels for n in table],
     )
 
 
-def clinical_of(info: pb.RoundInfo | pb.HospitalResult) -> ClinicalMetrics | None:
+def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
     """Read a round's; None where none were measured. Raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    return _clinical(info, info.several_labels)
+
+
+def _clinical(info: pb.RoundInfo | pb.HospitalResult, several_labels: bool) -> ClinicalMetrics | None:
     if not info.HasField("clinical"):
         return None
     found, c = info.clinical, len(info.correct)
     auc = [None if math.isnan(low) else Range(low, high) for low, high in zip(found.auc_low, found.auc_high)]  # noqa: B905
     bins = tuple(map(ReliabilityBin, found.bin_examples, found.bin_correct, found.bin_confidence))
     sound = (
-        len(found.confusion) == c * c
+        (len(found.confusion), len(found.labels)) == ((0, 4 * c) if several_labels else (c * c, 0))
         and len(found.auc_low) == len(found.auc_high) == c
         and len(found.bin_examples) == len(found.bin_correct) == len(found.bin_confidence) == CALIBRATION_BINS
         and all(r is None or 0 <= r.low <= r.high <= 1 for r in auc)
@@ -105,7 +135,9 @@ def clinical_of(info: pb.RoundInfo | pb.HospitalResult) -> ClinicalMetrics | Non
             f"expected clinical metrics of {c} classes, found numbers that no evaluation gives: both sides must run "
             "one version",
         )
-    return ClinicalMetrics(tuple(tuple(found.confusion[k * c : (k + 1) * c]) for k in range(c)), tuple(auc), bins)
+    confusion = tuple(tuple(found.confusion[k : k + c]) for k in range(0, len(found.confusion), c))
+    labels = tuple(TwoByTwo(*found.labels[k : k + 4]) for k in range(0, len(found.labels), 4))
+    return ClinicalMetrics(confusion, tuple(auc), bins, labels)
 
 
 def own_message(found: OwnModels) -> pb.OwnModels:
@@ -157,7 +189,7 @@ def results_of(info: pb.RoundInfo) -> dict[str, HospitalResult]:
                 "evaluation gives: both sides must run one version",
             )
         results[found.silo] = HospitalResult(
-            tuple(found.correct), tuple(found.examples), clinical_of(found), own_of(found)
+            tuple(found.correct), tuple(found.examples), _clinical(found, info.several_labels), own_of(found)
         )
     return results
 

@@ -96,7 +96,7 @@ def by_hospital_json(info: pb.RoundInfo) -> Mapping[str, object]:
     found = accuracy.results_of(info)
     own = accuracy.own_of(info)
     return {
-        **({"by_hospital": hospital_results.facts(found)} if found else {}),
+        **({"by_hospital": hospital_results.facts(found, several_labels=info.several_labels)} if found else {}),
         **({"own_models": hospital_results.own_facts(own)} if own is not None else {}),
     }
 

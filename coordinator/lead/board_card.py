@@ -182,6 +182,7 @@ def _model(run: CompiledRun, manifest: RunManifest, parameters: int) -> Model:
         preprocessing=Preprocessing(manifest.data, manifest.schema).sentence(),
         start=started_from(manifest.to_json()),
         frozen_body=body,
+        several_labels=manifest.schema.multi_label,
     )
 
 
@@ -258,17 +259,15 @@ def _classes(
     noisy = uncertainty.by_class(last.correct, last.examples, noise) if noise else []
     made = []
     for k, name in enumerate(manifest.schema.classes):
-        measured = k < len(last.examples)
         auc = found.auc[k] if found else None
+        counts = list(zip(last.correct[k : k + 1], last.examples[k : k + 1], strict=False))
+        if manifest.schema.multi_label:  # most are right where they are absent; who has one, clinical metrics alone say
+            counts = [(found.labels[k].tp, found.labels[k].there)] if found and found.labels else []
         made.append(
             ClassFacts(
                 name=name,
-                test_examples=round(last.examples[k]) if measured and not noise and _counts(last) else None,
-                recognised=_noisy(noisy[k])
-                if noise and measured
-                else share_of(last.correct[k], last.examples[k])
-                if measured
-                else Share(),
+                test_examples=round(counts[0][1]) if counts and not noise and _counts(last) else None,
+                recognised=_noisy(noisy[k]) if noise and counts else share_of(*counts[0]) if counts else Share(),
                 declared_by=tuple(sorted(s.name for s in silos if s.name in members and name in s.data.holds)),
                 specificity=found.specificity[k] if found else None,
                 auc_low=auc.low if auc else None,
@@ -289,15 +288,16 @@ def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
     noise = noisy.of(last.included)
     auc = found.macro_auc if found else None
     exact = noise is None and _counts(last)
-    tested = [c for c, n in enumerate(last.examples) if n > 0] if exact else []
+    several = manifest.schema.multi_label
+    tested = found.classes_present if found and several else sum(n > 0 for n in last.examples) if exact else 0
     return Results(
         accuracy=_over_all(last, noise),
         balanced=_balanced(last, noise),
         best=_best(rounds, manifest),
         test_examples=round(sum(last.examples)) if exact and rounds else None,
-        level_of_chance=1 / (len(tested) or len(manifest.schema.classes)),
+        level_of_chance=1 / 2 if several else 1 / (tested or len(manifest.schema.classes)),
         of_exported_model=last.kind == pb.EVALUATE,
-        classes_tested=len(tested) if exact and rounds else None,
+        classes_tested=tested if exact and rounds else None,
         calibration_error=found.calibration_error if found else None,
         macro_auc_low=auc.low if auc else None,
         macro_auc_high=auc.high if auc else None,
@@ -317,7 +317,8 @@ def _balanced(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
         return _noisy(uncertainty.balanced(last.correct, last.examples, noise))
     if not _counts(last):
         return _impossible()
-    counts = [(round(k), round(n)) for k, n in zip(last.correct, last.examples, strict=False) if n > 0]
+    rights, ofs, _ = accuracy.balanced_sums(last)
+    counts = [(round(k), round(n)) for k, n in zip(rights, ofs, strict=False) if n > 0]
     if not counts:
         return Share()
     found = intervals.mean_of_shares([k for k, _ in counts], [n for _, n in counts])

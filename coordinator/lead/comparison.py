@@ -10,9 +10,8 @@ from itertools import combinations, takewhile
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from coordinator.lead import accuracy
 from coordinator.lead.as_json import run_json
-from coordinator.lead.curves import OF_SUMS, Curve, Scores, behind, by_class, curves, text
+from coordinator.lead.curves import OF_SUMS, SUMS, Curve, Scores, behind, by_class, curves, text
 from fl_core.converter import ConversionError, parse_json, shown
 from fl_core.errors import ConfigError, ProtocolError
 from privacy.accounting import uncertainty
@@ -30,10 +29,10 @@ _GROUPS = ("method", "model", "data", "federation", "privacy", "aggregator")
 
 
 class Evaluated(NamedTuple):
-    """One evaluation of a trained model: where, and what it counted."""
+    """One evaluation of a trained model: where, and what it counted, by measure."""
 
     hospitals: frozenset[str]
-    sums: Sums
+    sums: Mapping[str, Sums]
 
     def differs(self, other: Evaluated) -> str:
         """Say in what the test images differ from another's; empty where nothing shows that they do.
@@ -42,7 +41,7 @@ class Evaluated(NamedTuple):
         """
         if missing := other.hospitals ^ self.hospitals:
             return f"at other hospitals ({', '.join(sorted(missing)[:_SHOWN])} only in one of both)"
-        (_, mine, noise), (_, theirs, other_noise) = self.sums, other.sums
+        (_, mine, noise), (_, theirs, other_noise) = (each.sums[COMPARED] for each in (self, other))
         if noise is None and other_noise is None and tuple(mine) != tuple(theirs):
             return f"on other test images ({sum(mine):.0f}, there {sum(theirs):.0f}, or others by class)"
         return ""
@@ -149,7 +148,7 @@ class ComparedRun:
             dict(zip(classes, newest, strict=False)),
             str(manifest.get("metrics", "")),
             tuple(
-                Evaluated(frozenset(r.included), (tuple(r.correct), tuple(r.examples), accuracy.noise_of(r)))
+                Evaluated(frozenset(r.included), {name: sums(r) for name, sums in SUMS.items()})
                 for r in detail.rounds
                 if behind(r) and any(r.examples)
             ),
@@ -206,7 +205,9 @@ def _standing(runs: Sequence[ComparedRun]) -> Standing:
     # Each run's own last evaluations stand for one that is not held against the others.
     last = {run.id: run.evaluated[-(len(alike) or LAST) :] for run in runs}
     values = {
-        run.id: {name: uncertainty.mean_of_last([e.sums for e in last[run.id]], of) for name, of in OF_SUMS.items()}
+        run.id: {
+            name: uncertainty.mean_of_last([e.sums[name] for e in last[run.id]], of) for name, of in OF_SUMS.items()
+        }
         for run in runs
     }
     points = {run.id: values[run.id][COMPARED].point for run in compared}
@@ -240,13 +241,13 @@ def _difference(mine: Sequence[Evaluated], theirs: Sequence[Evaluated], share: f
     improved confidence intervals for comparing matched proportions", Statistics in Medicine 2005, by class. None where
     noise hides a number.
     """
-    noisy = any(e.sums[2] is not None for e in (*mine, *theirs))
-    level = 1 - share / 4
-    a, b = (uncertainty.mean_of_last([e.sums for e in each], OF_SUMS[COMPARED], level=level) for each in (mine, theirs))
+    level, sums = 1 - share / 4, [[e.sums[COMPARED] for e in each] for each in (mine, theirs)]
+    noisy = any(noise is not None for each in sums for _, _, noise in each)
+    a, b = (uncertainty.mean_of_last(each, OF_SUMS[COMPARED], level=level) for each in sums)
     if a.point is None or a.low is None or a.high is None or b.point is None or b.low is None or b.high is None:
         return None
     point, centers, variances = a.point - b.point, list[float](), list[float]()
-    for right, left, n in zip(_shares(mine), _shares(theirs), mine[-1].sums[1], strict=False):
+    for right, left, n in zip(*map(_shares, sums), sums[0][-1][1], strict=False):
         if right is None or left is None:
             continue
         more, disagree = (right - left) * n / (n + 2), (min(right + left, 2 - right - left) * n + 1) / (n + 2)
@@ -264,9 +265,9 @@ def _difference(mine: Sequence[Evaluated], theirs: Sequence[Evaluated], share: f
     return Difference(point, max(low, -1.0), min(high, 1.0))
 
 
-def _shares(found: Sequence[Evaluated]) -> list[float | None]:
+def _shares(found: Sequence[Sums]) -> list[float | None]:
     """Return the mean share of right answers over evaluations, by class; None of a class without test images."""
-    by_round = [[e.point for e in uncertainty.by_class(*each.sums)] for each in found]
+    by_round = [[e.point for e in uncertainty.by_class(*each)] for each in found]
     return [
         fmean(p for p in points if p is not None) if None not in points else None
         for points in zip(*by_round, strict=False)
@@ -324,7 +325,7 @@ def _notes(runs: Sequence[ComparedRun], standing: Standing) -> tuple[str, ...]:
             f"compared is the mean of {each}, made at the same hospitals on as many test images; the interval is for "
             "the luck of these images and the noise of privacy, and not for that of training: other seeds tell that"
         )
-    if any(e.sums[2] is not None for run in runs for e in run.evaluated[-LAST:]):
+    if any(e.sums[COMPARED][2] is not None for run in runs for e in run.evaluated[-LAST:]):
         notes.append("counts of test images are noisy: whether runs were measured on equally many cannot be told")
     if moving := [run.id for run in runs if run.info.state in ("waiting", "running")]:
         notes.append(f"not over yet: {', '.join(moving)}")

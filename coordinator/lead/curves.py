@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import fmean
@@ -15,6 +15,11 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 OF_SUMS: dict[str, Measure] = {"accuracy": uncertainty.accuracy, "balanced_accuracy": uncertainty.balanced}
 """Measures of the global model that come from the sums per class."""
+SUMS: dict[str, Callable[[pb.RoundInfo], Sums]] = {
+    "accuracy": accuracy.sums,
+    "balanced_accuracy": accuracy.balanced_sums,
+}
+"""Of which sums of a round each of them is."""
 MACRO_AUC = "macro_auc"
 """The mean over classes of the area under the ROC curve, of runs that measure it; in the middle of its bin."""
 MEASURES = (*OF_SUMS, MACRO_AUC, *PERSONAL_SCORES)
@@ -87,8 +92,7 @@ def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
 
 def curves_of_sums(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
     """Return the curves of the global model's measures, also where nothing was measured."""
-    sums = [(tuple(r.correct), tuple(r.examples), accuracy.noise_of(r)) for r in rounds]
-    return {name: _of_sums(name, rounds, sums) for name in OF_SUMS}
+    return {name: _of_sums(name, rounds, list(map(sums, rounds))) for name, sums in SUMS.items()}
 
 
 def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:

@@ -133,7 +133,7 @@ def export_model(
 
 def _suggested(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> float:
     found = accuracy.clinical_of(rounds[-1]) if rounds else None
-    suggested = None if found is None else conformal.estimate_temperature(found.bins, len(found.confusion))
+    suggested = None if found is None else conformal.estimate_temperature(found.bins, found.alternatives)
     if suggested is None:
         raise ConfigError(
             "E-CFG-08",
@@ -277,30 +277,38 @@ def _clinical(manifest: RunManifest, last: pb.RoundInfo) -> list[str]:
     """Return the section on the last model's errors, or why there is none."""
     found, classes = accuracy.clinical_of(last), manifest.schema.classes
     if found is None:
-        return ["Sensitivity is a class's accuracy above. " + _why_basic(manifest), ""]
+        above = "" if manifest.schema.multi_label else "Sensitivity is a class's accuracy above. "
+        return [above + _why_basic(manifest), ""]
+    shown, confidence = "Confusion matrix (rows: diagnosis; columns: what the model says)", "the largest probability"
+    if found.labels:
+        shown, confidence = "Test examples by label and answer", "the probability of an answer about a label"
     return [
         "## Sensitivity, specificity, AUC and calibration",
         "",
-        f"Taken together {clinical_report.sentence(found, sum(last.examples))}. AUC is one class against the rest.",
+        f"Taken together {clinical_report.sentence(found, sum(last.examples))}. AUC is {_against(found)}.",
         "",
         *_calibration(found),
-        *_table(clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes)),
+        *_table(clinical_report.class_head(found), clinical_report.class_rows(found, classes)),
         "",
-        "Confusion matrix (rows: diagnosis; columns: what the model says):",
+        f"{shown}:",
         "",
-        *_table(("", *classes), clinical_report.confusion_rows(found, classes)),
+        *_table(clinical_report.confusion_head(found, classes), clinical_report.confusion_rows(found, classes)),
         "",
-        "Reliability (confidence: the largest probability):",
+        f"Reliability (confidence: {confidence}):",
         "",
         *_table(("confidence", "test examples", "mean confidence", "right"), clinical_report.reliability_rows(found)),
         "",
     ]
 
 
+def _against(found: ClinicalMetrics) -> str:
+    return "where a label was found against where it was not" if found.labels else "one class against the rest"
+
+
 def _calibration(found: ClinicalMetrics) -> list[str]:
     """Explain an expected calibration error that looks like a model that is mostly wrong."""
     error, n = found.calibration_error, sum(b.examples for b in found.bins)
-    suggested = conformal.estimate_temperature(found.bins, len(found.confusion))
+    suggested = conformal.estimate_temperature(found.bins, found.alternatives)
     if error is None or error <= _EXPLAINED or suggested is None:
         return []
     right, sure = (sum(getattr(b, name) for b in found.bins) / n for name in ("correct", "confidence"))

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 from fl_core.types import intervals
-from fl_core.types.clinical import macro_mean
+from fl_core.types.clinical import Counts, balanced_counts, macro_mean
 from fl_core.types.intervals import LEVEL, Interval
 from fl_core.types.records import HospitalResult, OwnModels
 from service_core import clinical_report
@@ -64,15 +64,17 @@ class Standing:
         }
 
 
-def standing(results: Mapping[str, HospitalResult]) -> Standing:
+def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> Standing:
     """Hold hospitals against each other; see the module for when they are ranked."""
     enough = {name: found for name, found in results.items() if sum(found.examples) >= FEW}
+    if several_labels:  # of which right answers say little: most are right where nothing is
+        enough = {name: found for name, found in enough.items() if found.clinical is not None}
     if len(enough) < 2:
         few = f" ({len(results) - len(enough)} with fewer)" if len(enough) < len(results) else ""
         found = f"{counted(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
         return Standing({}, (), cannot_rank=f"{found}, and it takes two")
     width = min(len(found.examples) for found in enough.values())
-    common = tuple(c for c in range(width) if all(found.examples[c] > 0 for found in enough.values()))
+    common = tuple(c for c in range(width) if all(of > 0 for f in enough.values() for _, of in _counts(f, c)))
     if not common:
         return Standing(
             {}, (), cannot_rank="no class has test images at all of them, so they tell of different diseases"
@@ -87,50 +89,64 @@ def standing(results: Mapping[str, HospitalResult]) -> Standing:
     return Standing(scores, common, lowest, scores[highest] - scores[lowest], interval, chance)
 
 
+def _counts(found: HospitalResult, c: int) -> list[tuple[float, float]]:
+    """Return right answers, and of how many, of a class, or of a label where it was found and where not."""
+    if found.clinical is not None and (labels := found.clinical.labels):
+        return [(labels[c].tp, labels[c].there), (labels[c].tn, labels[c].absent)]
+    return [(found.correct[c], found.examples[c])]
+
+
 def _balanced(found: HospitalResult, classes: Sequence[int]) -> float:
-    return math.fsum(found.correct[c] / found.examples[c] for c in classes) / len(classes)
+    return fmean(right / of for c in classes for right, of in _counts(found, c))
 
 
 def _interval(found: HospitalResult, classes: Sequence[int], level: float) -> Interval:
-    interval = intervals.mean_of_shares(
-        [found.correct[c] for c in classes], [found.examples[c] for c in classes], level
-    )
+    rights, ofs = zip(*(counts for c in classes for counts in _counts(found, c)), strict=True)
+    interval = intervals.mean_of_shares(rights, ofs, level)
     assert interval is not None
     return interval
 
 
-def rows(results: Mapping[str, HospitalResult]) -> Iterator[tuple[str, ...]]:
+def rows(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> Iterator[tuple[str, ...]]:
     """Yield a row per hospital under `HEAD`, by name."""
     for name, found in sorted(results.items()):
-        shares = [c / n if n else None for c, n in zip(found.correct, found.examples, strict=True)]
         tested, right, present = sum(found.examples), sum(found.correct), sum(n > 0 for n in found.examples)
-        balanced = intervals.mean_of_shares(found.correct, found.examples)
+        guessed_among = 2 if several_labels else present
         yield (
             name,
             f"{tested:.0f}" + (" (few)" if tested < FEW else ""),
             str(present),
-            clinical_report.with_interval(macro_mean(shares), balanced),
-            clinical_report.percent(1 / present if present else None),
+            _shares(*_balanced_counts(found, several_labels)),
+            clinical_report.percent(1 / guessed_among if present else None),
             clinical_report.with_interval(right / tested if tested else None, intervals.share(right, tested)),
             "-" if found.clinical is None else clinical_report.macro_auc(found.clinical),
             "-" if found.own is None else _shares(found.own.own, found.own.examples),
         )
 
 
+def _balanced_counts(found: HospitalResult, several_labels: bool) -> Counts:
+    return balanced_counts(found.correct, found.examples, found.clinical, several_labels)
+
+
 def _shares(right: Sequence[float], of: Sequence[float]) -> str:
-    mean = macro_mean(c / n if n else None for c, n in zip(right, of, strict=True))
-    return clinical_report.with_interval(mean, intervals.mean_of_shares(right, of))
+    return clinical_report.with_interval(_mean(right, of), intervals.mean_of_shares(right, of))
 
 
-def own_sentence(found: OwnModels, tested: float) -> str:
+def _mean(right: Sequence[float], of: Sequence[float]) -> float | None:
+    return macro_mean(c / n if n else None for c, n in zip(right, of, strict=True))
+
+
+def own_sentence(found: OwnModels, tested: float, *, several_labels: bool = False) -> str:
     """Say how hospitals' own models do, each at home, and the measured one on the same images.
 
-    tested: the test images of the evaluation, of which some hospitals may have no model of their own.
+    tested: the test images of the evaluation, of which some hospitals may have no model of their own   several_labels:
+    whether they are answers about labels
     """
-    images = sum(found.examples)
+    on = f"{sum(found.examples):.0f} of {tested:.0f} {'answers about labels' if several_labels else 'test images'}"
+    measure = "right answers, label by label," if several_labels else "balanced accuracy"
     text = (
-        f"on {images:.0f} of {tested:.0f} test images, where hospitals have models that they trained alone: balanced "
-        f"accuracy of those {_shares(found.own, found.examples)}, of the measured model "
+        f"on {on}, where hospitals have models that they trained alone: {measure} of those "
+        f"{_shares(found.own, found.examples)}, of the measured model "
         f"{_shares(found.measured, found.examples)}"
     )
     if (ahead := found.auc_ahead) is None:
@@ -151,20 +167,20 @@ def own_facts(found: OwnModels) -> dict[str, object]:
     }
 
 
-def facts(results: Mapping[str, HospitalResult]) -> dict[str, object]:
+def facts(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> dict[str, object]:
     """Write what each hospital lets be shown, and how they stand, for machines."""
     return {
         "hospitals": {
             name: {
                 "correct": list(found.correct),
                 "examples": list(found.examples),
-                "balanced_accuracy": macro_mean(c / n if n else None for c, n in zip(found.correct, found.examples)),  # noqa: B905
-                "balanced_accuracy_interval": _list(intervals.mean_of_shares(found.correct, found.examples)),
+                "balanced_accuracy": _mean(*_balanced_counts(found, several_labels)),
+                "balanced_accuracy_interval": _list(intervals.mean_of_shares(*_balanced_counts(found, several_labels))),
                 "clinical": found.clinical and intervals.facts(found.clinical),
             }
             for name, found in sorted(results.items())
         },
-        "standing": standing(results).facts(),
+        "standing": standing(results, several_labels=several_labels).facts(),
     }
 
 

@@ -227,7 +227,7 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = B
     found = accuracy.clinical_of(info)
     if found is None:
         return [said] if (said := accuracy.no_clinical(info, metrics)) else []
-    by_class = make_table("By class", clinical_report.CLASS_HEAD, clinical_report.class_rows(found, classes))
+    by_class = make_table("By class", clinical_report.class_head(found), clinical_report.class_rows(found, classes))
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 
 
@@ -241,10 +241,10 @@ def hospital_facts(info: pb.RoundInfo) -> tuple[list[tuple[str, ...]], list[str]
     if found:
         hidden = len(info.included) - len(found)
         rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
-        said.append(f"{hospital_results.standing(found).sentence()}{rest}")
+        said.append(f"{hospital_results.standing(found, several_labels=info.several_labels).sentence()}{rest}")
     if own is not None:
-        said.append(hospital_results.own_sentence(own, sum(info.examples)))
-    return list(hospital_results.rows(found)), said
+        said.append(hospital_results.own_sentence(own, sum(info.examples), several_labels=info.several_labels))
+    return list(hospital_results.rows(found, several_labels=info.several_labels)), said
 
 
 def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from coordinator.lead import accuracy
 from coordinator.lead.as_json import personal_json
-from coordinator.lead.curves import MACRO_AUC, OF_SUMS
+from coordinator.lead.curves import MACRO_AUC, OF_SUMS, SUMS
 from fl_core.errors import ConfigError, UnavailableError
 from fl_core.types.clinical import ClinicalMetrics
 from privacy.accounting import uncertainty
@@ -72,21 +72,21 @@ def parsed(where: str) -> tuple[str, str]:
 
 def values_of(info: pb.RoundInfo) -> tuple[dict[str, float], dict[str, str]]:
     """Return what a closed round says of the global model and of personal ones, and why something is left out."""
-    sums = info.correct, info.examples, accuracy.noise_of(info)
+    sums = {name: of(info) for name, of in SUMS.items()}
     return values_from(len(info.included), sums, accuracy.clinical_of(info), info.personal, info.withheld)
 
 
 def values_from(
     updates: int,
-    sums: Sums,
+    sums: Mapping[str, Sums],
     clinical: ClinicalMetrics | None,
     personal: Mapping[str, float],
     hidden: Collection[str],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Do as `values_of`, with the parts of a round. hidden: scores in `personal` that noise hides."""
+    """Do as `values_of`, with the parts of a round. sums: by measure   hidden: scores that noise hides."""
     values: dict[str, float] = {"updates": float(updates)}
     withheld: dict[str, str] = {}
-    measures = {name: measure(*sums, uncertainty.LEVEL) for name, measure in OF_SUMS.items()}
+    measures = {name: measure(*sums[name], uncertainty.LEVEL) for name, measure in OF_SUMS.items()}
     if clinical is not None and (area := clinical.macro_auc) is not None:
         measures[MACRO_AUC] = Estimate(area.middle, area.low, area.high)
     for name, found in measures.items():

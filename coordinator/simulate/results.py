@@ -111,6 +111,10 @@ class Result:
             return [(r.correct, r.examples, None) for r in self.measured]
         return [(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
 
+    def balanced(self, k: int) -> Estimate:
+        """Estimate the balanced accuracy after k rounds."""
+        return uncertainty.balanced(*(self.measured or self.records)[k].balanced_counts, self.sums[k][2])
+
     def summary(self) -> dict[str, object]:
         """Return what `coordinator simulate --json` prints; a noisy number has its interval beside it, or is null."""
         estimates = self.estimates
@@ -127,7 +131,7 @@ class Result:
             **self.best.facts("best_global_accuracy", "best_"),
             "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
             "last_rounds": LAST,
-            **uncertainty.balanced(*self.sums[-1]).facts("balanced_accuracy", "balanced_"),
+            **self.balanced(-1).facts("balanced_accuracy", "balanced_"),
             "clinical": self.clinical and intervals.facts(self.clinical),
             "class_accuracy": {name: e.point for name, e in self.by_class().items()},
             "accuracy_by_round": [e.point for e in estimates],
@@ -250,7 +254,7 @@ def history(result: Result) -> list[Measured]:
 def _of_round(result: Result, k: int) -> Iterator[Measured]:
     record, sums = result.records[k], result.sums[k]
     yield _estimated(k, "accuracy", "", uncertainty.accuracy(*sums))
-    yield _estimated(k, "balanced_accuracy", "", uncertainty.balanced(*sums))
+    yield _estimated(k, "balanced_accuracy", "", result.balanced(k))
     for name, found in zip(result.manifest.schema.classes, uncertainty.by_class(*sums), strict=False):
         yield _estimated(k, "class_accuracy", name, found)
     if (clinical := (result.measured or result.records)[k].clinical) is not None:

@@ -331,7 +331,11 @@ class _Tracked(Observer):
 
     def closed(self, record: RoundRecord, server: State) -> None:
         self._first.closed(record, server)
-        sums = record.correct, record.examples, self._noise.of(record.included)
+        noise = self._noise.of(record.included)
+        sums = {
+            "accuracy": (record.correct, record.examples, noise),
+            "balanced_accuracy": (*record.balanced_counts, noise),
+        }
         hidden = self._noise.scores & set(record.personal)
         values, tags = trackers.values_from(len(record.included), sums, record.clinical, record.personal, hidden)
         self._tracking.log(record.round, values, tags)

@@ -3,6 +3,7 @@
 | segment                                          | bound                                                   |
 |--------------------------------------------------|---------------------------------------------------------|
 | weights that count examples, and other counts    | the largest declared size, and 13.5 std of its noise    |
+| answers about several labels at once             | the largest declared size x the number of labels        |
 | weights that count once; accuracies of models    | 1                                                       |
 | weights that the method makes                    | e, or the largest declared size                         |
 | differences, control variates, heads             | 4 x the bound of the weight                             |
@@ -24,7 +25,7 @@ from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat, Ring
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, most_steps
 from fl_core.errors import ConfigError
-from fl_core.training.evaluation import GLOBAL_PARTS, METRICS, OWN, PERSONAL_PARTS
+from fl_core.training.evaluation import CLINICAL_PART, GLOBAL_PARTS, METRICS, OWN, PERSONAL_PARTS
 from fl_core.types.enums import Weighing
 from fl_core.types.values import PartSpec
 
@@ -83,12 +84,17 @@ class _Bounds:
     def _weight(self, part: str, spec: PartSpec) -> tuple[float, float]:
         """Return the most that a weight is, and that noise adds to it."""
         if part in (*GLOBAL_PARTS, OWN):
-            return self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
+            each = math.prod(self._check.layout[METRICS].weight_shape) if self._answers_add_up(part) else 1
+            return each * self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
         rule, size = self._check.rule(part, bool(spec.weight_shape)), self._train
         weight = {Weighing.ONCE: 1.0, Weighing.QUALITY: max(size, math.e), Weighing.EXAMPLES: size}[rule.weight]
         rows = self._check.noisy_rows
         noisy = rows is not None and spec.weight_shape and rule.weight is not Weighing.ONCE
         return weight, NOISE_STDS * rows.count if rows is not None and noisy else 0.0
+
+    def _answers_add_up(self, part: str) -> bool:
+        """Tell whether a part counts an example once for each of its labels, in one number."""
+        return part == CLINICAL_PART and self._check.multi_label
 
     def _value(self, part: str, spec: PartSpec, weight: float) -> float:
         """Return the most that a number of a part's total is."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import BUFFERS, RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.errors import ProtocolError
+from fl_core.training.clinical import answers
 from fl_core.training.evaluation import (
     BY_HOSPITAL,
     CLINICAL_PART,
@@ -295,7 +296,7 @@ class UpdateCheck:
         correct = self._numbers(METRICS, metrics.total["correct"])
         examples = self._numbers(f"{METRICS}.weight", metrics.weight)
         if self.updates > 1 and float(weight) < float(examples.sum()):  # of those that do not withhold it
-            some, right = total["confusion"].sum(1), total["confusion"].diagonal()
+            right, some = answers(total["confusion"])
             if bool((some > examples).any()) or bool((right > correct).any()):
                 raise _refused(silo, "clinical metrics of more examples than are counted", "as many at most")
             correct, examples = right, some
@@ -428,8 +429,9 @@ def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor,
     |--------------------|-------------------------------------------------------------------------------------|
     | all but confidence | whole numbers, 0 or more                                                            |
     | confusion          | row c adds up to the examples of class c in the part "metrics", its diagonal is the |
-    |                    | correct answers there                                                               |
-    | positive, negative | row c adds up to the examples of class c, to all others                             |
+    |                    | correct answers there; of several labels each one's table likewise                  |
+    | positive, negative | row c adds up to the examples of class c, to all others; of several labels to those |
+    |                    | in which label c was found, or looked for and not found                             |
     | examples, correct  | add up to all examples, to all correct answers; correct <= examples in each bin     |
     | confidence         | in bin k between k / 15 and (k + 1) / 15 times its examples                         |
 
@@ -442,13 +444,15 @@ def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor,
     for name, v in counts.items():
         if bool((v < 0).any()) or not torch.equal(v, v.round()):
             return f"{name!r} holds what is no count, expected whole numbers of 0 or more"
-    every = examples.sum()
+    every, confusion = examples.sum(), counts["confusion"]
+    right, of = answers(confusion)
+    positive, negative = (confusion.sum(2)[:, (1, 0)].T) if confusion.dim() == 3 else (examples, every - examples)
     sums = (
         ("weight", weight, every),
-        ("rows of 'confusion'", counts["confusion"].sum(1), examples),
-        ("diagonal of 'confusion'", counts["confusion"].diagonal(), correct),
-        ("rows of 'positive'", counts["positive"].sum(1), examples),
-        ("rows of 'negative'", counts["negative"].sum(1), every - examples),
+        ("rows of 'confusion'", of, examples),
+        ("diagonal of 'confusion'", right, correct),
+        ("rows of 'positive'", counts["positive"].sum(1), positive),
+        ("rows of 'negative'", counts["negative"].sum(1), negative),
         ("sum of 'examples'", counts["examples"].sum(), every),
         ("sum of 'correct'", counts["correct"].sum(), correct.sum()),
     )

@@ -209,6 +209,7 @@ class RoundLoop:
             {} if decided.cut else {name: added[name] for name in included if name in added},
             {name: shown[name] for name in included if name in shown},
             own_models(total),
+            self.check.multi_label,
         )
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}

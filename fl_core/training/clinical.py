@@ -14,6 +14,10 @@ With p = softmax(logits), y the class of a test example and B = SCORE_BINS,
 The weight is the number of test examples; a silo that withholds the part sends zeros of weight 0. An example whose
 logits have no probabilities (NaN, +inf) lies in the lowest bins, with confidence 0; its answer is argmax's, as in the
 part "metrics".
+
+With several labels at once each answer about a label that was looked for counts as an example does above. With p_l =
+sigmoid(logit l), s_l = ln(p_l / (1 - p_l)) and the confidence max(p_l, 1 - p_l), "confusion" is (L, 2, 2): label, not
+found or found, not said or said (logit > 0), and the weight is the number of answers. A logit that is NaN says no.
 """
 
 from __future__ import annotations
@@ -30,10 +34,12 @@ from fl_core.types.clinical import (
     SCORE_UNIT,
     ClinicalMetrics,
     ReliabilityBin,
+    TwoByTwo,
     binned_auc,
 )
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
+from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import BatchSums, Part, Tensors
 
 
@@ -41,17 +47,20 @@ def clinical_part(model: nn.Module, data: LocalData, n_classes: int, split: Spli
     """Count on the silo's test split. Examples must not be private: nothing is noisy and nothing charged."""
     model.eval()
 
+    count = label_counts if data.multi_label else clinical_counts
+
     def counts(x: Tensor, y: Tensor) -> Tensors:
         with torch.no_grad():
-            return clinical_counts(model(x), y, n_classes)
+            return count(model(x), y, n_classes)
 
     sums = data.sum(BatchSums(counts), split=split)
     return Part({name: v.float() for name, v in sums.items()}, sums["confusion"].sum().float())
 
 
-def no_clinical_part(n_classes: int) -> Part:
+def no_clinical_part(n_classes: int, multi_label: bool = False) -> Part:
     """Return the part of a silo that sends none."""
-    blank = clinical_counts(torch.zeros(0, n_classes), torch.zeros(0, dtype=torch.int64), n_classes)
+    count, of = (label_counts, (0, n_classes)) if multi_label else (clinical_counts, (0,))
+    blank = count(torch.zeros(0, n_classes), torch.zeros(of, dtype=torch.int64), n_classes)
     return Part({name: v.float() for name, v in blank.items()}, torch.tensor(0.0))
 
 
@@ -61,24 +70,56 @@ def clinical_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str,
     p, labels = torch.softmax(logits.detach().cpu().double(), 1), labels.cpu()
     known = torch.isfinite(p).all(1)
     p = torch.where(known.unsqueeze(1), p, 0.0)
-    cells = score_bins(p) + SCORE_BINS * torch.arange(n_classes)
+    cells = score_bins(p, n_classes) + SCORE_BINS * torch.arange(n_classes)
     every = _histogram(cells.reshape(-1), n_classes, SCORE_BINS)
     positive = _histogram(cells.gather(1, labels.unsqueeze(1)).squeeze(1), n_classes, SCORE_BINS)
-    confidence = p.amax(1)
-    place = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     return {
         "confusion": _histogram(labels * n_classes + predicted, n_classes, n_classes),
         "positive": positive,
         "negative": every - positive,
+        **_calibration(p.amax(1), predicted == labels),
+    }
+
+
+def label_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str, Tensor]:
+    """Count one batch of several labels at once: logits (n, L), labels (n, L) -> float64 tensors, as said above."""
+    logits, labels = logits.detach().cpu(), labels.cpu()
+    known, there, said = labels != UNKNOWN, labels == FOUND, logits > 0
+    p = torch.nan_to_num(torch.sigmoid(logits.double()), 0.0)
+    confidence = torch.where(torch.isnan(logits), 0.0, torch.maximum(p, 1 - p))
+    label = torch.arange(n_classes).expand(len(labels), n_classes)
+    bins = label * SCORE_BINS + score_bins(p, 2)
+    return {
+        "confusion": _histogram((label * 4 + 2 * there + said)[known], n_classes, 4).reshape(n_classes, 2, 2),
+        "positive": _histogram(bins[known & there], n_classes, SCORE_BINS),
+        "negative": _histogram(bins[known & ~there], n_classes, SCORE_BINS),
+        **_calibration(confidence[known], (said == there)[known]),
+    }
+
+
+def _calibration(confidence: Tensor, right: Tensor) -> dict[str, Tensor]:
+    """Count answers by the bin of their confidence; right: (n,) which of them are."""
+    place = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    return {
         "examples": torch.bincount(place, minlength=CALIBRATION_BINS).double(),
-        "correct": torch.bincount(place[predicted == labels], minlength=CALIBRATION_BINS).double(),
+        "correct": torch.bincount(place[right], minlength=CALIBRATION_BINS).double(),
         "confidence": torch.bincount(place, weights=confidence, minlength=CALIBRATION_BINS),
     }
 
 
-def score_bins(p: Tensor) -> Tensor:
-    """Return the bin of each probability's score: p (n, C) float64 in [0, 1] -> (n, C) int64, rising with p."""
-    score = torch.log(p) - torch.log1p(-p) + math.log(max(p.shape[1] - 1, 1))
+def answers(confusion: Tensor) -> tuple[Tensor, Tensor]:
+    """Return right answers (C,), and of how many (C,), by class or label, of the tensor "confusion"."""
+    if confusion.dim() == 3:
+        return confusion.diagonal(dim1=1, dim2=2).sum(1), confusion.sum((1, 2))
+    return confusion.diagonal().clone(), confusion.sum(1)
+
+
+def score_bins(p: Tensor, alternatives: int) -> Tensor:
+    """Return the bin of each probability's score: p (n, C) float64 in [0, 1] -> (n, C) int64, rising with p.
+
+    alternatives: C, or 2 of a label: a model that knows nothing says 1 / alternatives, and has a score of 0
+    """
+    score = torch.log(p) - torch.log1p(-p) + math.log(max(alternatives - 1, 1))
     x, end = torch.asinh(score.clamp(-SCORE_LIMIT, SCORE_LIMIT) / SCORE_UNIT), math.asinh(SCORE_LIMIT / SCORE_UNIT)
     return ((x + end) * (SCORE_BINS / (2 * end))).long().clamp(0, SCORE_BINS - 1)
 
@@ -94,9 +135,7 @@ def clinical_metrics(part: Part) -> ClinicalMetrics | None:
     whole = {name: v.round().long().tolist() for name, v in part.total.items() if name != "confidence"}
     sums = part.total["confidence"].tolist()
     auc = [binned_auc(p, n) for p, n in zip(whole["positive"], whole["negative"], strict=True)]
-    bins = zip(whole["examples"], whole["correct"], sums, strict=True)
-    return ClinicalMetrics(
-        tuple(tuple(row) for row in whole["confusion"]),
-        tuple(auc),
-        tuple(ReliabilityBin(*b) for b in bins),
-    )
+    bins = tuple(ReliabilityBin(*b) for b in zip(whole["examples"], whole["correct"], sums, strict=True))
+    if part.total["confusion"].dim() == 3:
+        return ClinicalMetrics((), tuple(auc), bins, tuple(TwoByTwo(*no, *yes) for no, yes in whole["confusion"]))
+    return ClinicalMetrics(tuple(tuple(row) for row in whole["confusion"]), tuple(auc), bins)

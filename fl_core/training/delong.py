@@ -11,6 +11,14 @@ which of two classes is that of DeLong, DeLong and Clarke-Pearson, Biometrics 44
 images are in all areas. It needs each image's scores, so it is computed where the images are. What leaves is summed
 over hospitals: of each n (its images), n d and n^2 v, so that the mean of the hospitals' differences, weighted by
 images, has the variance sum n^2 v / (sum n)^2. Pairs of images of two hospitals are in no area.
+
+Of L labels at once, each known of some images, an image may be on either side of each:
+
+    difference = 1/L sum_l (A_l(first) - A_l(second))
+    h(i) = 1/L sum_l (D_l(i) - its mean over the side of i) / sqrt(k (k - 1))      k the images on the side of i
+    variance = sum_i h(i)^2
+
+which of one label is the same.
 """
 
 from __future__ import annotations
@@ -19,6 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN, is_multi_label
 
 LEAST = 2
 """Images of a class: fewer have no variance."""
@@ -34,13 +44,16 @@ class PairedAuc(NamedTuple):
 
 
 def paired_auc(first: Tensor, second: Tensor, labels: Tensor) -> PairedAuc | None:
-    """Compare two models' scores (n, C), of each class the higher the likelier, on images of `labels` (n,).
+    """Compare two models' scores (n, C), of each class the higher the likelier, on images of `labels` (n,) or (n, C).
 
-    None where fewer than two classes have two images, or a score is NaN.
+    None where fewer than two classes have two images, no label was found in two and not found in two, or a score is
+    NaN.
     """
     first, second = first.double(), second.double()
     if bool(torch.isnan(first).any()) or bool(torch.isnan(second).any()):
         return None
+    if is_multi_label(labels):
+        return _of_labels(first, second, labels)
     counts = torch.bincount(labels, minlength=first.shape[1])
     classes = torch.nonzero(counts >= LEAST).flatten().tolist()
     if len(classes) < LEAST:
@@ -57,6 +70,27 @@ def paired_auc(first: Tensor, second: Tensor, labels: Tensor) -> PairedAuc | Non
     influence /= len(classes)
     variance = sum(float((labels == c).sum()) * float(influence[labels == c].var(unbiased=True)) for c in classes)
     return PairedAuc(difference / len(classes), variance, len(labels), len(classes))
+
+
+def _of_labels(first: Tensor, second: Tensor, labels: Tensor) -> PairedAuc | None:
+    sizes = torch.stack([(labels == side).sum(0) for side in (FOUND, NOT_FOUND)])
+    counted = torch.nonzero((sizes >= LEAST).all(0)).flatten().tolist()
+    if not counted:
+        return None
+    influence, difference = torch.zeros(len(labels), dtype=torch.float64), 0.0
+    for label in counted:
+        known = labels[:, label] != UNKNOWN
+        there = labels[known, label] == FOUND
+        above = _placements(first[known, label], there) - _placements(second[known, label], there)
+        difference += float(above[there].mean())
+        for side in (there, ~there):
+            k = int(side.sum())
+            above[side] = (above[side] - above[side].mean()) / (k * (k - 1)) ** 0.5
+        influence[known] += above
+    images = int((labels[:, counted] != UNKNOWN).any(1).sum())
+    return PairedAuc(
+        difference / len(counted), float(influence.square().sum()) / len(counted) ** 2, images, len(counted)
+    )
 
 
 def _placements(scores: Tensor, mine: Tensor) -> Tensor:

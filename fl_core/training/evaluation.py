@@ -4,8 +4,9 @@
 |-----------------|------------------------------------|----------------------------------------------------------|
 | metrics         | correct answers per class (C,),    | test examples per class (C,), of the model received      |
 |                 | or per label over those who looked |                                                          |
-| clinical        | confusion matrix, histograms of    | test examples () of the model received; 0 where the      |
-|                 | scores: training/clinical.py       | silo withholds them; only in runs with metrics=clinical  |
+| clinical        | confusion matrix, histograms of    | test examples (), or answers about labels, of the model  |
+|                 | scores: training/clinical.py       | received; 0 where the silo withholds them; only in runs  |
+|                 |                                    | with metrics=clinical                                    |
 | personal        | a, a^2 (and what rounding cut off) | 1 per silo, 0 without test examples                      |
 | personal_public | PM(L), PM(V) and their squares     | 1 per silo, 0 without public examples of its classes     |
 | personal_ga     | GA and its square                  | 1 per silo, 0 where the public test set has no example   |
@@ -31,11 +32,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fl_core.training.clinical import clinical_metrics, clinical_part, no_clinical_part
+from fl_core.training.clinical import answers, clinical_metrics, clinical_part, no_clinical_part
 from fl_core.training.delong import paired_auc
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
@@ -74,13 +76,13 @@ def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = S
     model.eval()
     if data.multi_label:
 
-        def answers(x: Tensor, y: Tensor) -> Tensors:
+        def by_label(x: Tensor, y: Tensor) -> Tensors:
             with torch.no_grad():
                 found = model(x) > 0
             known = y != UNKNOWN
             return {"correct": ((found == (y == FOUND)) & known).sum(0), "known": known.sum(0)}
 
-        counts = data.sum(BatchSums(answers), split=split)
+        counts = data.sum(BatchSums(by_label), split=split)
         return Part({"correct": counts["correct"].float()}, counts["known"].float())
 
     def correct(x: Tensor, y: Tensor) -> Tensor:
@@ -99,12 +101,12 @@ def evaluate_global(model: nn.Module | None, data: LocalData, n_classes: int, cl
     """
     if model is None:
         nothing = {METRICS: Part({"correct": torch.zeros(n_classes)}, torch.zeros(n_classes))}
-        return nothing | ({CLINICAL_PART: no_clinical_part(n_classes)} if clinical else {})
+        return nothing | ({CLINICAL_PART: no_clinical_part(n_classes, data.multi_label)} if clinical else {})
     if not clinical:
         return {METRICS: evaluate(model, data, n_classes)}
     part = clinical_part(model, data, n_classes)
-    confusion = part.total["confusion"]
-    return {METRICS: Part({"correct": confusion.diagonal().clone()}, confusion.sum(1)), CLINICAL_PART: part}
+    correct, of = answers(part.total["confusion"])
+    return {METRICS: Part({"correct": correct}, of), CLINICAL_PART: part}
 
 
 def consent() -> Part:
@@ -133,21 +135,34 @@ def evaluate_own(
         return parts
     models, seen = (own.eval(), received.eval()), list[tuple[Tensor, Tensor, Tensor]]()
 
-    def right(x: Tensor, y: Tensor) -> Tensor:
+    def answered(x: Tensor, y: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            logits = [model(x) for model in models]
+            logits: list[Tensor] = [model(x) for model in models]
         if paired:  # a comparison of areas needs all scores at once
-            seen.append((*(torch.softmax(z.cpu().double(), 1) for z in logits), y.cpu()))  # type: ignore[arg-type]
-        return torch.stack([(z.argmax(1) == y).float() for z in logits], 1)
+            score = torch.sigmoid if data.multi_label else partial(torch.softmax, dim=1)
+            seen.append((*(score(z.cpu().double()) for z in logits), y.cpu()))  # type: ignore[arg-type]
+        return logits
 
-    sums = data.sum(ClassSums(right, n_classes), bound=math.sqrt(2), split=Split.TEST)
-    parts[OWN] = Part({"own": sums["sum"][:, 0].clone(), "measured": sums["sum"][:, 1].clone()}, sums["count"])
+    def by_label(x: Tensor, y: Tensor) -> Tensors:
+        known = y != UNKNOWN
+        own, measured = ((((z > 0) == (y == FOUND)) & known).sum(0) for z in answered(x, y))
+        return {"own": own, "measured": measured, "known": known.sum(0)}
+
+    def right(x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([(z.argmax(1) == y).float() for z in answered(x, y)], 1)
+
+    if data.multi_label:
+        found = {name: v.float() for name, v in data.sum(BatchSums(by_label), split=Split.TEST).items()}
+        parts[OWN] = Part({"own": found["own"], "measured": found["measured"]}, found["known"])
+    else:
+        sums = data.sum(ClassSums(right, n_classes), bound=math.sqrt(2), split=Split.TEST)
+        parts[OWN] = Part({"own": sums["sum"][:, 0].clone(), "measured": sums["sum"][:, 1].clone()}, sums["count"])
     if not seen:
         return parts
     mine, theirs, labels = (torch.cat(column) for column in zip(*seen, strict=True))
-    if (found := paired_auc(theirs, mine, labels)) is not None:
-        n = float(found.images)
-        total = {"difference": torch.tensor(n * found.difference), "square": torch.tensor(n * n * found.variance)}
+    if (areas := paired_auc(theirs, mine, labels)) is not None:
+        n = float(areas.images)
+        total = {"difference": torch.tensor(n * areas.difference), "square": torch.tensor(n * n * areas.variance)}
         parts[PAIRED] = Part(total, torch.tensor(n))
     return parts
 

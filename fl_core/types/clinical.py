@@ -25,6 +25,23 @@ def macro_mean(values: Iterable[float | None]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
+Counts = tuple[Sequence[float], Sequence[float]]
+"""Right answers, and of how many, in rows of which each counts alike."""
+
+
+def balanced_counts(
+    correct: Sequence[float], examples: Sequence[float], clinical: ClinicalMetrics | None, several_labels: bool
+) -> Counts:
+    """Return the counts whose shares' mean is an evaluation's balanced accuracy.
+
+    Those by class. Of several labels at once a model that never finds any has most answers right: then those of the
+    clinical metrics, and none without them.
+    """
+    if not several_labels:
+        return correct, examples
+    return ((), ()) if clinical is None else clinical.balanced_counts
+
+
 class Range(NamedTuple):
     """What is known of a number that was counted in bins: it lies between `low` and `high`."""
 
@@ -34,6 +51,23 @@ class Range(NamedTuple):
     @property
     def middle(self) -> float:
         return (self.low + self.high) / 2
+
+
+class TwoByTwo(NamedTuple):
+    """Answers about one class or label: tn: not there and not said, fp: said, fn: there and not said, tp: said."""
+
+    tn: int
+    fp: int
+    fn: int
+    tp: int
+
+    @property
+    def there(self) -> int:
+        return self.fn + self.tp
+
+    @property
+    def absent(self) -> int:
+        return self.tn + self.fp
 
 
 class ReliabilityBin(NamedTuple):
@@ -48,45 +82,73 @@ class ReliabilityBin(NamedTuple):
 class ClinicalMetrics:
     """Counts of one evaluation, and what follows from them. A number that a class does not have is None.
 
-    confusion: (C, C) test examples by class and prediction   auc: one class against the rest, by class; the true area
-    (ties count half) lies in the range   bins: of confidence, CALIBRATION_BINS from 0 to 1.
+    confusion: (C, C) test examples by class and prediction; empty with several labels at once   auc: one class against
+    the rest, by class, or where a label was found against where it was not; the true area (ties count half) lies in the
+    range   bins: of confidence, CALIBRATION_BINS from 0 to 1   labels: of several at once, the test examples in which
+    each was looked for.
     """
 
     confusion: tuple[tuple[int, ...], ...]
     auc: tuple[Range | None, ...]
     bins: tuple[ReliabilityBin, ...]
+    labels: tuple[TwoByTwo, ...] = ()
+
+    @property
+    def tables(self) -> tuple[TwoByTwo, ...]:
+        """Answers by label, or by class against the rest."""
+        if self.labels:
+            return self.labels
+        total, found = sum(map(sum, self.confusion)), list[TwoByTwo]()
+        for c, row in enumerate(self.confusion):
+            fp, fn = sum(r[c] for r in self.confusion) - row[c], sum(row) - row[c]
+            found.append(TwoByTwo(total - sum(row) - fp, fp, fn, row[c]))
+        return tuple(found)
 
     @property
     def per_class(self) -> list[int]:
-        """Test examples by class."""
-        return [sum(row) for row in self.confusion]
+        """Test examples by class, or in which each label was found."""
+        return [table.there for table in self.tables]
 
     @property
     def examples(self) -> int:
-        return sum(self.per_class)
+        """Test examples; of several labels at once the answers about all of them that were looked for."""
+        return sum(map(sum, self.labels)) if self.labels else sum(self.per_class)
 
     @property
     def classes_present(self) -> int:
-        """Classes with a test example: those that the macro means are taken over."""
-        return sum(n > 0 for n in self.per_class)
+        """Classes with a test example, labels found in some and not in others: what the macro means are taken over."""
+        return sum(bool(t.there and (t.absent or not self.labels)) for t in self.tables)
+
+    @property
+    def alternatives(self) -> int:
+        """Among how many answers one is given."""
+        return 2 if self.labels else len(self.confusion)
 
     @property
     def sensitivity(self) -> list[float | None]:
         """Return TP / (TP + FN) by class: the share of its examples that are recognised."""
-        return [row[c] / sum(row) if sum(row) else None for c, row in enumerate(self.confusion)]
+        return [t.tp / t.there if t.there else None for t in self.tables]
 
     @property
     def specificity(self) -> list[float | None]:
         """Return TN / (TN + FP) by class: the share of all other examples that are not taken for it."""
-        total, found = self.examples, list[float | None]()
-        for c, row in enumerate(self.confusion):
-            others, false_positives = total - sum(row), sum(r[c] for r in self.confusion) - row[c]
-            found.append((others - false_positives) / others if others else None)
-        return found
+        return [t.tn / t.absent if t.absent else None for t in self.tables]
+
+    @property
+    def balanced_counts(self) -> Counts:
+        """Return right answers, and of how many: balanced accuracy is the mean of their shares.
+
+        A share for each class; of several labels two for each that was found in some and not in others.
+        """
+        if not self.labels:
+            return tuple(t.tp for t in self.tables), tuple(self.per_class)
+        both = [t for t in self.labels if t.there and t.absent]
+        return tuple(n for t in both for n in (t.tp, t.tn)), tuple(n for t in both for n in (t.there, t.absent))
 
     @property
     def balanced_accuracy(self) -> float | None:
-        return macro_mean(self.sensitivity)
+        """Return the mean of the sensitivities; of several labels that of sensitivities and specificities."""
+        return macro_mean(right / of if of else None for right, of in zip(*self.balanced_counts, strict=True))
 
     @property
     def macro_auc(self) -> Range | None:
@@ -109,6 +171,7 @@ class ClinicalMetrics:
             tuple(tuple(row) for row in raw["confusion"]),
             tuple(r and Range(*r) for r in raw["auc"]),
             tuple(ReliabilityBin(*b) for b in raw["bins"]),
+            tuple(TwoByTwo(*t) for t in raw.get("labels", ())),
         )
 
     def facts(self) -> dict[str, object]:
@@ -125,7 +188,8 @@ class ClinicalMetrics:
             "auc": [r and r.middle for r in self.auc],
             "auc_range": [r and list(r) for r in self.auc],
             "calibration_error": self.calibration_error,
-            "confusion": [list(row) for row in self.confusion],
+            "confusion": [list(row) for row in self.confusion] or None,
+            "labels": [table._asdict() for table in self.labels] or None,
             "reliability": [
                 {
                     "from": k / len(self.bins),

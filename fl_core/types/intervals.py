@@ -117,19 +117,16 @@ def _end(inside: float, bound: float, outside: Callable[[float], bool]) -> float
 
 def by_class(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
     """Return the interval of each class's sensitivity."""
-    return [share(row[c], sum(row), level) for c, row in enumerate(found.confusion)]
+    return [share(t.tp, t.there, level) for t in found.tables]
 
 
 def specificities(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
-    total, per_class = found.examples, found.per_class
-    correct = [None if s is None else s * (total - n) for s, n in zip(found.specificity, per_class, strict=True)]
-    return [None if k is None else share(round(k), total - n, level) for k, n in zip(correct, per_class, strict=True)]
+    return [share(t.tn, t.absent, level) for t in found.tables]
 
 
 def areas(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
     """Return the interval of each class's AUC."""
-    total = found.examples
-    return [auc(area, n, total - n, level) for area, n in zip(found.auc, found.per_class, strict=True)]
+    return [auc(area, t.there, t.absent, level) for area, t in zip(found.auc, found.tables, strict=True)]
 
 
 def macro_auc(found: ClinicalMetrics, level: float = LEVEL) -> Interval | None:
@@ -141,10 +138,9 @@ def macro_auc(found: ClinicalMetrics, level: float = LEVEL) -> Interval | None:
 
 def facts(found: ClinicalMetrics) -> dict[str, object]:
     """Write an evaluation for machines, with the intervals of its numbers beside them; None for what there is not."""
-    right = [row[c] for c, row in enumerate(found.confusion)]
     return {
         **found.facts(),
-        "balanced_accuracy_interval": mean_of_shares(right, found.per_class),
+        "balanced_accuracy_interval": mean_of_shares(*found.balanced_counts),
         "sensitivity_interval": by_class(found),
         "specificity_interval": specificities(found),
         "macro_auc_interval": macro_auc(found),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol
 
 from fl_core import validate
 from fl_core.errors import ConfigError
-from fl_core.types.clinical import ClinicalMetrics, macro_mean
+from fl_core.types.clinical import ClinicalMetrics, Counts, balanced_counts, macro_mean
 from fl_core.types.columns import Column
 from fl_core.types.enums import TaskKind
 from fl_core.validate import HalfOpenUnit, Positive, at_most, between, bounded, one_of
@@ -178,7 +178,8 @@ class RoundRecord:
     that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with;
     added: silo -> fingerprint of what it added whole to a sum that it can be taken out of again (`Method.fingerprint`);
     by_hospital: silo -> its own part, of those that let it be shown in a run that asks; own: the hospitals' own models
-    beside the measured one, None where nobody asks or has any.
+    beside the measured one, None where nobody asks or has any; several_labels: whether correct and examples are answers
+    about labels, of which a record may have several.
     """
 
     round: int
@@ -197,6 +198,7 @@ class RoundRecord:
     added: Mapping[str, str] = field(default_factory=dict)
     by_hospital: Mapping[str, HospitalResult] = field(default_factory=dict)
     own: OwnModels | None = None
+    several_labels: bool = False
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> RoundRecord:
@@ -218,9 +220,14 @@ class RoundRecord:
         return sum(self.correct) / n if (n := sum(self.examples)) else -1.0
 
     @property
+    def balanced_counts(self) -> Counts:
+        """Return the counts whose shares' mean is the balanced accuracy."""
+        return balanced_counts(self.correct, self.examples, self.clinical, self.several_labels)
+
+    @property
     def balanced_accuracy(self) -> float:
-        """Return the mean accuracy over classes that have test examples; -1 where none has."""
-        found = macro_mean(self.class_accuracy())
+        """Return the mean accuracy over classes that have test examples; -1 where none has, or labels are not known."""
+        found = macro_mean(right / of if of else None for right, of in zip(*self.balanced_counts, strict=True))
         return -1.0 if found is None else found
 
     def class_accuracy(self) -> list[float | None]:

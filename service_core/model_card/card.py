@@ -51,7 +51,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ClassFacts:
-    """One class. test_examples: None where they are withheld   declared_by: hospitals that say that they have it."""
+    """One class, or label.
+
+    test_examples: those that have it, None where they are withheld   declared_by: hospitals that say that they have it.
+    """
 
     name: str
     test_examples: int | None
@@ -165,7 +168,10 @@ class Withdrawal:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The network, and where it came from. input: C, H, W or columns   parameters: numbers in the exported file."""
+    """The network, and where it came from. input: C, H, W or columns   parameters: numbers in the exported file.
+
+    several_labels: whether its classes are labels of which a record may have several.
+    """
 
     name: str
     options: Mapping[str, Option]
@@ -174,6 +180,7 @@ class Model:
     preprocessing: str
     start: str = ""
     frozen_body: str = ""
+    several_labels: bool = False
 
 
 @dataclass(frozen=True, slots=True)

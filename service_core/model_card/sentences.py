@@ -52,8 +52,8 @@ def model(card: Card) -> list[Sentence]:
     found = [
         Sentence(
             f"The model is a {card.model.name} of {card.model.parameters:,} numbers, which takes {shape} numbers and "
-            f"chooses one of {len(card.classes)} classes: {_listed([c.name for c in card.classes])}.",
-            ("model.name", "model.parameters", "model.input", "classes"),
+            f"{_answer(card)}: {_listed([c.name for c in card.classes])}.",
+            ("model.name", "model.parameters", "model.input", "model.several_labels", "classes"),
         ),
         Sentence(card.model.preprocessing, ("model.preprocessing",)),
     ]
@@ -153,9 +153,11 @@ def tested(card: Card) -> list[Sentence]:
         return []
     none = [c.name for c in card.classes if c.test_examples == 0]
     gaps = f"; there was none of {_listed(none)}, so that nothing is known of how these are recognised" if none else ""
+    n = f"{card.results.test_examples:,}"
+    counted = f"{n} answers about labels in test examples" if card.model.several_labels else f"{n} test examples"
     return [
         Sentence(
-            f"Results rest on {card.results.test_examples:,} test examples, which hospitals had held out{gaps}.",
+            f"Results rest on {counted}, which hospitals had held out{gaps}.",
             ("results.test_examples", "classes"),
         )
     ]
@@ -164,6 +166,8 @@ def tested(card: Card) -> list[Sentence]:
 def results(card: Card) -> list[Sentence]:
     found = []
     r = card.results
+    several = card.model.several_labels
+    of_all, right = ("answers about labels", "right") if several else ("test examples", "classified correctly")
     whose = "The model" if r.of_exported_model else "The model one round before this one (this one was not evaluated)"
     if r.balanced.point is not None:
         found.append(
@@ -177,7 +181,7 @@ def results(card: Card) -> list[Sentence]:
     if r.accuracy.point is not None:
         found.append(
             Sentence(
-                f"Of all test examples {r.accuracy.text()} are classified correctly.{_about(r.accuracy)}",
+                f"Of all {of_all} {r.accuracy.text()} are {right}.{_about(r.accuracy)}",
                 ("results.accuracy",),
             )
         )
@@ -190,7 +194,9 @@ def results(card: Card) -> list[Sentence]:
         worst = [c for c in card.classes if c.recognised.point is not None]
         if worst:
             low = min(worst, key=lambda c: (c.recognised.point or 0.0, c.name))
-            found.append(Sentence(f"The class recognised least is {low.name}: {low.recognised.text()}.", ("classes",)))
+            found.append(
+                Sentence(f"The {_class(card)} recognised least is {low.name}: {low.recognised.text()}.", ("classes",))
+            )
     return found
 
 
@@ -200,7 +206,7 @@ def calibration(card: Card) -> list[Sentence]:
     if r.macro_auc_low is not None and r.macro_auc_high is not None:
         found.append(
             Sentence(
-                f"The area under the ROC curve, one class against the rest and averaged over classes, lies between "
+                f"The area under the ROC curve, {_against(card)}, lies between "
                 f"{r.macro_auc_low:.3f} and {r.macro_auc_high:.3f}; that is the width of the bins in which scores were "
                 "counted, and no interval of their luck.",
                 ("results.macro_auc_low", "results.macro_auc_high"),
@@ -402,7 +408,23 @@ def _listed(names: Sequence[str], most: int = 30) -> str:
 
 def _over(card: Card) -> str:
     some = card.results.classes_tested
-    return f" over {some} of {len(card.classes)} classes" if some is not None and some < len(card.classes) else ""
+    named = "labels" if card.model.several_labels else "classes"
+    return f" over {some} of {len(card.classes)} {named}" if some is not None and some < len(card.classes) else ""
+
+
+def _class(card: Card) -> str:
+    return "label" if card.model.several_labels else "class"
+
+
+def _answer(card: Card) -> str:
+    n = len(card.classes)
+    return f"says of each of {n} labels if it is there" if card.model.several_labels else f"chooses one of {n} classes"
+
+
+def _against(card: Card) -> str:
+    if card.model.several_labels:
+        return "where a label was found against where it was not, and averaged over labels"
+    return "one class against the rest and averaged over classes"
 
 
 def _about(share: Share) -> str:

@@ -155,7 +155,7 @@ def _shown(
         if newest is not None and newest.clinical is not None:
             by_class = clinical_report.class_rows(newest.clinical, newest.classes)
             title = "The newest model on the own test images"
-            yield Rows(title, clinical_report.CLASS_HEAD, by_class, titled=True)
+            yield Rows(title, clinical_report.class_head(newest.clinical), by_class, titled=True)
 
 
 def evaluations(title: str, tasks: Sequence[TaskRecord]) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fl_core.types import intervals
+from fl_core.types.clinical import balanced_counts
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate
 from service_core import clinical_report
@@ -49,7 +50,9 @@ def facts(found: Evaluation) -> dict[str, float | bool | None]:
 def class_facts(found: Evaluation) -> dict[str, object]:
     """Write the sums of each class, and what all say, for machines; noise_std: of the noise on the sums of a class."""
     sums = {"classes": list(found.classes), "correct": list(found.correct), "examples": list(found.examples)}
-    balanced = uncertainty.balanced(found.correct, found.examples, found.noise).facts("balanced_accuracy", "balanced_")
+    several_labels = found.clinical is not None and found.clinical.labels != ()
+    counts = balanced_counts(found.correct, found.examples, found.clinical, several_labels)
+    balanced = uncertainty.balanced(*counts, found.noise).facts("balanced_accuracy", "balanced_")
     clinical = found.clinical and intervals.facts(found.clinical)
     return {**sums, "noise_std": _std(found, 1), **estimate(found).facts(), **balanced, "clinical": clinical}
 

@@ -309,7 +309,7 @@ def _survey(now: float) -> pb.RunDetail:
     del made.rounds[1:]
     for name in ("correct", "examples", "clinical"):
         made.rounds[0].ClearField(name)
-    for name in ("accuracy_estimate", "best_estimate", "balanced_accuracy", "classes_tested"):
+    for name in ("accuracy_estimate", "best_estimate", "balanced_accuracy", "guessed_among"):
         made.info.ClearField(name)
     made.info.rounds, made.info.accuracy, made.info.best_accuracy = 1, -1, -1
     return made

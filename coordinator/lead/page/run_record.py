@@ -46,13 +46,13 @@ class RoundRow:
 class Clinical:
     """What medicine asks of the newest model.
 
-    by_class: (row under `head`, whether it rests on few images)   confusion: class, then predictions.
+    by_class: (row under `head`, whether it rests on few images)   confusion: rows under `confusion_head`.
     """
 
     sentence: str
     head: tuple[str, ...]
     by_class: tuple[tuple[tuple[str, ...], bool], ...]
-    classes: tuple[str, ...]
+    confusion_head: tuple[str, ...]
     confusion: tuple[tuple[str, ...], ...]
 
 
@@ -116,15 +116,15 @@ class RunRecord:
     def clinical(self) -> Clinical | None:
         classes, rounds = self.compared.classes, self.detail.rounds
         found = accuracy.clinical_of(rounds[-1]) if rounds else None
-        if found is None or len(classes) != len(found.confusion):
+        if found is None or len(classes) != len(found.auc):
             return None
         sentence = clinical_report.sentence(found, sum(rounds[-1].examples))
         few = [n < clinical_report.FEW for n in found.per_class]
         return Clinical(
             sentence=f"{sentence[:1].upper()}{sentence[1:]}",
-            head=clinical_report.CLASS_HEAD,
+            head=clinical_report.class_head(found),
             by_class=tuple(zip(clinical_report.class_rows(found, classes), few, strict=True)),
-            classes=classes,
+            confusion_head=clinical_report.confusion_head(found, classes),
             confusion=tuple(clinical_report.confusion_rows(found, classes)),
         )
 

@@ -1818,7 +1818,7 @@ class RunInfo(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
     BALANCED_ACCURACY_FIELD_NUMBER: _builtins.int
-    CLASSES_TESTED_FIELD_NUMBER: _builtins.int
+    GUESSED_AMONG_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -1841,8 +1841,8 @@ class RunInfo(_message.Message):
     """of the newest closed round"""
     model_object: _builtins.str
     """digest of the stored server state; fetch it with Get"""
-    classes_tested: _builtins.int
-    """classes with test images in it: guessing has a balanced accuracy of 1 / so many"""
+    guessed_among: _builtins.int
+    """classes with test images in it, 2 of labels: guessing has 1 / so many"""
     @_builtins.property
     def accuracy_estimate(self) -> Global___Estimate:
         """of a run whose evaluation is noisy; accuracy is its point then, -1 when withheld"""
@@ -1884,11 +1884,11 @@ class RunInfo(_message.Message):
         waiting: Global___Waiting | None = ...,
         excluded: _abc.Iterable[_builtins.str] | None = ...,
         balanced_accuracy: Global___Estimate | None = ...,
-        classes_tested: _builtins.int = ...,
+        guessed_among: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_estimate", b"best_estimate", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "classes_tested", b"classes_tested", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "excluded", b"excluded", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "excluded", b"excluded", "guessed_among", b"guessed_among", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2285,6 +2285,7 @@ class RoundInfo(_message.Message):
     WITHHELD_FIELD_NUMBER: _builtins.int
     BY_HOSPITAL_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    SEVERAL_LABELS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     clipped: _builtins.int
@@ -2296,6 +2297,8 @@ class RoundInfo(_message.Message):
     """the run bounds updates, and had nothing to compare these with"""
     base_bytes: _builtins.int
     """what each hospital of the cohort was sent"""
+    several_labels: _builtins.bool
+    """correct and examples are answers about labels, of which a record may have several"""
     @_builtins.property
     def correct(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """per class, of the model before this round's training"""
@@ -2366,10 +2369,11 @@ class RoundInfo(_message.Message):
         withheld: _abc.Iterable[_builtins.str] | None = ...,
         by_hospital: _abc.Iterable[Global___HospitalResult] | None = ...,
         own: Global___OwnModels | None = ...,
+        several_labels: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise", "own", b"own"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "by_hospital", b"by_hospital", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "own", b"own", "personal", b"personal", "round", b"round", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "by_hospital", b"by_hospital", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "own", b"own", "personal", b"personal", "round", b"round", "several_labels", b"several_labels", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2468,6 +2472,7 @@ class ClinicalMetrics(_message.Message):
     BIN_EXAMPLES_FIELD_NUMBER: _builtins.int
     BIN_CORRECT_FIELD_NUMBER: _builtins.int
     BIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def confusion(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """C x C, row by row: class, prediction"""
@@ -2486,6 +2491,10 @@ class ClinicalMetrics(_message.Message):
     def bin_correct(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def bin_confidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of several at once, in the place of confusion: tn, fp, fn, tp of each"""
+
     def __init__(
         self,
         *,
@@ -2495,10 +2504,11 @@ class ClinicalMetrics(_message.Message):
         bin_examples: _abc.Iterable[_builtins.int] | None = ...,
         bin_correct: _abc.Iterable[_builtins.int] | None = ...,
         bin_confidence: _abc.Iterable[_builtins.float] | None = ...,
+        labels: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auc_high", b"auc_high", "auc_low", b"auc_low", "bin_confidence", b"bin_confidence", "bin_correct", b"bin_correct", "bin_examples", b"bin_examples", "confusion", b"confusion"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auc_high", b"auc_high", "auc_low", b"auc_low", "bin_confidence", b"bin_confidence", "bin_correct", b"bin_correct", "bin_examples", b"bin_examples", "confusion", b"confusion", "labels", b"labels"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,11 +17,12 @@ from coordinator.lead.tables import clinical_tables
 from coordinator.lead.watcher import Watcher
 from coordinator.storage.records import RoundRow
 from fl_core.errors import ProtocolError
-from fl_core.training.clinical import clinical_counts, clinical_metrics
+from fl_core.training.clinical import clinical_counts, clinical_metrics, label_counts
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Part
+from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 
 CLASSES = ("nevus", "melanoma", "absent")
@@ -35,8 +36,8 @@ def measured() -> ClinicalMetrics:
     return found
 
 
-def sent(found: ClinicalMetrics | None = None) -> pb.RoundInfo:
-    record = RoundRecord(0, TaskKind.EVALUATE, (1, 1, 0), (2, 2, 0), (), clinical=found)
+def sent(found: ClinicalMetrics | None = None, several_labels: bool = False) -> pb.RoundInfo:
+    record = RoundRecord(0, TaskKind.EVALUATE, (1, 1, 0), (2, 2, 0), (), clinical=found, several_labels=several_labels)
     row = RoundRow("r", record, is_open=False, cohort=())
     return pb.RoundInfo.FromString(round_info(row).SerializeToString())
 
@@ -45,6 +46,57 @@ def test_a_lead_reads_what_was_measured() -> None:
     found = measured()
     assert accuracy.clinical_of(sent(found)) == found
     assert accuracy.clinical_of(sent()) is None
+
+
+def of_labels() -> ClinicalMetrics:
+    logits = torch.tensor([[2.0, 1, 0], [0, 2, 1], [1, 0, -3], [-1, 1, 0]])
+    counts = label_counts(logits, torch.tensor([[1, 0, -1], [0, 1, -1], [1, 1, -1], [0, -1, -1]]), 3)
+    found = clinical_metrics(Part(counts, counts["confusion"].sum()))
+    assert found is not None
+    return found
+
+
+def test_a_lead_reads_what_was_measured_of_labels_and_its_balanced_accuracy_is_theirs() -> None:
+    found, info = of_labels(), sent(of_labels(), several_labels=True)
+    assert accuracy.clinical_of(info) == found
+    assert accuracy.balanced(info).point == found.balanced_accuracy
+    shown = json.loads(json.dumps(round_json(info), allow_nan=False))
+    assert shown["balanced_accuracy"] == shown["clinical"]["balanced_accuracy"] == found.balanced_accuracy
+    assert shown["clinical"]["confusion"] is None
+    assert shown["clinical"]["labels"][0] == {"tn": 2, "fp": 0, "fn": 0, "tp": 2}
+    out = Console(width=120, force_terminal=False)
+    with out.capture() as captured:
+        for table in clinical_tables(info, CLASSES):
+            out.print(table, soft_wrap=True)
+    assert "2 of 4" in captured.get()
+    assert "over 2 of 3 labels that were found in some test examples and not in others" in captured.get()
+
+
+def test_right_answers_about_labels_alone_are_no_balanced_accuracy() -> None:
+    """Most are right where nothing is: without clinical metrics an accuracy stands alone."""
+    info = sent(several_labels=True)
+    assert accuracy.balanced(info) == NOTHING
+    assert accuracy.of_round(info).point == 0.5
+    run = pb.RunInfo()
+    accuracy.set_balanced(run, accuracy.balanced_sums(info), several_labels=True)
+    assert (accuracy.newest_balanced(run), accuracy.chance(run)) == (NOTHING, None)
+    accuracy.set_balanced(run, accuracy.balanced_sums(sent(of_labels(), several_labels=True)), several_labels=True)
+    assert accuracy.chance(run) == 0.5
+
+
+@pytest.mark.parametrize("several_labels", [True, False])
+def test_tables_of_the_other_kind_are_refused(several_labels: bool) -> None:
+    info = sent(measured() if several_labels else of_labels(), several_labels)
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        accuracy.clinical_of(info)
+
+
+@pytest.mark.parametrize("change", [lambda c: c.labels.append(1), lambda c: c.confusion.extend([0] * 9)])
+def test_tables_of_labels_that_no_evaluation_gives_are_refused(change: Callable[[pb.ClinicalMetrics], None]) -> None:
+    info = sent(of_labels(), several_labels=True)
+    change(info.clinical)
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        accuracy.clinical_of(info)
 
 
 def test_json_has_no_nan_and_says_null() -> None:

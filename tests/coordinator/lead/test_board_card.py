@@ -11,7 +11,7 @@ from coordinator.lead.board_card import Statement, card_of, share_of, survey_of
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin, TwoByTwo
 from fl_core.types.intervals import share
 from fl_core.types.secagg import Secagg
 from fl_core.types.survey import Answer, Cell
@@ -54,6 +54,31 @@ def test_counts_become_shares_with_exact_intervals_and_classes_without_examples_
     assert made.classes[2].recognised.text() == "not measured"
     assert made.classes[0].recognised.high == 1.0
     assert made.results.of_exported_model
+
+
+def test_a_card_of_several_labels_says_what_was_found_and_not_how_often_absent_was_right() -> None:
+    run = manifest(rounds=1)
+    run = replace(run, schema=replace(run.schema, multi_label=True))
+    tables = (TwoByTwo(90, 0, 10, 0), TwoByTwo(80, 10, 2, 8), TwoByTwo(100, 0, 0, 0), TwoByTwo(0, 0, 0, 0))
+    found = ClinicalMetrics((), (None,) * 4, (ReliabilityBin(0, 0, 0.0),) * CALIBRATION_BINS, tables)
+    last = evaluated((90, 88, 100, 0), (100, 100, 100, 0))
+    last.several_labels = True
+    last.clinical.CopyFrom(clinical_message(found))
+    made = card(run, trained(included=NAMES), last)
+    assert [c.test_examples for c in made.classes] == [10, 10, 0, 0]
+    assert [c.recognised.point for c in made.classes] == [0, 0.8, None, None]
+    assert made.results.balanced.point == pytest.approx((0 + 1 + 0.8 + 80 / 90) / 4)
+    assert (made.results.classes_tested, made.results.level_of_chance) == (2, 0.5)
+    said = " ".join(s.text for s in (*sentences.model(made), *sentences.results(made), *sentences.tested(made)))
+    assert "says of each of 4 labels if it is there" in said
+    assert "over 2 of 4 labels; guessing has 50.0 %" in said
+    assert "Of all answers about labels 92.7 %" in said
+    assert "300 answers about labels in test examples" in said
+    last.ClearField("clinical")
+    accuracies_alone = card(run, trained(included=NAMES), last)
+    assert {c.recognised.text() for c in accuracies_alone.classes} == {"not measured"}
+    assert accuracies_alone.results.balanced.point is None
+    assert accuracies_alone.results.accuracy.point == pytest.approx(278 / 300)
 
 
 def test_a_run_that_was_aborted_has_the_results_of_the_model_before() -> None:

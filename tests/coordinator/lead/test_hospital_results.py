@@ -10,7 +10,7 @@ import pytest
 from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.hospital_results import standing
 from fl_core.errors import ProtocolError
-from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin, TwoByTwo
 from fl_core.types.records import HospitalResult
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -42,6 +42,30 @@ def test_a_share_of_benign_cases_ranks_nobody() -> None:
     found = standing({"many": result([171, 12], [180, 20]), "few": result([47, 90], [50, 150])})
     assert found.cannot_rank == "the luck of these test images explains it"
     assert found.sentence().startswith("cannot rank: ")
+
+
+def of_labels(*tables: tuple[int, int, int, int]) -> HospitalResult:
+    labels = tuple(TwoByTwo(*table) for table in tables)
+    clinical = ClinicalMetrics((), (None,) * len(labels), (ReliabilityBin(0, 0, 0.0),) * CALIBRATION_BINS, labels)
+    return HospitalResult(tuple(float(t.tn + t.tp) for t in labels), tuple(float(sum(t)) for t in labels), clinical)
+
+
+def test_of_labels_what_is_compared_is_found_and_cleared_and_not_the_many_that_are_absent() -> None:
+    """One hospital's model never finds a label that is rare there: right in 95 %, and lowest all the same."""
+    blind, sees = of_labels((190, 0, 10, 0), (100, 0, 0, 0)), of_labels((85, 15, 2, 98), (90, 10, 5, 95))
+    found = standing(
+        {"blind": blind, "sees": sees, "sends accuracies alone": result([1, 1], [100, 100])}, several_labels=True
+    )
+    assert found.classes == (0,)  # the second one was found nowhere at `blind`
+    assert found.compared == {"blind": 0.5, "sees": pytest.approx((85 / 100 + 98 / 100) / 2)}
+    assert (found.lowest, found.cannot_rank) == ("blind", "")
+    rows = {row[0]: row for row in hospital_results.rows({"blind": blind, "sees": sees}, several_labels=True)}
+    assert rows["blind"][3].startswith("50.0 %")
+    assert rows["blind"][4] == "50.0 %"
+    facts = hospital_results.facts({"blind": blind}, several_labels=True)
+    assert facts["hospitals"]["blind"]["balanced_accuracy"] == 0.5  # type: ignore[index]
+    (alone,) = hospital_results.rows({"alone": result([95, 90], [100, 100])}, several_labels=True)
+    assert (alone[3], alone[4], alone[5][:6]) == ("-", "50.0 %", "92.5 %")
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,13 @@ def test_what_nobody_looked_for_is_unknown_and_not_absent(
     assert known.manifest.schema.multi_label
     assert RunManifest.from_json(known.manifest.to_json()) == known.manifest
     assert known.records[-1].examples == (100.0, 100.0, 100.0)  # of each label the test records of who looked for it
-    assert known.manifest.metrics == "basic"
+    assert known.manifest.metrics == "clinical"
+    found = known.records[-1].clinical
+    assert found is not None
+    assert [sum(table) for table in found.labels] == [100, 100, 100]
+    assert found.balanced_accuracy == known.records[-1].balanced_accuracy == known.summary()["balanced_accuracy"]
+    assert found.macro_auc is not None
+    assert found.macro_auc.low > 0.85
 
 
 def test_one_hospital_with_all_records_has_the_same_closed_form(
@@ -103,7 +109,6 @@ def test_one_hospital_with_all_records_has_the_same_closed_form(
     [
         (["method=fedmr"], "method fedmr does not go with several labels at once"),
         (["method=fedprox", "method.prototypes=mixture"], "set method.prototypes=off"),
-        (["metrics=clinical"], "expected metrics=basic with several labels at once"),
         (["privacy=dp_record"], "expected privacy.test_data=public with several labels at once"),
         (
             ["method=analytic", "train.freeze=features", "privacy=dp_record", "privacy.test_data=public"],

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fl_core.aggregation.update_check import clinical_fault
 from fl_core.errors import ProtocolError
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import local_ports
+from fl_core.training.clinical import answers, label_counts
 from fl_core.training.evaluation import CLINICAL_PART, METRICS, withheld
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part, RoundContext
@@ -29,7 +31,7 @@ SENT = EVERY[HONEST]
 """Of a silo for which the first model is right now and then."""
 
 
-def changed(name: str, change: Callable[[Tensor], object]) -> dict[str, Part]:
+def changed(name: str, change: Change) -> dict[str, Part]:
     """Change one tensor of the clinical part, or its weight."""
     found = SENT[CLINICAL_PART]
     total, weight = {k: v.clone() for k, v in found.total.items()}, found.weight.clone()
@@ -44,17 +46,19 @@ def moved(v: Tensor) -> None:
     v.view(-1)[full - v.shape[-1] if full >= v.shape[-1] and v.dim() > 1 else (full + v.shape[-1]) % v.numel()] += 1
 
 
-LIES: list[tuple[str, Callable[[Tensor], object], str]] = [
+Change = Callable[[Tensor], object]
+COUNT_LIES: list[tuple[Change, str]] = [
+    (lambda v: v.view(-1)[0].add_(1), "expected"),
+    (lambda v: v.view(-1)[0].add_(0.5), "no count"),
+    (lambda v: v.view(-1)[0].sub_(1e6), "no count"),
+    (lambda v: v.fill_(1e38), "expected"),
+    (lambda v: v.view(-1)[0].add_(1e-40), "no count"),
+]
+LIES: list[tuple[str, Change, str]] = [
     *(
         (name, change, said)
         for name in ("confusion", "positive", "negative", "examples", "correct")
-        for change, said in (
-            (lambda v: v.view(-1)[0].add_(1), "expected"),
-            (lambda v: v.view(-1)[0].add_(0.5), "no count"),
-            (lambda v: v.view(-1)[0].sub_(1e6), "no count"),
-            (lambda v: v.fill_(1e38), "expected"),
-            (lambda v: v.view(-1)[0].add_(1e-40), "no count"),
-        )
+        for change, said in COUNT_LIES
     ),
     *((name, moved, "expected") for name in ("confusion", "positive", "negative")),
     ("confusion", lambda v: v.copy_(v.roll(1, 1)), "diagonal of 'confusion'"),
@@ -71,7 +75,7 @@ LIES: list[tuple[str, Callable[[Tensor], object], str]] = [
 
 @pytest.mark.fault("a hospital", "sends clinical metrics that no evaluation gives", "refused by name (E-RUN-43)")
 @pytest.mark.parametrize(("name", "change", "said"), LIES)
-def test_tables_that_do_not_agree_are_refused_by_name(name: str, change: Callable[[Tensor], object], said: str) -> None:
+def test_tables_that_do_not_agree_are_refused_by_name(name: str, change: Change, said: str) -> None:
     with pytest.raises(ProtocolError, match=f"E-RUN-43: north: clinical metrics: .*{said}"):
         CHECK.check(changed(name, change), "north")
 
@@ -112,3 +116,42 @@ def test_a_silo_may_withhold_what_it_measured_and_trains_all_the_same(kept: set[
     assert all(not v.any() for name in kept for v in (*sent[name].total.values(), sent[name].weight))
     assert torch.equal(sent["delta"].total["head.bias"], SENT["delta"].total["head.bias"])
     assert all(torch.equal(v, torch.zeros_like(v)) for v in withheld(SENT[METRICS]).total.values())
+
+
+# ---- several labels at once ------------------------------------------------------------------------------------------
+
+ASKED = torch.tensor([[1, 0, -1], [0, 1, 1], [1, 0, 0], [-1, 1, 0]])
+SAID = torch.tensor([[2.0, -1, 3], [1, 1, -1], [1, -2, -1], [4, -1, -2]])
+LABEL_LIES: list[tuple[str, Change, str]] = [
+    *(
+        (name, change, said)
+        for name in ("confusion", "positive", "negative", "examples", "correct")
+        for change, said in COUNT_LIES
+    ),
+    *((name, moved, "expected") for name in ("positive", "negative")),
+    ("confusion", lambda v: v.copy_(v.flip(2)), "diagonal of 'confusion'"),
+    ("confusion", lambda v: v[1].copy_(torch.tensor([[2.0, 1], [0, 1]])), "rows of 'positive'"),
+    ("confidence", lambda v: v.zero_(), "outside its bin"),
+    ("weight", lambda v: v.add_(1), "weight"),
+    ("weight", lambda v: v.zero_(), "values of weight 0"),
+]
+
+
+def label_totals() -> dict[str, Tensor]:
+    return label_counts(SAID, ASKED, 3)
+
+
+def fault_of(total: dict[str, Tensor], weight: Tensor) -> str:
+    """Hold a clinical part of labels against honest "metrics"."""
+    return clinical_fault(total, weight, *answers(label_totals()["confusion"]))
+
+
+def test_honest_tables_of_labels_agree() -> None:
+    assert fault_of(label_totals(), torch.tensor(10.0, dtype=torch.float64)) == ""
+
+
+@pytest.mark.parametrize(("name", "change", "said"), LABEL_LIES)
+def test_tables_of_labels_that_do_not_agree_are_refused(name: str, change: Change, said: str) -> None:
+    total, weight = label_totals(), torch.tensor(10.0, dtype=torch.float64)
+    change(weight if name == "weight" else total[name])
+    assert said in fault_of(total, weight)

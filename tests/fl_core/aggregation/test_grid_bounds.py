@@ -80,6 +80,15 @@ def test_each_segment_has_the_bound_of_its_row() -> None:
     assert bounded_grid("ring32", 6, CHECK, DeclaredSize(2.0, 1.0), {}).bounds["quality.weight"] == math.e
 
 
+def test_answers_about_several_labels_add_up_to_as_many_times_the_examples() -> None:
+    several = bounded_grid("ring32", 6, replace(CHECK, multi_label=True), LARGEST, {}).bounds
+    alone = bounded_grid("ring32", 6, CHECK, LARGEST, {}).bounds
+    assert (several["clinical"], several["clinical.weight"]) == (C * 50.0, C * 50.0)
+    assert {name: bound for name, bound in several.items() if not name.startswith("clinical")} == {
+        name: bound for name, bound in alone.items() if not name.startswith("clinical")
+    }
+
+
 def test_six_silos_have_26_bits_of_a_difference_twenty_24_and_fifty_23() -> None:
     """The specification's example: a bound of 4."""
     once = replace(CHECK, rules={**RULES, "delta": PartRule(Weighing.ONCE)})

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
@@ -18,15 +19,26 @@ from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, StartPoint
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, round_layout, run_silo_round
-from fl_core.training.evaluation import BY_HOSPITAL, METRICS, OWN, PAIRED, evaluate_own, own_models, shown_result
+from fl_core.training.delong import paired_auc
+from fl_core.training.evaluation import (
+    BY_HOSPITAL,
+    METRICS,
+    OWN,
+    PAIRED,
+    evaluate_own,
+    no_own_parts,
+    own_models,
+    shown_result,
+)
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import FEATURES, RoundRecord, TrainConfig
 from fl_core.types.secagg import Secagg
+from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import Bundle, Layout, Part, RoundContext
-from tests.support.federations import SCHEMA, manifest, shares
+from tests.support.federations import SCHEMA, Given, manifest, shares
 
 CLASSES = len(SCHEMA.classes)
 CONTEXT = RoundContext(3, CLASSES, 0, 0, 3).for_silo(0, 0)
@@ -87,6 +99,31 @@ def test_a_model_is_not_ahead_of_itself() -> None:
     assert found is not None
     assert found.own == found.measured
     assert found.auc_ahead in (None, (0.0, 0.0))
+
+
+def test_of_several_labels_two_models_are_held_against_each_other_over_who_was_looked_at() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(90, 3, generator=generator)
+    labels = torch.where(torch.rand(90, 3, generator=generator) < 0.3, UNKNOWN, (x > 0).long())
+    examples = Given(x, labels)
+    data = PlainLocalData(RoundData(examples, examples, TrainConfig(batch_size=5, epochs=1), CONTEXT))
+    knows, guesses = nn.Identity(), nn.Linear(3, 3)
+    parts = evaluate_own(knows, guesses, data, 3, paired=True)
+    assert {name: set(part.total) for name, part in parts.items()} == {
+        name: set(part.total) for name, part in no_own_parts(3, paired=True).items()
+    }
+    found = own_models(parts)
+    assert found is not None
+    known = labels != UNKNOWN
+    assert found.examples == found.measured == tuple(known.sum(0).float().tolist())
+    with torch.no_grad():
+        right = ((guesses(x) > 0) == (labels == FOUND)) & known
+    assert found.own == tuple(right.sum(0).float().tolist())
+    assert found.images == int(known.any(1).sum())
+    ahead = paired_auc(x, guesses(x).detach(), labels)
+    assert ahead is not None
+    assert found.auc_ahead == pytest.approx((ahead.difference, math.sqrt(ahead.variance)))
+    assert found.auc_ahead[0] > 0
 
 
 def lies() -> list[tuple[str, Part]]:

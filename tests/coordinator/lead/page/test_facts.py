@@ -228,7 +228,7 @@ def test_a_run_in_any_state_has_a_headline(state: str) -> None:
     assert text
     if state == "finished":
         assert text == "Finished: accuracy 50.00 %"  # of a service that says no balanced one
-        info.classes_tested = 4
+        info.guessed_among = 4
         accuracy.set_balanced(info, ([1, 1, 0, 2], [2, 2, 2, 2], None))
         text, below = headline(info, None)
         assert text == "Finished: balanced accuracy 50.00 %"
