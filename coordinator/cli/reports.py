@@ -26,6 +26,8 @@ from service_core.console import Reply, local_time, make_table, print_json, show
 
 Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `latest`.")]
 _VALUE_CHARS = 60
+_HEADS_CHARS = 40
+"""Half of a narrow terminal's line."""
 
 
 @command
@@ -40,11 +42,12 @@ def compare(runs: Runs, home: Place) -> Reply:
 
 
 def _compared(found: Comparison) -> Iterator[str | Table]:
-    ids = [run.id for run in found.runs]
+    ids = _heads([run.id for run in found.runs])
+    yield from (f"{short}: {run.id}" for short, run in zip(ids, found.runs, strict=True) if short != run.id)
     yield make_table("Runs", ("", *ids), _facts(found.runs))
     rows = [(key, *map(_short, values)) for key, values in found.differences.items()]
     yield make_table("Differences", ("key", *ids), rows) if rows else "the configurations are the same"
-    yield f"{found.standing.headline({run: run for run in ids})}."
+    yield f"{found.standing.headline({run.id: short for short, run in zip(ids, found.runs, strict=True)})}."
     if scored := list(score_rows(found)):
         rows = [(measure, *texts) for measure, texts in scored]
         yield make_table(f"Scores: {found.standing.over}", ("measure", *ids), rows)
@@ -52,6 +55,12 @@ def _compared(found: Comparison) -> Iterator[str | Table]:
         classes = [(name, *(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes]
         yield make_table("Accuracy by class, at the end", ("class", *ids), classes)
     yield from (f"note: {note}" for note in found.notes)
+
+
+def _heads(runs: Sequence[str]) -> list[str]:
+    """Name runs at the head of a column: by their ids, and by letters where these leave no room for values."""
+    fit = sum(map(len, runs)) <= _HEADS_CHARS
+    return list(runs) if fit else [chr(ord("A") + k) for k in range(len(runs))]
 
 
 _FACTS: Sequence[tuple[str, Callable[[ComparedRun], str]]] = (

@@ -21,9 +21,12 @@ from tests.support.processes import here
 from tests.support.recorded_runs import SPEC, record_run
 
 
+LONG = "fedgela-isic2019-with-a-frozen-body-20261127-101500-1f2e3d"
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A service with three runs that are over."""
+    """A service with runs that are over."""
     with running(tmp_path_factory.mktemp("reports") / "home", NAMES) as world:
         assert world.server is not None
         store = world.server.store
@@ -31,6 +34,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         record_run(store, "run-b", [0.1, 0.4, 0.5], spec={**SPEC, "train": {"lr": 0.5}})
         hostile = {"south": "\x1b]0;owned\x07<b>E-RUN-13"}
         record_run(store, "run-c", [0.1, 0.4, 0.5], missing=hostile, finished=False, reason="E-X \u202e")
+        record_run(store, LONG, [0.1, 0.2, 0.6])
         yield world
 
 
@@ -60,6 +64,19 @@ def test_runs_are_compared_as_tables_and_as_json(told: World) -> None:
     assert standing["ahead"]["run-a"]["low"] < standing["ahead"]["run-a"]["point"]
     assert standing["values"]["run-b"]["accuracy"]["value"] == pytest.approx(0.45)
     assert [run["scores"]["accuracy"]["mean_last"]["value"] for run in found["runs"]] == pytest.approx([0.25, 0.45])
+
+
+def test_runs_with_long_names_have_letters_and_lines_stay_within_80_columns(
+    told: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = said(told, "compare", "run-a", LONG)
+    assert f"B: {LONG}" in text
+    assert text.count(LONG) == 1
+    assert "B ends ahead of A in balanced accuracy" in text
+    tables = [line for line in text.splitlines() if line[:1] in "┃│┏┡├└"]
+    assert tables
+    assert max(map(len, tables)) <= 80
 
 
 @pytest.mark.parametrize(
