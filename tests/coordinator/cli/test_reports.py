@@ -20,7 +20,6 @@ from tests.support.federations import NAMES, manifest
 from tests.support.processes import here
 from tests.support.recorded_runs import SPEC, record_run
 
-
 LONG = "fedgela-isic2019-with-a-frozen-body-20261127-101500-1f2e3d"
 
 
