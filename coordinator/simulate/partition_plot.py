@@ -11,7 +11,7 @@ import numpy as np
 
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate.runner import own_references, read_silos
+from coordinator.simulate.runner import own_references, read_silos, silo_names
 from fl_core import datasets
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.sources import isic2019
@@ -34,19 +34,18 @@ class SplitTable:
     """Examples per silo and class. train, test: (silos, C); title: data and federation."""
 
     title: str
+    silos: tuple[str, ...]
     classes: tuple[str, ...]
     train: tuple[tuple[int, ...], ...]
     test: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, title: str, classes: tuple[str, ...], counts: Iterable[Sequence[Sequence[int]]]) -> SplitTable:
+    def of(
+        cls, spec: RunSpec, title: str, classes: tuple[str, ...], counts: Iterable[Sequence[Sequence[int]]]
+    ) -> SplitTable:
         """Take (train, test) of each silo."""
         train, test = ([tuple(row) for row in half] for half in zip(*counts, strict=True))
-        return cls(title, classes, tuple(train), tuple(test))
-
-    @property
-    def silos(self) -> tuple[str, ...]:
-        return tuple(f"hospital{k}" for k in range(len(self.train)))
+        return cls(title, tuple(silo_names(spec, len(train))), classes, tuple(train), tuple(test))
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -65,7 +64,9 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
         report.require_sound()
     how = "of their own" if own_references(spec) else datasets.federation_text(spec.federation)
     title = f"{spec.data['name']} {how}"
-    return SplitTable.of(title, reports[0].classes, ((r.counts[Split.TRAIN], r.counts[Split.TEST]) for r in reports))
+    return SplitTable.of(
+        spec, title, reports[0].classes, ((r.counts[Split.TRAIN], r.counts[Split.TEST]) for r in reports)
+    )
 
 
 def published(spec: RunSpec) -> SplitTable:
@@ -77,7 +78,7 @@ def published(spec: RunSpec) -> SplitTable:
     """
     name, text = str(spec.data["name"]), datasets.federation_text(spec.federation)
     if name == "isic2019":
-        return _isic(text)
+        return _isic(spec, text)
     known = KNOWN.get(name)
     if known is None or not known.train:
         valid = ", ".join([*(n for n, k in KNOWN.items() if k.train), "isic2019"])
@@ -89,10 +90,10 @@ def published(spec: RunSpec) -> SplitTable:
     for share in datasets.parse_federation(text).partition(train, test, len(known.train)):
         own = train[share.held_out] if len(share.held_out) else test[share.test]
         counts.append([np.bincount(y, minlength=len(classes)).tolist() for y in (train[share.train], own)])
-    return SplitTable.of(f"{name} {text}", classes, counts)
+    return SplitTable.of(spec, f"{name} {text}", classes, counts)
 
 
-def _isic(text: str) -> SplitTable:
+def _isic(spec: RunSpec, text: str) -> SplitTable:
     """Return FLamby's counts; the classes of a split centre are known only from the data itself."""
     references = [datasets.parse(r) for r in datasets.federation("isic2019", text)]
     if any(ref.clients for ref in references):
@@ -101,7 +102,7 @@ def _isic(text: str) -> SplitTable:
         )
     centers = [ref.silo or 0 for ref in references]
     counts = ((isic2019.TRAIN_COUNTS[k], isic2019.TEST_COUNTS[k]) for k in centers)
-    return SplitTable.of(f"isic2019 {text}", isic2019.CLASSES, counts)
+    return SplitTable.of(spec, f"isic2019 {text}", isic2019.CLASSES, counts)
 
 
 def draw(table: SplitTable, file: Path) -> None:

@@ -45,6 +45,7 @@ from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.class_sums import PrivacyUnits
 from privacy.release_log import InMemoryReleaseLog
+from service_core.pki.identity import NAME
 from service_core.version import version
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,20 @@ def own_references(spec: RunSpec) -> list[str]:
     return [f"{name}:{path}" for path in paths]
 
 
+def silo_names(spec: RunSpec, n: int) -> list[str]:
+    """Name the n silos of a simulation: as the folders of their own are called, where these tell them apart.
+
+    Of paths the last part that differs in all of them counts, in lower case and with a dash for what no name has.
+    """
+    paths = [Path(reference.partition(":")[2]) for reference in own_references(spec)]
+    parts = ([re.sub(r"\.(csv|parquet)$", "", path.name), *reversed(path.parts[:-1])] for path in paths)
+    for named in zip(*parts, strict=False):
+        names = [re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in named]
+        if len(set(names)) == len(names) and all(map(NAME.fullmatch, names)):
+            return names
+    return [f"hospital{k}" for k in range(n)]
+
+
 def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., list[T]]) -> list[T]:
     """Call `read`, which is `datasets.load_all` or `datasets.check_all`, for all silos' data.
 
@@ -127,7 +142,7 @@ def run(
     out: Path | None = None,
     words: Sequence[str] = (),
 ) -> Result:
-    """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ...
+    """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ... or as `silo_names` says.
 
     observer: an observer of the rounds, or a function that makes one of the manifest
     fine_tune: epochs after which the best global model is evaluated at each silo
@@ -218,7 +233,7 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
     sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]
     examples = [DeclaredSize(*(round_to_two_digits(len(half)) for half in (s.train, s.test))) for s in sets]
     spec, taken = weights.take(spec)
-    names = [f"hospital{k}" for k in range(len(sets))]
+    names = silo_names(spec, len(sets))
     told = {name: Dictionary(s.dictionary.digest, s.coarse) for name, s in zip(names, sets, strict=True)}
     told = {name: of for name, of in told.items() if of.labels}
     run = weights.begin(manifest_from(spec, names, sizes, examples=examples, dictionaries=told), taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 from coordinator.cli.research import split
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.simulate import partition_plot
+from coordinator.simulate.runner import silo_names
 from fl_core.datasets.partition import federations
 from fl_core.errors import ConfigError
 
@@ -75,3 +77,20 @@ def test_the_table_names_silos_and_classes(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "hospital9" in out
     assert "svhn p10c2" in out
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/data/north", "/data/St. Mary's"], ["north", "st-mary-s"]),
+        (["north/images", "south/images"], ["north", "south"]),
+        (["north/patients.csv", "south/patients.csv"], ["north", "south"]),
+        (["a/x", "b/x", "b/y"], ["hospital0", "hospital1", "hospital2"]),
+        (["A", "a"], ["hospital0", "hospital1"]),
+        (["ä", "ö"], ["hospital0", "hospital1"]),
+        ("/data/all", ["hospital0", "hospital1"]),
+    ],
+)
+def test_silos_are_called_as_their_folders_where_these_tell_them_apart(paths: object, names: list[str]) -> None:
+    spec = compose_simulation(["data=folder", "data.path=/data", "data.classes=[a,b]"])
+    assert silo_names(replace(spec, data={**spec.data, "path": paths}), len(names)) == names
