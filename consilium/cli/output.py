@@ -40,6 +40,7 @@ def document(predictor: Predictor, predictions: Sequence[Prediction], counted: T
             "model_digest": facts.model_digest,
             "manifest_digest": facts.manifest_digest,
             "classes": list(facts.classes),
+            "multi_label": facts.multi_label,
         },
         "preprocessing": facts.preprocessing.sentence(),
         "temperature": predictor.temperature,
@@ -54,7 +55,8 @@ def _entry(found: Prediction) -> Mapping[str, object]:
     return {
         "example": found.name,
         "answer": found.said or None,
-        "class": found.answer or None,
+        "class": None if found.right else found.answer or None,
+        "labels": list(found.labels) if found.right else None,
         "probabilities": list(found.probabilities) or None,
         "set": None if found.set is None else list(found.set),
         "none_of_the_classes": found.unknown,
@@ -109,7 +111,8 @@ def _row(found: Prediction) -> tuple[str, ...]:
         if found.set is not None and found.unknown is None
         else ""
     )
-    return found.name, found.said, f"{100 * max(found.probabilities):.1f} %", chosen, note
+    shares = [f"{100 * p:.1f} %" for p in (found.probabilities if found.right else [max(found.probabilities)])]
+    return found.name, found.said, ", ".join(shares), chosen, note
 
 
 def tally_table(found: Tally, calibrated: bool) -> Rows:

@@ -265,7 +265,8 @@ def _about(predictor: Predictor) -> list[tuple[str, str]]:
     elif predictor.temperature != 1:
         said.append(("probabilities", f"of a temperature estimated at export, {predictor.temperature:.4g}"))
     else:
-        said.append(("probabilities", "as the hospitals' evaluation has them: not calibrated (consilium calibrate)"))
+        how = "of each label" if facts.multi_label else "not calibrated (consilium calibrate)"
+        said.append(("probabilities", f"as the hospitals' evaluation has them: {how}"))
     return said
 
 

@@ -67,6 +67,9 @@ def facts(manifest: RunManifest, run: str, model_digest: str, licence: str = "")
         "manifest_digest": manifest.digest(),
         "architecture": manifest.model.name,
         "classes": json.dumps(list(manifest.schema.classes)),
+        "answer": "each label whose logit is above 0"
+        if manifest.schema.multi_label
+        else "the class of the largest logit",
         "input": json.dumps(["N", *manifest.schema.shape]),
         "preprocessing": Preprocessing(manifest.data, manifest.schema).sentence(graph=True),
         "mean": json.dumps(list(mean)),
@@ -182,13 +185,16 @@ def lines(kind: str, file: str, manifest: RunManifest) -> list[str]:
     """Return the lines of a model card that load a file and classify with it."""
     shape = ", ".join(map(str, manifest.schema.shape))
     classes = json.dumps(list(manifest.schema.classes))
+    answer = f"print([{classes}[k] for k in logits.argmax(1)])"
+    if manifest.schema.multi_label:
+        answer = f"print([[name for name, there in zip({classes}, row > 0) if there] for row in logits])"
     if kind == TORCH:
         body = [
             "import torch",
             f'model = torch.export.load("{file}").module()',
             f"images = torch.rand(2, {shape})  # yours: float32 in [0, 1], RGB",
             "logits = model(images)",
-            f"print([{classes}[k] for k in logits.argmax(1)])",
+            answer,
         ]
     else:
         body = [
@@ -196,6 +202,6 @@ def lines(kind: str, file: str, manifest: RunManifest) -> list[str]:
             f'session = onnxruntime.InferenceSession("{file}")',
             f"images = numpy.random.rand(2, {shape}).astype(numpy.float32)  # yours: in [0, 1], RGB",
             '(logits,) = session.run(["logits"], {"images": images})',
-            f"print([{classes}[k] for k in logits.argmax(1)])",
+            answer,
         ]
     return ["", f"## {file}", "", "```python", *body, "```", ""]

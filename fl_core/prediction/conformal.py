@@ -75,9 +75,10 @@ def _minimum(loss: Callable[[float], float]) -> float:
     return math.exp(float(minimize_scalar(loss, bounds=ends, method="bounded", options={"xatol": 1e-6}).x))
 
 
-def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """Return p (n, C) in float64."""
-    return torch.softmax(logits.double() / temperature, 1)
+def probabilities(logits: Tensor, temperature: float, multi_label: bool = False) -> Tensor:
+    """Return p (n, C) in float64: of each class, or of each label that it is there."""
+    scaled = logits.double() / temperature
+    return torch.sigmoid(scaled) if multi_label else torch.softmax(scaled, 1)
 
 
 def smallest(share: float) -> int:

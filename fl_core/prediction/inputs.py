@@ -166,6 +166,11 @@ def from_reference(
             f"expected data of shape {list(facts.shape)}, as the model takes them, found {list(data.schema.shape)}"
             f"{differs and f' ({differs})'}: serve other data, or take another model",
         )
+    if data.schema.multi_label != facts.multi_label:
+        raise SchemaError(
+            "E-DATA-05",
+            f"expected data with {facts.schema.kind}, as the model answers, found {data.schema.kind}: serve other data",
+        )
     halves = {Split.TRAIN.value: data.train, Split.TEST.value: data.test}
     chosen = list(halves) if split == _ALL else [split]
     if not set(chosen) <= set(halves):

@@ -46,8 +46,9 @@ class ModelFacts:
     """What a model's file says of itself.
 
     run: its id, empty in a simulation   data: the name of the data set that it was trained on, which decides how images
-    are prepared   frozen: whether a body was left as the run began with it   temperature: what logits are divided by
-    before they become probabilities, as the hospitals' counts suggested it at export; None where nothing did.
+    are prepared   frozen: whether a body was left as the run began with it   multi_label: whether classes are labels,
+    of which an example may have several   temperature: what logits are divided by before they become probabilities, as
+    the hospitals' counts suggested it at export; None where nothing did.
     Raises ConfigError (E-CFG-02) on what no model has.
     """
 
@@ -64,6 +65,7 @@ class ModelFacts:
     columns: tuple[Column, ...] = ()
     window: tuple[float, float] | None = None
     frozen: bool = False
+    multi_label: bool = False
     extensions: tuple[Extension, ...] = ()
     temperature: float | None = None
     format: int = FORMAT
@@ -89,7 +91,7 @@ class ModelFacts:
 
     @property
     def schema(self) -> Schema:
-        return Schema(self.shape, self.classes, self.columns, self.window)
+        return Schema(self.shape, self.classes, self.columns, self.window, self.multi_label)
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -110,6 +112,7 @@ class ModelFacts:
             columns=schema.columns,
             window=schema.window,
             frozen=manifest.train.freeze == FEATURES,
+            multi_label=schema.multi_label,
             extensions=manifest.extensions,
             manifest_digest=manifest.digest(),
             model_digest=model_digest,

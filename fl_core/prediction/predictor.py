@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fl_core.errors import DataError
+from fl_core.errors import ConfigError, DataError
 from fl_core.prediction import conformal
 from fl_core.prediction.calibration import Asked, Calibration, calibrate
 from fl_core.prediction.inputs import Inputs
 from fl_core.prediction.model_file import LoadedModel
 from fl_core.training.local_data import eval_batch
+from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import Examples
 
 NONE_OF_THEM = "none of the classes"
+NO_LABEL = "none of the labels"
 NO_NUMBERS = "the model answers it with no numbers"
 Progress = Callable[[int, int], None]
 
@@ -25,10 +27,13 @@ Progress = Callable[[int, int], None]
 class Prediction:
     """What a model says of one example.
 
-    probabilities: by class; none where there is a problem   answer: the class of the largest one
+    probabilities: by class; none where there is a problem   answer: the class of the largest one; of several labels at
+    once all that are likelier there than not, with commas
     set: classes at the calibration's coverage   unknown: whether it is like no class that the hospital has calibrated;
     both None without a calibration, `unknown` also where the hospital has shown too few examples of the answer's class
-    label: where it is known   problem: why it was not classified.
+    label: where it is known; of several those that were found   labels: of several at once, those of `answer`
+    right: by label whether what is said of it is so, None where nobody looked or knows   problem: why it was not
+    classified.
     """
 
     name: str
@@ -37,11 +42,15 @@ class Prediction:
     set: tuple[str, ...] | None = None
     unknown: bool | None = None
     label: str = ""
+    labels: tuple[str, ...] = ()
+    right: tuple[bool | None, ...] = ()
     problem: str = ""
 
     @property
     def said(self) -> str:
         """Return the answer for people."""
+        if self.probabilities and not self.answer:
+            return NO_LABEL
         return NONE_OF_THEM if self.unknown else self.answer
 
 
@@ -78,13 +87,18 @@ class Predictor:
                 yield Prediction(inputs.names[int(indices)], problem=_reason(error))
             return
         features, logits = self.model.answers(x)
-        p = conformal.probabilities(logits, self.temperature)
+        several = self.model.facts.multi_label
+        p = conformal.probabilities(logits, self.temperature, several)
         scores = sets = None
         if self.calibration is not None:
             scores, sets = self.calibration.score(features, logits), self.calibration.sets(p)
         for k, index in enumerate(indices.tolist()):
             if not bool(torch.isfinite(logits[k]).all()):
                 yield Prediction(inputs.names[index], problem=NO_NUMBERS)
+                continue
+            if several:
+                known = labels[k] if inputs.labelled else torch.full_like(p[k], UNKNOWN)
+                yield self._of_labels(inputs.names[index], p[k], logits[k] > 0, known)
                 continue
             yield self._said(
                 inputs.names[index],
@@ -93,6 +107,17 @@ class Predictor:
                 None if scores is None else float(scores[k]),
                 int(labels[k]) if inputs.labelled else -1,
             )
+
+    def _of_labels(self, name: str, p: Tensor, said: Tensor, known: Tensor) -> Prediction:
+        pairs = list(zip(self.model.facts.classes, said.tolist(), known.tolist(), strict=True))
+        return Prediction(
+            name,
+            tuple(p.tolist()),
+            ", ".join(there := tuple(label for label, answer, _ in pairs if answer)),
+            labels=there,
+            label=", ".join(label for label, _, found in pairs if found == FOUND),
+            right=tuple(None if found == UNKNOWN else answer == (found == FOUND) for _, answer, found in pairs),
+        )
 
     def _said(self, name: str, p: Tensor, chosen: Tensor | None, score: float | None, label: int) -> Prediction:
         classes, best = self.model.facts.classes, int(p.argmax())
@@ -120,7 +145,16 @@ def _batches(examples: Examples, model: LoadedModel) -> Sequence[Tensor]:
 def calibrated(
     model: LoadedModel, inputs: Inputs, coverage: float, false_flags: float, progress: Progress = lambda *_: None
 ) -> Calibration:
-    """Calibrate with labelled inputs; raises as `calibration.calibrate`, and DataError on a file that breaks."""
+    """Calibrate with labelled inputs; raises as `calibration.calibrate`, and DataError on a file that breaks.
+
+    ConfigError (E-CFG-08) on a model of several labels at once.
+    """
+    if model.facts.multi_label:
+        raise ConfigError(
+            "E-CFG-08",
+            "expected a model that chooses one class for each example, found one of several labels at once, for which "
+            "sets and a temperature of a hospital's own are not made: predict has the probability of each label",
+        )
     features, logits = list[Tensor](), list[Tensor]()
     for indices in _batches(inputs.examples, model):
         answers = model.answers(inputs.examples.batch(indices)[0])
@@ -138,7 +172,10 @@ def calibrated(
 
 @dataclass(slots=True)
 class ClassTally:
-    """Examples of one class: right answers, sets with the class, classes in all sets, flagged and judged ones."""
+    """Examples of one class, or in which a label was looked for.
+
+    Right answers, sets with the class, classes in all sets, flagged and judged ones.
+    """
 
     examples: int = 0
     right: int = 0
@@ -168,7 +205,12 @@ def tally(predictions: Sequence[Prediction], classes: Sequence[str]) -> Tally:
     """Count the predictions whose label is known; classes without any are left out."""
     found = Tally()
     for prediction in predictions:
-        if prediction.label and not prediction.problem:
+        for label, right in zip(classes, prediction.right, strict=False):
+            if right is not None:
+                for counted in (found.classes.setdefault(label, ClassTally()), found.whole):
+                    counted.examples += 1
+                    counted.right += right
+        if not prediction.right and prediction.label and not prediction.problem:
             found.classes.setdefault(prediction.label, ClassTally()).add(prediction)
             found.whole.add(prediction)
     return Tally({c: found.classes[c] for c in classes if c in found.classes}, found.whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,10 @@ from coordinator.config.manifest_builder import request_of
 from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from fl_core import datasets
-from fl_core.errors import ConfigError
+from fl_core.datasets.image_loader import ImageLoader
+from fl_core.errors import ConfigError, SchemaError
+from fl_core.prediction import inputs, model_file
+from fl_core.prediction.predictor import Predictor, calibrated, tally
 from fl_core.rounds.manifest import RunManifest
 from tests.support.data import write_csv
 
@@ -87,6 +91,41 @@ def test_what_nobody_looked_for_is_unknown_and_not_absent(
     assert found.balanced_accuracy == known.records[-1].balanced_accuracy == known.summary()["balanced_accuracy"]
     assert found.macro_auc is not None
     assert found.macro_auc.low > 0.85
+
+
+def test_an_exported_model_predicts_each_label_as_the_evaluation_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references = hospitals(tmp_path / "tables")
+    monkeypatch.setattr(runner, "read_silos", lambda spec, root, read: read(references, request_of(spec)))
+    made = runner.run(compose_simulation(WORDS), engine=SimulationEngine(workers=1), out=tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    model = model_file.load(file, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    assert model.facts.multi_label
+    loader, found = ImageLoader(cache_bytes=0), []
+    for reference in references:
+        found += Predictor(model).predictions(inputs.from_reference(reference, "test", model.facts, None, loader))
+    network = made.compiled.classifier(made.server).eval()
+    tests = [datasets.load(reference).test.batch(torch.arange(100))[0] for reference in references]
+    with torch.no_grad():
+        logits = network(torch.cat(tests)).double()
+    p = torch.tensor([one.probabilities for one in found], dtype=torch.float64)
+    assert torch.allclose(p, torch.sigmoid(logits), atol=1e-6)
+    assert [one.labels for one in found] == [
+        tuple(label for label, z in zip(LABELS, row, strict=True) if z > 0) for row in logits.tolist()
+    ]
+    counted = tally(found, LABELS)
+    assert [counted.classes[label].right for label in LABELS] == list(made.records[-1].correct)
+    assert [counted.classes[label].examples for label in LABELS] == [100, 100, 100]
+    assert {one.said for one in found if not one.labels} == {"none of the labels"}
+    with pytest.raises(ConfigError, match=r"E-CFG-08: .*several labels at once"):
+        calibrated(model, inputs.from_reference(references[0], "test", model.facts, None, loader), 0.9, 0.1)
+    one_class = tmp_path / "one" / "patients.csv"
+    header = [*(f"p{c}" for c in range(64)), "kind", "split"]
+    write_csv(one_class, header, [[k, *[0] * 63, LABELS[k % 3], ("train", "test")[k // 3]] for k in range(6)])
+    one_class.with_suffix(".toml").write_text(SCHEMA.replace("labels = ", 'label = "kind"\nclasses = ', 1))
+    with pytest.raises(SchemaError, match="E-DATA-05: expected data with labels"):
+        inputs.from_reference(f"table:{one_class}", "test", model.facts, None, loader)
 
 
 def test_one_hospital_with_all_records_has_the_same_closed_form(
