@@ -9,7 +9,7 @@ PACKAGES := consilium coordinator fl_core privacy protos service_core silo
 # Demo and tests start dozens of processes; without files of compiled code each would compile all of the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-ray check bench protos lock release docs clean
+.PHONY: help setup demo test test-integration test-all test-ray check bench protos lock release docs clean
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -32,10 +32,13 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, closed form, closed form at epsilon 8
 	@$(BIN)/coordinator demo --out runs/demo
 
-test: setup  ## The tests, a quarter of an hour on 2 cores
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow"
+test: setup  ## The tests of milliseconds, five minutes on 2 cores
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not integration and not slow"
 
-test-all: setup  ## The tests with the slow ones
+test-integration: setup  ## The tests of seconds: whole services, processes and runs; ten minutes on 2 cores
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "integration and not slow"
+
+test-all: setup  ## All tests, with the slow ones
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-ray: setup  ## The tests of simulation on Ray; adds the extra to .venv

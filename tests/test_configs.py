@@ -27,6 +27,8 @@ from privacy.profiles import PROFILES
 from tests.support import some
 from tests.support.federations import measured
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).resolve().parents[1] / "configs"
 
 

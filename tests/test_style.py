@@ -14,6 +14,8 @@ import pytest
 from fl_core.errors.catalogue import EXPLANATIONS
 from service_core.version import PACKAGES
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "protos/consilium"
 SOURCES = sorted(p for pkg in PACKAGES for p in (ROOT / pkg).rglob("*.py") if not p.is_relative_to(GENERATED))

@@ -16,6 +16,8 @@ from benchmarks.run_store import Run, machine
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.records import PERSONAL_SCORES
 
+pytestmark = pytest.mark.integration
+
 TINY = Comparison(
     name="tiny",
     title="Tiny",

@@ -20,6 +20,8 @@ from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from tests.support import some
 
+pytestmark = pytest.mark.integration
+
 FIGURES, ITEMS = figures.load()
 STORE = run.RESULTS / "figures"
 ASKED = {

@@ -39,6 +39,8 @@ from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.per_sample_gradients import MODES
 from protos.wire.codec import pack_bundle, pack_state
 
+pytestmark = pytest.mark.integration
+
 SMALL = Setting("digits_cnn", {}, shape=(1, 8, 8), batch=20, schedule=TrainConfig(lr=1.0))
 
 

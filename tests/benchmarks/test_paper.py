@@ -17,6 +17,8 @@ from benchmarks.run_store import read, seeded
 from coordinator.config.hydra_config import choices, compose_simulation
 from tests.support import some
 
+pytestmark = pytest.mark.integration
+
 TINY = """
 paper: A paper, Table 9
 experiment: fedmr_1

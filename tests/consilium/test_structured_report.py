@@ -56,6 +56,7 @@ def items(report: Dataset, name: str) -> list[Dataset]:
     return found
 
 
+@pytest.mark.integration
 def test_a_report_says_what_the_prediction_says_of_the_images_patient(
     made: Exported, predictor: Predictor, tmp_path: Path
 ) -> None:

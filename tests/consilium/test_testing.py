@@ -30,6 +30,7 @@ class Sound(FedAvg):
     mu: float = 0.0
 
 
+@pytest.mark.integration
 def test_a_sound_method_passes() -> None:
     check_method(Sound, mu=0.5)
 
@@ -103,6 +104,7 @@ class Both(Keeping, Silent):
     """Breaks two."""
 
 
+@pytest.mark.integration
 def test_all_broken_promises_are_named_at_once() -> None:
     said = broken_by(lambda: check_method(Both))
     assert f"of {len(CHECKS)} promises:" in said

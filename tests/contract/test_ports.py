@@ -15,6 +15,8 @@ from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest, same, shares
 from tests.support.hospital import ScriptedSilo
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, list[ScriptedSilo]]]:

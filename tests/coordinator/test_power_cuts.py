@@ -35,6 +35,7 @@ OBJECTS = ("put_file", "commit", "remove")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.integration,
 ]
 
 

@@ -15,6 +15,8 @@ from markdown_it import MarkdownIt
 from coordinator.cli.main import COMMANDS
 from fl_core.methods import METHODS
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
     ROOT / "README.md": "index.html",

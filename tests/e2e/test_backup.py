@@ -20,6 +20,8 @@ from tests.support import until
 from tests.support.coordinator import Site, World, events, federation
 from tests.support.fake_coordinator import manifest
 
+pytestmark = pytest.mark.integration
+
 DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1"}
 WAIT_S = 60
 

@@ -16,6 +16,8 @@ import pytest
 from tests.support import until
 from tests.support.processes import BIN, ENV
 
+pytestmark = pytest.mark.integration
+
 
 class Demo:
     """A demo in a process group of its own, with a temporary folder of its own."""

@@ -19,6 +19,8 @@ from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
 from tests.support.processes import World, here, world
 
+pytestmark = pytest.mark.integration
+
 SITES = [f"digits/p3c4/{k}" for k in range(3)]
 SHORT = ("data=digits", "federation=p3c4", "rounds=2", "train.epochs=1", "seed=3")
 

@@ -28,6 +28,8 @@ from silo.storage.secagg_keys import MaskedRun
 from tests.support import until
 from tests.support.processes import World, world
 
+pytestmark = pytest.mark.integration
+
 SITES = [f"digits/p4c3/{k}" for k in range(4)]
 SHORT = ("data=digits", "federation=p4c3", "rounds=2", "train.epochs=1", "seed=3", "secagg=on")
 

@@ -27,6 +27,8 @@ from tests.support.coordinator import World
 from tests.support.fake_coordinator import enrolled
 from tests.support.pages import get
 
+pytestmark = pytest.mark.integration
+
 PROGRAMS = {name: Path(sys.executable).with_name(name) for name in ("coordinator", "silo")}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
 

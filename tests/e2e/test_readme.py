@@ -14,6 +14,8 @@ from PIL import Image
 from tests.support import until
 from tests.support.processes import BIN, ENV, ROOT, free_port
 
+pytestmark = pytest.mark.integration
+
 README, OPERATIONS, RESEARCH = (
     (ROOT / name).read_text() for name in ("README.md", "docs/operations/README.md", "docs/research.md")
 )

@@ -27,6 +27,7 @@ def test_the_notebook_is_committed_without_outputs_and_its_own_method_has_less_t
     assert len(lines) < 10
 
 
+@pytest.mark.integration
 def test_its_cells_run_on_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cheap stand-in: the same cells, shortened to a step, in this process."""
     import types

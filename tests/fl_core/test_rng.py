@@ -6,11 +6,14 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core import rng
+
+pytestmark = pytest.mark.integration
 
 steps = st.lists(st.one_of(st.integers(-5, 10**6), st.text(max_size=4)), max_size=4).map(tuple)
 

@@ -16,6 +16,8 @@ from service_core.version import PACKAGES, build, software
 from tests.e2e.test_readme import Machine
 from tests.support.processes import free_port
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_OUT = ("tests", "benchmarks", "docs", "examples")
 WITHOUT_LIBRARIES = """

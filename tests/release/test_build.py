@@ -87,6 +87,7 @@ def test_what_no_commit_has_is_not_in_it_and_is_said(checkout: Path, tmp_path: P
         assert [name for name in wheel.namelist() if name.startswith("one/")] == ["one/__init__.py"]
 
 
+@pytest.mark.integration
 def test_an_earlier_release_is_replaced_and_nothing_else_is_touched(checkout: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     make(checkout, out)

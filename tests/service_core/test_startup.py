@@ -13,6 +13,8 @@ import pytest
 from service_core.storage.private_files import own_home
 from tests.support import some
 
+pytestmark = pytest.mark.integration
+
 # Sends the signal to itself when a module is first looked for, and runs the program as its console script does.
 INTERRUPTED = """
 import os, signal, sys

@@ -26,6 +26,8 @@ from service_core.operations.exit_status import status_of
 from tests.support.data import write_dicom
 from tests.support.exported import TAUGHT, Exported, exported
 
+pytestmark = pytest.mark.integration
+
 SERVICES = ("grpc", "hydra", "opacus", "sqlalchemy", "coordinator", "silo")
 
 

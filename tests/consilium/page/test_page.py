@@ -17,6 +17,8 @@ from tests.support import until
 from tests.support.exported import Exported, exported
 from tests.support.pages import Browser, Visit, chromium, request, send
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Exported:

@@ -76,6 +76,7 @@ def facts(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.integration
 def test_a_hospital_verifies_a_card_by_its_pinned_authority_and_its_own_records(
     exported: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

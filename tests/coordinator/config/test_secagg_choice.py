@@ -25,6 +25,7 @@ def made(*words: str, names: list[str] = NAMES, sizes: list[float] | None = None
     return manifest_from(compose_spec([*SMALL, *words]), names, found[: len(names)], examples=SIZES[: len(names)])
 
 
+@pytest.mark.integration
 def test_a_run_has_masks_and_a_simulation_has_none_where_no_word_says_it() -> None:
     assert made().digest() == made("secagg=auto").digest() == made("secagg=on").digest()
     assert compose_simulation([*SMALL]).secagg == SecaggSpec()

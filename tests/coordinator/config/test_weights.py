@@ -37,6 +37,8 @@ from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, online
 from tests.support.federations import same, schema
 
+pytestmark = pytest.mark.integration
+
 SMALL = ["data=digits", "model=digits_linear", "method=fedper", "rounds=1", "train.epochs=1", "threads=1"]
 SOURCE = "model.weights_source='trained in 2025, CC BY 4.0'"
 

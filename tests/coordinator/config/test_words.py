@@ -10,6 +10,7 @@ from coordinator.config.hydra_config import compose_spec, words_of
 from fl_core.rounds.manifest import Weights
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "words",
     [

@@ -25,6 +25,8 @@ from tests.support.federations import NAMES, manifest
 from tests.support.privacy import private
 from tests.support.recorded_runs import SUMS
 
+pytestmark = pytest.mark.integration
+
 LEAD = Identity(Kind.LEAD, "skin", "anna")
 
 

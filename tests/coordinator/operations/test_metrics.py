@@ -128,6 +128,7 @@ def test_certificates_disk_and_versions_are_what_they_are(world: World) -> None:
     assert found["process_resident_memory_bytes"] > 1 << 20
 
 
+@pytest.mark.integration
 def test_what_makes_it_not_ready_is_named_and_a_revoked_hospital_is_no_member(world: World, monkeypatch) -> None:
     line = Line(world, "north", HELLO)
     try:

@@ -29,6 +29,7 @@ def presented(port, ca, silo):
         return serial_of(x509.load_der_x509_certificate(tls.getpeercert(binary_form=True)))
 
 
+@pytest.mark.integration
 def test_a_renewed_certificate_counts_without_a_restart(tmp_path):
     ca = authority(tmp_path / "ca", today())
     silo = join(ca, tmp_path / "s", "a")

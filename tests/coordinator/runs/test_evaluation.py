@@ -18,6 +18,8 @@ from fl_core.types.enums import TaskKind
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, hospitals, online
 
+pytestmark = pytest.mark.integration
+
 SIX = ("north", "east", "south", "west", "hill", "lake")
 TRAINED = ["data=digits", "model=digits_linear", "method=fedgela", "rounds=2", "train.epochs=2", "threads=1"]
 UPDATE = 1 << 16

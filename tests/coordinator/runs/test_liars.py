@@ -27,6 +27,8 @@ from tests.support.coordinator import World, commit, cut, events, open_request, 
 from tests.support.federations import NAMES, manifest, same, shares
 from tests.support.hospital import ScriptedSilo
 
+pytestmark = pytest.mark.integration
+
 Alter = Callable[[TaskKey, Bundle], Bundle]
 Told = dict[int, tuple[bool, str]]
 NOTHING = dict.fromkeys(("updates_refused", "updates_cut", "cut_rows", "unbounded_rounds"), 0)

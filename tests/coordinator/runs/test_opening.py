@@ -41,6 +41,8 @@ from tests.support.federations import NAMES, Failing
 from tests.support.hospital import ScriptedSilo
 from tests.support.masked_silo import FOUR, MaskedSilo, masked, shares_of
 
+pytestmark = pytest.mark.integration
+
 
 @cache
 def _simulated(agreed: str, absent: tuple[str, ...]) -> str:

@@ -27,6 +27,8 @@ from tests.support.coordinator import Clock, World, events, heard, running
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import Memory, ScriptedSilo
 
+pytestmark = pytest.mark.integration
+
 SHARES = dict(zip(NAMES, shares(), strict=True))
 """north holds the classes a and b, east b and c, south c and d: nobody needs east."""
 

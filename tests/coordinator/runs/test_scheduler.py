@@ -35,6 +35,8 @@ from tests.support.coordinator import FAST, Clock, Line, World, events, heard, o
 from tests.support.federations import NAMES, manifest, same, shares
 from tests.support.hospital import Memory, ScriptedSilo
 
+pytestmark = pytest.mark.integration
+
 
 def silos(world: World, memories: dict[str, Memory] | None = None, **script: object) -> list[ScriptedSilo]:
     """Start the three silos; a script belongs to the first."""

@@ -72,6 +72,7 @@ def patient(tmp_path: Path) -> Iterator[World]:
         yield found
 
 
+@pytest.mark.integration
 def test_a_second_machine_is_refused_while_the_first_is_alive(patient: World) -> None:
     """The first stays undisturbed, the second is told why, and so is the lead."""
     world = patient

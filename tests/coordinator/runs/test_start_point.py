@@ -31,6 +31,8 @@ from tests.support.coordinator import World, hospitals, join, running
 from tests.support.federations import METHOD_OPTIONS, NAMES, SCHEMA, manifest, same, shares
 from tests.support.hospital import ScriptedSilo
 
+pytestmark = pytest.mark.integration
+
 FOUR = (*NAMES, "west")
 
 

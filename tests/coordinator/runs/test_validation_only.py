@@ -29,6 +29,8 @@ from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, hospitals, online
 from tests.support.federations import manifest
 
+pytestmark = pytest.mark.integration
+
 TRAINED = ["data=digits", "model=digits_linear", "method=fedavg", "rounds=1", "train.epochs=1", "threads=1"]
 
 

@@ -23,6 +23,8 @@ from tests.support import until
 from tests.support.coordinator import World, hospitals, join, online
 from tests.support.federations import same
 
+pytestmark = pytest.mark.integration
+
 ANALYTIC = ["secagg=off", "data=digits", "model=random_features", "model.width=48", "method=analytic", "threads=1"]
 FOUR = ("north", "east", "south", "west")
 

@@ -25,6 +25,8 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
 
+pytestmark = pytest.mark.integration
+
 ROUNDS, EVERY = 7, 3
 BASE = ("data=digits", "federation=iid-4", "model=digits_mlp", "train.max_steps=2", f"rounds={ROUNDS}", "seed=3")
 RUNS = {

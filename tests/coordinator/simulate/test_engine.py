@@ -92,6 +92,7 @@ def test_workers_that_nobody_asked_for_and_cannot_be_are_told_and_left_out(
         digest(workers=2)
 
 
+@pytest.mark.integration
 def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On another machine, or under another share of it: they decide the last bit."""
     kept, seen = Checkpoints(tmp_path), list[int]()

@@ -16,6 +16,8 @@ from fl_core import datasets
 from fl_core.errors import ConfigError
 from privacy.accounting.uncertainty import Estimate
 
+pytestmark = pytest.mark.integration
+
 WORDS = ("data=digits", "federation=hospitals6", "privacy=dp_record", "privacy.epsilon=8")
 CLOSED = (*WORDS, "method=analytic", "model=random_features", "model.width=64", "method.bound=0.6")
 

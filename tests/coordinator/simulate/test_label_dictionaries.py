@@ -21,6 +21,8 @@ from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from tests.support.data import write_image
 
+pytestmark = pytest.mark.integration
+
 NAMES = ("north", "south", "west")
 OWN = ({"naevus": "nevus"}, {"D22": "nevus", "C43": "melanoma"}, {})
 SHADES = {"melanoma": 60, "nevus": 190}

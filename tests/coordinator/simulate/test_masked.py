@@ -42,6 +42,7 @@ def test_the_narrow_ring_is_within_rounding_of_it() -> None:
         assert float((narrow.server["w"][name] - value).abs().max()) < 1e-6, name
 
 
+@pytest.mark.integration
 def test_workers_and_spilt_states_change_no_bit(tmp_path_factory: pytest.TempPathFactory) -> None:
     one = result(*CLASSES, workers=1)
     several = runner.run(
@@ -68,6 +69,7 @@ def test_of_disjoint_classes_no_prototype_leaves_unless_one_contributor_is_enoug
     assert opened.server["prototypes"]["known"].all()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("method", ["fedavg", "fedproto"])
 def test_private_runs_go_under_masks(method: str) -> None:
     record = result(f"method={method}", "secagg=on", "privacy=dp_record", "privacy.rng=test", "privacy.epsilon=50")

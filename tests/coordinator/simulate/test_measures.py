@@ -70,6 +70,7 @@ def test_elsewhere_the_silos_tests_are_the_test_set() -> None:
     assert (result.summary()["test_set"], result.measured) == ("silos", ())
 
 
+@pytest.mark.integration
 def test_the_mean_of_the_last_rounds_stands_beside_the_best() -> None:
     words = [*DIGITS, "federation=iid", "federation.silos=4", "cohort=2", "rounds=6", "personal=true"]
     said = runner.run(compose_simulation(words)).summary()
@@ -100,6 +101,7 @@ UNEVEN = {"data": "digits", "federation": "dirichlet-0.1-6", "model": "digits_li
 SHORT = {"rounds": 3, "threads": 1, "seed": 0, "train.lr": 0.3, "train.epochs": 1, "train.batch_size": 32}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("rule", ["mean", "norm_clipped"])
 def test_a_simulation_says_its_rule_and_how_many_updates_and_rows_it_refused_and_cut(
     rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

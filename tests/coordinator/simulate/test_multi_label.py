@@ -23,6 +23,8 @@ from fl_core.prediction.predictor import Predictor, calibrated, tally
 from fl_core.rounds.manifest import RunManifest
 from tests.support.data import write_csv
 
+pytestmark = pytest.mark.integration
+
 LABELS = ("even", "large", "loop")
 SCHEMA = 'labels = ["even", "large", "loop"]\nsplit = "split"\n' + "".join(
     f'[columns.p{k}]\ntype = "number"\nmin = 0\nmax = 16\n' for k in range(64)

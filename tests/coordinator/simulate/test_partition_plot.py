@@ -57,6 +57,7 @@ def test_data_without_published_counts_is_refused(data: str) -> None:
     assert caught.value.code == "E-CFG-23"
 
 
+@pytest.mark.integration
 def test_the_picture_shows_what_a_silo_lacks_as_white(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "split.png"
     split(["data=cifar10", "federation=p5c2"], None, published=True, plot=file, as_json=True)

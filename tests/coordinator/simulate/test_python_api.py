@@ -25,6 +25,8 @@ from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.models.small import DigitsLinear
 from fl_core.types import tensor_maps
 
+pytestmark = pytest.mark.integration
+
 FEW = {"rounds": 1, "train": {"max_steps": 1}}
 X, Y = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
 PAIRS = ((X, Y), (X[:12] + 0.5, Y[:12]))

@@ -38,6 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return folder, runner.run(compose_simulation(SHORT), out=folder, words=SHORT)
 
 
+@pytest.mark.integration
 def test_the_folder_holds_configuration_manifest_tables_summary_model_and_picture(
     made: tuple[Path, Result],
 ) -> None:
@@ -147,6 +148,7 @@ def test_words_cannot_begin_a_line_of_the_configuration(tmp_path: Path, made: tu
     assert ResultFolder(tmp_path).differences(compose_simulation(SHORT)) == []
 
 
+@pytest.mark.integration
 def test_a_sweep_gives_one_table_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = [word for word in SHORT if not word.startswith(("personal", "cohort"))]
     words = ["seed=0,1", *short]

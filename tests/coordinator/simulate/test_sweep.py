@@ -129,6 +129,7 @@ def test_under_a_cohort_accuracies_are_over_all_silos_and_the_cohorts_are_given_
     assert said["best_global_accuracy"] == max(said["accuracy_by_round"][1:])  # type: ignore[index]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("words", "more", "code"),
     [

@@ -17,6 +17,8 @@ from fl_core.errors import ConfigError, DataError
 from fl_core.rounds.manifest import RunManifest
 from tests.support.data import SCHEMA, rows, write_table
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def patients(tmp_path: Path) -> Path:

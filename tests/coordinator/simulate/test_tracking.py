@@ -18,6 +18,8 @@ from coordinator.simulate.runner import SimulationJob, run_id, tracked
 from fl_core.errors import UnavailableError
 from privacy.accounting import uncertainty
 
+pytestmark = pytest.mark.integration
+
 WORDS = {"data": "digits", "federation": "p5c2", "rounds": 2, "train": {"max_steps": 2}, "threads": 1}
 Curves = dict[str, list[tuple[int, float]]]
 

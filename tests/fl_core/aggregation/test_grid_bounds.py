@@ -20,6 +20,8 @@ from fl_core.types.secagg import Secagg
 from fl_core.types.values import Layout, PartRule, PartSpec
 from tests.support.federations import METHOD_OPTIONS, go, manifest, shares
 
+pytestmark = pytest.mark.integration
+
 C = 4
 LAYOUT: Layout = {
     "delta": PartSpec({"w": (3,), "n.running_mean": (2,)}, ()),

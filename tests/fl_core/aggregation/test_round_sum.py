@@ -89,6 +89,7 @@ def test_an_honest_round_has_the_bytes_of_the_mean() -> None:
         assert decided.medians == pytest.approx({"delta": 1.2, "delta.buffers": 1.0})
 
 
+@pytest.mark.integration
 def test_the_order_of_arrival_changes_nothing() -> None:
     sent = {**HONEST, "x": update(along(2.7), row=90.0), "y": update(along(90.0)), "z": update(along(0.0), row=1e-30)}
     for history in (None, BEFORE):
@@ -270,6 +271,7 @@ def test_the_lower_median(values: list[float]) -> None:
 # ---- how far one silo moves the model -------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 @given(
     st.lists(st.lists(st.floats(-1, 1), min_size=D, max_size=D), min_size=3, max_size=7),
     st.lists(st.floats(1, 500), min_size=8, max_size=8),

@@ -22,6 +22,8 @@ from fl_core.types.values import Part, RoundContext
 from tests.support import some
 from tests.support.federations import METHOD_OPTIONS, NAMES, manifest, shares
 
+pytestmark = pytest.mark.integration
+
 Bundle = dict[str, Part]
 SIZES = {name: DeclaredSize(14, 7) for name in NAMES}
 OPTIONS = {**METHOD_OPTIONS, "fedgen": {**METHOD_OPTIONS["fedgen"], "mode": "plain"}}

@@ -12,6 +12,8 @@ from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
 from tests.support.federations import QData, play, run_and_lose, same, simulated
 
+pytestmark = pytest.mark.integration
+
 WRONG = {
     "fedprox": [{"mu": -0.1}],
     "fednova": [{"mu": -1.0}, {"tau": "k"}, {"server_momentum": 1.0}],

@@ -305,6 +305,7 @@ def test_a_round_of_fedgen_is_the_papers_with_its_generator() -> None:
     close({k: x for k, x in played.server["generator"].items() if x.is_floating_point()}, v)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("importance", ["none", "scaled"])
 def test_fedcds_silos_train_as_the_paper_prints(importance: str) -> None:
     played = Played("fedcd", {"restarts": 2, "steps": 3, "fine": 2, "importance": importance, "lam": 0.3, "gamma": 0.2})

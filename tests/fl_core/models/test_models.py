@@ -22,6 +22,7 @@ def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:
     assert small("resnet18").has_batch_norm
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_is_head_of_features(name: str) -> None:
     model = small(name).eval()

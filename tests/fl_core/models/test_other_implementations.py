@@ -48,6 +48,7 @@ def test_lite0_has_the_features_of_its_publishers_program(lite0: Path, side: int
         assert torch.allclose(filled("efficientnet_lite0", lite0, side).features(x), expected, atol=1e-5)
 
 
+@pytest.mark.integration
 def test_lite0s_weights_are_one_object_whatever_the_file_the_classes_and_the_size_of_images(
     lite0: Path, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[nn
     return found
 
 
+@pytest.mark.integration
 def test_efficientnet_with_torchvisions_weights_has_torchvisions_features(published, tmp_path: Path) -> None:
     theirs, file = published["efficientnet_b0"]
     x = torch.rand(2, 3, 64, 64)
@@ -82,6 +83,7 @@ def test_efficientnet_with_torchvisions_weights_has_torchvisions_features(publis
     assert sum(p.numel() for p in frozen.body.parameters()) + 1280 * 8 + 8 == 3_975_780  # privacy: 8 classes
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_resnet_with_torchvisions_stem_and_weights_is_torchvisions(published, name: str) -> None:
     theirs, file = published[name]
@@ -111,6 +113,7 @@ def test_a_file_without_counters_of_batches_as_torchvisions_oldest_is_taken(publ
     assert filled("resnet18", tmp_path / "old.pth", stem="imagenet")[1] == ("head",)
 
 
+@pytest.mark.integration
 def test_group_norm_another_architecture_and_a_model_that_torchvision_lacks_are_refused(published) -> None:
     said = refused(published["resnet50"][1], "resnet18")
     assert "layer1.0.conv3.weight" in said
@@ -187,6 +190,7 @@ def test_lite0_reads_timms_names_too(tmp_path: Path) -> None:
     assert fresh == ("head",)
 
 
+@pytest.mark.integration
 def test_efficientnet_b0_reads_timms_names_too(tmp_path: Path) -> None:
     torch.manual_seed(4)
     with torch.no_grad():

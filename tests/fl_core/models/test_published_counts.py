@@ -93,6 +93,7 @@ def test_fedcd_extractors_have_the_published_sizes() -> None:
     assert extractor("resnet50", [2048, 256], (3, 32, 32)) == (28_221_248, 28_274_421)
 
 
+@pytest.mark.integration
 def test_norm_layers_are_as_many_as_published() -> None:
     counts = {"resnet18": 20, "resnet50": 53, "wrn28_10": 25, "efficientnet_b0": 49, "efficientnet_lite0": 49}
     for name, wanted in counts.items():
@@ -116,6 +117,7 @@ def test_table_3_of_fedmr_with_prototypes() -> None:
         assert facts.total_with_buffers + classes * facts.feature_dim == with_prototypes
 
 
+@pytest.mark.integration
 def test_counting_draws_nothing_and_agrees_with_a_built_model() -> None:
     before = torch.random.get_rng_state()
     for name in MODELS:

@@ -20,6 +20,8 @@ from fl_core.prediction.distances import ClassDistances
 from fl_core.training.clinical import clinical_counts, clinical_metrics
 from fl_core.types.values import Part
 
+pytestmark = pytest.mark.integration
+
 
 def drawn(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

@@ -61,6 +61,7 @@ def rewritten(file: Path, **facts: object) -> None:
     named(file)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", [*WITH_A_MODEL, *MORE])
 def test_a_file_is_the_evaluated_model_again(tmp_path: Path, name: str) -> None:
     same_as_evaluated(*trained(tmp_path, *MORE.get(name, (name, METHOD_OPTIONS.get(name, {})))))

@@ -21,6 +21,8 @@ from fl_core.training.local_data import eval_batch
 from fl_core.types.columns import Column
 from tests.support.exported import TAUGHT, Exported, exported
 
+pytestmark = pytest.mark.integration
+
 LOADER = ImageLoader(cache_bytes=0)
 
 

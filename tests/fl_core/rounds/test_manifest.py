@@ -17,6 +17,8 @@ from fl_core.types.records import TrainConfig
 from privacy.compiled_run import CompiledRun
 from tests.support.federations import manifest
 
+pytestmark = pytest.mark.integration
+
 
 def test_round_trip_is_exact() -> None:
     run = replace(

@@ -26,6 +26,8 @@ from fl_core.types.records import Schema, TrainConfig
 from privacy.compiled_run import CompiledRun
 from tests.support.federations import METHOD_OPTIONS, MODEL_SHAPES, SCHEMA, manifest, measured, schema
 
+pytestmark = pytest.mark.integration
+
 LARGE = 10**9
 PLAIN = TrainConfig()
 FEDAVG = NamedOptions("fedavg")

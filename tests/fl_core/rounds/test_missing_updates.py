@@ -25,6 +25,7 @@ def failing(run: RunManifest, which: int, rounds: Sequence[int], *, spoil: bool 
     return ports
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("spoil", [False, True])
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
 def test_a_failing_silo_is_recorded_as_missing_and_the_round_survives(method: str, spoil: bool) -> None:

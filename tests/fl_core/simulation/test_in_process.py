@@ -54,6 +54,7 @@ def test_training_learns() -> None:
     assert history.accuracies[0] < 0.5 < max(history.accuracies)
 
 
+@pytest.mark.integration
 def test_thread_count_is_the_manifests_inside_and_as_before_outside() -> None:
     before = torch.get_num_threads()
     seen: list[int] = []

@@ -103,6 +103,7 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
     assert found is None or same(found["v"], state_of(port)["v"])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_without_a_global_model_says_so_in_every_round(name: str) -> None:
     run, history = manifest(name, OPTIONS.get(name, {}), rounds=1), RoundHistory()

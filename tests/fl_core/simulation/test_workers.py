@@ -28,6 +28,8 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part, RoundContext, State
 from tests.support.federations import METHOD_OPTIONS, Given, Kept, manifest, same, same_bundle, shares
 
+pytestmark = pytest.mark.integration
+
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 
 

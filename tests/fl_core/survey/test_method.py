@@ -40,6 +40,7 @@ def test_the_sum_is_that_of_all_records_where_nobody_holds_anything_back():
     assert dict(grey.quantiles)["95 %"] == "192 to 256"
 
 
+@pytest.mark.integration
 def test_masks_change_no_number():
     assert asked(secagg="on").as_json() == asked().as_json()
 

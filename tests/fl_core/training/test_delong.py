@@ -13,6 +13,8 @@ from fl_core.training.delong import paired_auc
 from fl_core.types.targets import UNKNOWN
 from tests.oracles.equations import slow_delong
 
+pytestmark = pytest.mark.integration
+
 
 def two_classes(score: Tensor) -> Tensor:
     return torch.stack([-score, score], 1)

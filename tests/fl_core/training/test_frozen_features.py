@@ -41,6 +41,8 @@ from tests.support import some
 from tests.support.federations import MODEL_SHAPES, manifest, same, schema, shares, small
 from tests.support.privacy import NoNoise, ce
 
+pytestmark = pytest.mark.integration
+
 CPU = torch.device("cpu")
 FROZEN = TrainConfig(batch_size=5, epochs=1, freeze="features")
 FIXED_HEAD = {"fedgela", "fedrep", "fedbabu", "fedper"}

@@ -18,6 +18,8 @@ from fl_core.training.optimizers import GradientDescent, effective_steps, make_o
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize(
     ("momentum", "steps", "expected"),

@@ -13,6 +13,8 @@ from fl_core.types import intervals
 from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin, binned_auc
 from fl_core.types.intervals import Interval
 
+pytestmark = pytest.mark.integration
+
 DRAWS, LEAST = 1000, 0.93
 
 

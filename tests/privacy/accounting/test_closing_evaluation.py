@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coordinator.config.hydra_config import compose_spec
 from coordinator.simulate import runner
 from fl_core.methods import build_method
@@ -9,6 +11,8 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan
 from tests.support.federations import SCHEMA
 from tests.support.privacy import PLAIN, model_of
+
+pytestmark = pytest.mark.integration
 
 
 def plan(personal: bool, reserve: int = 1) -> ReleasePlan:

@@ -19,6 +19,8 @@ from privacy.compiled_run import CompiledRun
 from privacy.release_log import InMemoryReleaseLog
 from tests.support.federations import NAMES, manifest, shares
 
+pytestmark = pytest.mark.integration
+
 
 def run_of(profile: str = "dp_record", **terms: object) -> RunManifest:
     options = {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}

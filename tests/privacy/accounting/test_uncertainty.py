@@ -35,6 +35,8 @@ from privacy.profiles import result_noise
 from tests.support import some
 from tests.support.privacy import examples, hospital_level, model_of, plan_of, private, private_data
 
+pytestmark = pytest.mark.integration
+
 DRAWS = 1000
 MIN_COVERAGE = 0.936
 """0.95 minus two standard errors of so many draws."""

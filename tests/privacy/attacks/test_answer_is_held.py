@@ -16,6 +16,8 @@ from tests.support import until
 from tests.support.fake_coordinator import Hospital, manifest
 from tests.support.privacy import hospital_level, private
 
+pytestmark = pytest.mark.integration
+
 RUNS = pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
 HELD_S = 1000.0
 

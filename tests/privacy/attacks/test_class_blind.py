@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -25,6 +26,8 @@ from privacy.secagg.keys import Entry, OwnKeys, RunKeys
 from privacy.secagg.messages import Upload, Words
 from privacy.secagg.terms import SecaggRun
 from tests.support.federations import manifest, shares
+
+pytestmark = pytest.mark.integration
 
 DRAWS = 400
 Blocks = tuple[Words, Words]

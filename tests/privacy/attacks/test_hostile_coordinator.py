@@ -13,6 +13,8 @@ from privacy.audit.step_checks import ZeroNoise
 from privacy.audit.worlds import Measured, measure
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
+pytestmark = pytest.mark.integration
+
 QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation", "moments")
 LONG = ("augmentation", "dropout", "batch shape", "worst record", "class of one")
 TRIALS = 60

@@ -213,6 +213,7 @@ def test_the_size_of_the_runs_batches_is_probed_up_to_a_limit(size: int) -> None
     assert max(seen) <= 64 + 5
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("analytic", "fedcd")])
 def test_every_method_passes_in_its_private_form(name: str) -> None:
     choice, _ = profiles.private_form(NamedOptions(name, {}), NamedOptions("dp_record", {}))

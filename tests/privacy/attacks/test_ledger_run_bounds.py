@@ -175,6 +175,7 @@ def ledger_version(ledger: Ledger) -> str:
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("noise", [1e10, 1e38])
 def test_very_much_noise_earns_no_credit(noise: float) -> None:
     """The RDP of a step is a difference of logarithms: it must not come out below nothing."""

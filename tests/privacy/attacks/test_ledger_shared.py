@@ -52,6 +52,7 @@ def service(file: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.integration
 def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path: Path, ledger: Ledger) -> None:
     with service(tmp_path / "ledger.db") as other:
         try:
@@ -158,6 +159,7 @@ def test_an_entry_of_an_earlier_version_counts_for_every_consortium(ledger: Ledg
     assert asked_by(ledger, "mine", "another run of this manifest") == "E-BUDGET-12"
 
 
+@pytest.mark.integration
 def test_a_refusal_that_repeats_without_end_is_an_event_only_each_time_that_its_number_doubles(ledger: Ledger) -> None:
     def noted() -> list[Refusal]:
         return [Refusal.of(detail) for _, _, state, detail, _ in ledger.events() if state == "REFUSED"]

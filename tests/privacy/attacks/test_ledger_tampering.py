@@ -245,6 +245,7 @@ def test_the_key_is_not_in_the_ledger(tmp_path: Path) -> None:
     assert secret.hex().encode() not in raw
 
 
+@pytest.mark.integration
 def test_ten_thousand_events_are_read_in_seconds_and_afterwards_only_what_is_new(tmp_path: Path) -> None:
     import time
 

@@ -55,6 +55,7 @@ def test_json_of_a_run_says_that_it_is_withheld(case: str, run) -> None:
     assert not set(made.detail.rounds[0].personal) & set(PERSONAL)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", SUMS)
 def test_live_progress_withholds_what_noise_hides(case: str, run) -> None:
     for terminal in (False, True):

@@ -32,6 +32,8 @@ from tests.support.hospital import B, M, key, opened
 from tests.support.privacy import private
 from tests.support.recorded_runs import SUMS, machine, records, rows, truthful
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize("case", SUMS)
 def test_the_demos_report_withholds_what_noise_hides(

@@ -33,6 +33,8 @@ from privacy.release_log import InMemoryReleaseLog
 from tests.support import some
 from tests.support.federations import FED, Given, manifest, same_bundle, shares
 
+pytestmark = pytest.mark.integration
+
 OPTIONS = {
     "fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"},
     "fedcd": {"restarts": 2, "steps": 3},

@@ -22,6 +22,8 @@ from tests.support.fake_coordinator import Hospital, enrolled, manifest
 from tests.support.hospital import Watched
 from tests.support.privacy import TEST, TRAIN, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 SOUND = '[privacy]\nrng = "test"\nepsilon = 8.0\n'
 STRANGER = 54321
 

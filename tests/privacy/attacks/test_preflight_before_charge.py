@@ -17,6 +17,8 @@ from tests.support.coordinator import COLLECTION, DELTA, Site, World, events, fe
 from tests.support.fake_coordinator import MEMBERS
 from tests.support.privacy import private
 
+pytestmark = pytest.mark.integration
+
 DATA = {name: f"digits/p3c4/{k}" for k, name in enumerate(MEMBERS)}
 RUN = private(physical_batch=16)
 FEW = 0.05

@@ -22,6 +22,8 @@ from privacy import profiles
 from privacy.compiled_run import CompiledRun
 from tests.support.privacy import private
 
+pytestmark = pytest.mark.integration
+
 NAMES = ["a", "b", "c"]
 TYPED = ["method=fedmr", "data=digits", "federation=hospitals6", "privacy=dp_record", "secagg=off"]
 QUICK = ["rounds=1", "train.epochs=1", "train.max_steps=2", "train.batch_size=16", "privacy.rng=test"]

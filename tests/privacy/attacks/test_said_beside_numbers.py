@@ -34,6 +34,8 @@ from tests.support.fake_coordinator import FakeControl, Hospital, manifest
 from tests.support.hospital import Watched
 from tests.support.privacy import DATA, HOSPITAL, SEEDED_POLICY, TEST, TRAIN, hospital_level, private
 
+pytestmark = pytest.mark.integration
+
 RUNS = pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
 
 

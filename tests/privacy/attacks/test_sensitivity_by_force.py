@@ -22,6 +22,8 @@ from fl_core.types.enums import Coupling
 from fl_core.types.values import AS_SCHEDULED, Losses
 from tests.support.privacy import CLIP, CONDITIONS, ByPlace, Call, Force, N, captured, extreme_records, splits_of
 
+pytestmark = pytest.mark.integration
+
 INTER = {"mu1": 1e-2, "mu2": 1.0}
 CASES: dict[str, list[dict[str, object]]] = {
     "fedavg": [{}],

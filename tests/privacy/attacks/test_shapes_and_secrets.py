@@ -27,6 +27,8 @@ from tests.support.fake_coordinator import Hospital
 from tests.support.federations import SCHEMA, Given
 from tests.support.privacy import HOSPITAL, TEST, TRAIN, NoNoise, budgeted, hospital_level, private
 
+pytestmark = pytest.mark.integration
+
 N, PLACES, WIDTH = 16, 9, 64
 
 

@@ -29,6 +29,8 @@ from privacy.mechanisms.record.per_sample_gradients import MODES, PADDING, clipp
 from tests.support.federations import Given
 from tests.support.privacy import NoNoise, ce, examples, model_of, plan_of, private_data
 
+pytestmark = pytest.mark.integration
+
 EXTREMES = (0.0, 1e-45, 1e-40, 1e-30, 1e-10, 1.0, 1e10, 1e19, 1e30, 3e38, math.inf, -math.inf, math.nan)
 STEP = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=1000, epochs=1, max_steps=1)
 

@@ -19,6 +19,8 @@ from privacy.compiled_run import CompiledRun
 from privacy.release_log import InMemoryReleaseLog
 from tests.support.privacy import hospital_level, private
 
+pytestmark = pytest.mark.integration
+
 
 def sent(manifest: RunManifest) -> tuple[CompiledRun, list[Bundle]]:
     """Return what the silos of a private run send in its first round."""

@@ -27,6 +27,8 @@ from privacy.audit.target import AuditTarget, ListedExamples
 from privacy.audit.training import Training, memorising
 from privacy.mechanisms.noise.sources import SeededNoise
 
+pytestmark = pytest.mark.integration
+
 INF = math.inf
 seeds = pytest.mark.parametrize("seed", range(5))
 

@@ -36,6 +36,7 @@ def test_the_step_under_audit_is_what_the_ledger_is_charged_for() -> None:
     assert Step("split", units=12, groups=3).plan().groups == 3
 
 
+@pytest.mark.integration
 @kinds
 def test_au_1_the_noise_of_an_empty_step_is_the_planned_gaussian_at_five_seeds(kind: str) -> None:
     """T-16: within 0.5 % on half a million coordinates; one of the sources is the operating system's."""
@@ -68,6 +69,7 @@ def test_au_1_halved_noise_in_the_doors_and_noise_of_another_shape_are_caught(ki
     assert not shaped.holds
 
 
+@pytest.mark.integration
 @kinds
 @pytest.mark.parametrize("grouped", [False, True], ids=["records", "groups"])
 def test_au_2_no_unit_moves_a_step_further_than_its_sensitivity_and_the_worst_reaches_it(
@@ -111,6 +113,7 @@ def pairs(*path: object, times: int = 3) -> list[tuple[SeededNoise, SeededNoise]
     return [tuple(SeededNoise(0, *map(str, path), again, world) for world in (0, 1)) for again in range(times)]  # type: ignore[misc]
 
 
+@pytest.mark.integration
 def test_au_3_bound_on_mu_is_that_of_the_specification() -> None:
     """mu_lb z = .95 .94 .87 .76 at z = .5 1 2 5 of 20,000 plain draws, and a factor of two is always seen."""
     draw = np.random.default_rng(2)

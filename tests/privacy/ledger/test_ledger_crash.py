@@ -27,6 +27,8 @@ from privacy.ledger.run_ledger import RunLedger
 from privacy.profiles.record import release_plan
 from tests.support.privacy import TEST, TRAIN, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 DATA = "digits/p3c4/1"
 READ = b"a record was read\n"
 RUN, RECORDS = private(), datasets.load(DATA)

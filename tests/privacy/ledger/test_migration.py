@@ -39,6 +39,7 @@ def rows(file: Path, name: str) -> list[tuple[object, ...]]:
         return [tuple(c[0] for c in found.description), *sorted(found.fetchall(), key=repr)]
 
 
+@pytest.mark.integration
 def test_what_it_says_is_there_and_it_goes_on(tmp_path: Path) -> None:
     ledger = Ledger(written(tmp_path))
     assert ledger.verify(HEAD) == 24

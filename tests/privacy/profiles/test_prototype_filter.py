@@ -31,6 +31,8 @@ from tests.fl_core.methods.disjoint.test_analytic import model as features
 from tests.fl_core.methods.disjoint.test_analytic import records as example_rows
 from tests.support.federations import CONTEXT, FED, SCHEMA, manifest, same, same_bundle, shares
 
+pytestmark = pytest.mark.integration
+
 TRAINED = {"fedmr": {"mu1": 1e-4, "mu2": 0.5, "inter_weighting": "example"}, "fedproc": {}, "fednh": {}}
 WITHHELD = frozenset({1, 3})
 

@@ -229,6 +229,7 @@ def test_noise_of_silos_is_independent() -> None:
         assert abs(float((noises()[0] * noises()[k]).mean())) < 5 / 3 / math.sqrt(NUMBERS)
 
 
+@pytest.mark.integration
 def test_evaluations_keep_noise_of_their_own() -> None:
     guard = wide_guard(SharedNoise(6, 4, 1), metric_noise=20.0)
     drawn = [guard.outgoing(zeros(1), 0, t)["metrics"].total["correct"] for t in range(1000)]
@@ -257,6 +258,7 @@ def released(data: Given, z: float, source: object, on: moments.ReleaseGrid) -> 
     return dict(moments.moment_sums(query(), data, PrivacyUnits.of(data), z, source, on=on))  # type: ignore[arg-type]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("silos", [4, 6])
 def test_t_61_sums_of_moments_have_the_planned_variance_and_say_so(silos: int) -> None:
     shared, z = SharedNoise(6, 4, 1), 2.0
@@ -410,6 +412,7 @@ def simulated(run: RunManifest, hidden: Mapping[int, frozenset[int]] | None = No
     return simulate(compiled, digits()[1], RoundHistory(), data_factories=factories)["sums"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("terms", "m"), [(Secagg(1), 4), (Secagg(1, min_sum=6), 6)])
 def test_a_masked_run_of_one_release_has_the_noise_of_the_promise_and_lambda_follows(terms: Secagg, m: int) -> None:
     """Six noises of variance 2 z^2 / (m - c): twice one hospital's, or a fifth more where all six must be there."""

@@ -23,6 +23,8 @@ from tests.privacy.secagg.federation import (
     signed_by_coordinator,
 )
 
+pytestmark = pytest.mark.integration
+
 
 def subsets(n: int) -> list[tuple[int, ...]]:
     return [found for k in range(n + 1) for found in itertools.combinations(range(n), k)]

@@ -190,6 +190,7 @@ def test_t56_shares_of_t_minus_one_silos_open_nothing() -> None:
                 assert shamir.join([*known, completed], shamir.weights(four)) == candidate
 
 
+@pytest.mark.integration
 def test_t56_shares_of_one_secret_are_uniform_one_by_one_and_two_by_two() -> None:
     n, random = 20_000, np.random.default_rng(5).bytes
     drawn = np.array(

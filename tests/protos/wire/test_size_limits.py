@@ -11,6 +11,8 @@ from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
 from tests.support.federations import METHOD_OPTIONS
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_broadcast_and_update_is_within_its_bound(name: str) -> None:

@@ -117,6 +117,7 @@ def test_what_an_operator_needs_stays(written):
         assert text in written("%s", text)
 
 
+@pytest.mark.integration
 @pytest.mark.fault(
     "another side", "puts line breaks and control characters into its text", "its line in the log is one"
 )

@@ -20,6 +20,8 @@ from service_core.web.loopback import LoopbackAddress
 from tests.support import until
 from tests.support.pages import Scrape, ask, get
 
+pytestmark = pytest.mark.integration
+
 HERE = LoopbackAddress("127.0.0.1", 0)
 
 

@@ -99,6 +99,7 @@ def test_threads_do_not_lose_each_others_writes(tmp_path: Path) -> None:
         assert value(database) == 200
 
 
+@pytest.mark.integration
 def test_processes_that_make_a_file_at_once_and_end_unasked_lose_nothing(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", OPENED, str(tmp_path / "db")]) for _ in range(4)]
     assert [process.wait(120) for process in processes] == [0] * 4

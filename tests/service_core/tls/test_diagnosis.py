@@ -156,6 +156,7 @@ def test_old_tls(ca, own):
     assert finding.code == "E-TLS-15"
 
 
+@pytest.mark.integration
 def test_tls_that_is_no_coordinator(ca, own):
     other = tls_server(ca.folder / "server.pem", alpn="http/1.1")
     with serving(lambda peer: other.wrap_socket(peer, server_side=True).recv(1)) as port:

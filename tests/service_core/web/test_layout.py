@@ -11,6 +11,8 @@ from service_core.web.chart import MAX_SERIES
 from tests.support.gallery import PAGES, gallery
 from tests.support.pages import chromium
 
+pytestmark = pytest.mark.integration
+
 WIDTHS = (390, 800, 1280)
 SCHEMES = ("light", "dark")
 EMPTY_PX = 120

@@ -169,6 +169,7 @@ def test_devices():
     assert choose_device("auto").type in ("cpu", "cuda")
 
 
+@pytest.mark.integration
 def test_serve_ends_in_good_order_on_ctrl_c(tmp_path):  # SIGTERM: tests/e2e/test_operations.py
     home = enrolled(tmp_path / "home")
     words = ["serve", "--data", "digits/hospital0", "--home", str(home.path), "--device", "cpu", "--json"]

@@ -78,6 +78,7 @@ def test_no_service_fails_for_its_manager(monkeypatch, address):
     notify(READY)
 
 
+@pytest.mark.integration
 @pytest.mark.fault("an operator", "stops a service with SIGSTOP", "silo health says that it does not live")
 def test_a_service_tells_its_manager_and_lives_until_it_is_stopped(tmp_path):
     home = enrolled(tmp_path / "home")

@@ -22,6 +22,8 @@ from tests.support.hospital import furnished
 from tests.support.pages import Visit, address_of, chromium
 from tests.support.privacy import SEEDED_POLICY, TRAIN, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 ASKS, OTHER = "fedmr-digits-7f3c", "fedavg-digits-90d2"
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"

@@ -34,6 +34,7 @@ def opened(link: str) -> Answer:
     return send(server, request("GET", "/", [("Host", address), ("Cookie", cookie.partition(";")[0])]))
 
 
+@pytest.mark.integration
 def test_the_command_serves_until_it_is_told_to_stop_and_needs_no_torch(tmp_path) -> None:
     home = tmp_path / "home"
     join(authority(tmp_path / "ca", today()), home, "north")

@@ -13,6 +13,8 @@ from tests.support import until
 from tests.support.fake_coordinator import Hospital, receipt_for
 from tests.support.privacy import TEST, TRAIN, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def hospital(make, tmp_path) -> Hospital:

@@ -53,6 +53,8 @@ from tests.support.masked import (
 )
 from tests.support.privacy import TRAIN, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def hospital(tmp_path):

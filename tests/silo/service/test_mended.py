@@ -19,6 +19,8 @@ from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.privacy import DATA, SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 
 def policy_forbids(folder, monkeypatch):
     home = folder / "policy.toml"

@@ -28,6 +28,8 @@ from tests.support.fake_coordinator import Hospital
 from tests.support.hospital import B, M, key, opened, stage
 from tests.support.privacy import SEEDED_POLICY, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 BY_HAND = SEEDED_POLICY + '[runs]\napprove = "by hand"\n'
 SESSION, PATIENT = 4000, 500
 """Messages of one session: more are read at a pace, which a liar evades by another session; and of a patient liar."""

@@ -74,6 +74,7 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
     assert said == ["training", "training", "evaluating"]
 
 
+@pytest.mark.integration
 def test_pulses_tell_of_training_while_it_lasts(make, slow):
     hospital = make(run_round=slow)
     hospital.control.pulse_s = 0.5

@@ -255,6 +255,7 @@ def charges(bench: Bench) -> list[str]:
     return [state for collection in ledger.collections() for _, state, _ in ledger.entries(collection)]
 
 
+@pytest.mark.integration
 @pytest.mark.fault("a hospital", "cannot read an image in a private run", "it adds nothing, and is charged like all")
 def test_a_private_run_goes_on_with_the_charges_of_a_whole_one(tmp_path, images):
     whole_run, bench = (Bench(tmp_path / name, images, private_run()) for name in ("whole", "home"))

@@ -23,6 +23,8 @@ from tests.support.data import write_image
 from tests.support.fake_coordinator import MEMBERS, Hospital, manifest
 from tests.support.privacy import private
 
+pytestmark = pytest.mark.integration
+
 LABELS = ("keratosis", "melanoma", "nevus")
 RECORDS = {
     "all classes": {"nevus": 6, "melanoma": 6, "keratosis": 6},

@@ -53,6 +53,7 @@ def shares() -> list[SiloShare]:
     return [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("made", [manifest, private, viewed])
 def test_rounds_equal_the_simulation_bit_for_bit(make, tmp_path, made):
     if made is private:

@@ -202,6 +202,7 @@ def test_the_declared_size_is_rounded_and_never_the_true_one(make, tmp_path):
     assert not Ledger(tmp_path / "unused.db").collections()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("policy", "sent"), [("submit = true", 1), ("submit = false", 0)])
 def test_a_hospitals_own_opt_out_is_neither_released_nor_charged(make, tmp_path, policy, sent):
     ledger = budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}[prototypes]\n{policy}\nmin_count = 10000\n")

@@ -22,6 +22,8 @@ from tests.support import until
 from tests.support.hospital import Watched, first, rounds_equal
 from tests.support.privacy import SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize(
     ("method", "options"),

@@ -137,6 +137,7 @@ def test_a_task_that_failed_stays_charged_and_its_repetition_is_charged_again(ma
     assert aggregated(ledger.history(HOSPITAL))[0].steps == 2
 
 
+@pytest.mark.integration
 def test_runs_of_records_and_of_hospitals_share_the_records_budget(make, tmp_path):
     """A round of each: the training records pay for both, the hospital for the one that protects it."""
     ledger = ledger_of(tmp_path)
@@ -204,6 +205,7 @@ def test_an_approval_says_whom_epsilon_is_for():
 HIDING = f"{SEEDED_POLICY}[runs]\nhide_size = true\n"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
 @pytest.mark.parametrize("method", some(["fedmr", "fedavg", "scaffold", "fedgela"], 4))
 def test_a_hospital_that_hides_its_size_counts_once_in_every_run_that_it_accepts(make, tmp_path, run, method):

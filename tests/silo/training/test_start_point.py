@@ -55,6 +55,7 @@ def test_a_run_that_starts_from_the_model_that_its_manifest_names_is_trained(mak
     hospital.sent(2)
 
 
+@pytest.mark.integration
 @pytest.mark.fault("a lead", "goes on from a private run for more epsilon", "charged in full; the ledger adds both up")
 def test_a_private_run_that_goes_on_from_another_is_charged_beside_it(make, tmp_path):
     ledger = budgeted(tmp_path / "home0", epsilon=100.0)

@@ -94,6 +94,7 @@ def test_the_policy_decides_question_by_question_and_its_floor_counts_patients(a
     }
 
 
+@pytest.mark.integration
 def test_a_policy_may_ask_for_more_patients_and_not_for_fewer(ask, make, tmp_path):
     found = ask(survey("classes"), f"{ALL}min_patients = 11\n")
     assert found["classes", "b"] == (0, 0, 1)
@@ -118,6 +119,7 @@ def test_answers_that_are_kept_apart_need_a_word_of_their_own(ask):
     assert ask(survey(*words, name="survey-2"), allowed)["classes", "a"] == (60, 30, 0)
 
 
+@pytest.mark.integration
 @pytest.mark.fault("a lead", "surveys again after one patient came or went", "held back")
 def test_two_answers_tell_of_no_patient_who_came_or_went(ask):
     before = ask(survey("classes"))

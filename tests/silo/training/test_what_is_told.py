@@ -215,6 +215,7 @@ class Heard:
         return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("run", [private, hospital_level], ids=["records", "hospital"])
 def test_two_hospitals_of_other_records_tell_the_same_but_for_what_is_charged(run, tmp_path) -> None:
     labels = [datasets.load(d).train.labels for d in DATA]

@@ -49,6 +49,7 @@ def headline(page: Any) -> str:
     return page.get_by_role("heading", level=1).inner_text()
 
 
+@pytest.mark.integration
 def test_a_run_is_watched_to_its_end_without_loading_the_page_again(browser: Any, world: World, tmp_path: Path) -> None:
     run = world.submit(manifest(rounds=2))
     with shown_for(world.home, tmp_path / "page") as server:

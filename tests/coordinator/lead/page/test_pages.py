@@ -25,6 +25,8 @@ from tests.support.made_up_service import MadeUpService
 from tests.support.pages import Browser, opened, shown, shown_for
 from tests.support.recorded_runs import SPEC, detail, measured, record_run
 
+pytestmark = pytest.mark.integration
+
 HOSTILE = "\x1b]0;x\x07\u202e</td><script>alert(1)</script>\u2066 =cmd|' \x00$\\frac{" + "y" * 3000
 
 

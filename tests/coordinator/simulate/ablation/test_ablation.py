@@ -18,6 +18,8 @@ from coordinator.simulate.ablation.grid import VARIANTS, Grid, Run, Words, canon
 from coordinator.simulate.ablation.report import Estimate
 from fl_core.errors import ConfigError
 
+pytestmark = pytest.mark.integration
+
 INF = math.inf
 PAPER = Grid(
     ("fedavg", "fedmr-intra", "fedmr", "fedmr-inter", "fedproc", "fedproto"),

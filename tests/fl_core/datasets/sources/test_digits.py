@@ -17,6 +17,8 @@ from fl_core.errors import ConfigError, DataError
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 
+pytestmark = pytest.mark.integration
+
 
 def rows(x: torch.Tensor) -> list[tuple[float, ...]]:
     return sorted(map(tuple, x.flatten(1).tolist()))

@@ -216,6 +216,7 @@ def test_the_spiral_has_one_arm_per_class() -> None:
     assert torch.equal(again, x)
 
 
+@pytest.mark.integration
 def test_real_cifar10_is_read_and_partitioned(tmp_path: Path) -> None:
     """The real archive of JPEGs, a few images of each class of it."""
     import tarfile

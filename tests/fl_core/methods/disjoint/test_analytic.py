@@ -438,6 +438,7 @@ def test_a_head_from_class_means_is_that_of_the_slow_covariance(class_weights: s
     assert np.allclose(head(server), wanted, atol=rounding * np.abs(wanted).max())
 
 
+@pytest.mark.integration
 def test_the_covariance_from_class_means_is_unbiased() -> None:
     """As a distribution: over 6,000 draws its mean is the true covariance, and is not that of dividing by K."""
     draw, d = torch.Generator().manual_seed(11), 3
@@ -481,6 +482,7 @@ def test_where_no_class_is_at_two_silos_there_is_no_covariance_and_the_error_say
         trained(build_method("analytic", MEANS), parts)
 
 
+@pytest.mark.integration
 def test_means_are_refused_where_single_hospitals_must_not_be_seen() -> None:
     method = build_method("analytic", MEANS)
     assert method.unsummed_parts == {"classes"}

@@ -26,6 +26,8 @@ from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares
 
+pytestmark = pytest.mark.integration
+
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"features": 6, "feature_steps": 5, "epochs": 4, "batch": 8}
 PSI = {"weight": torch.eye(2, dtype=torch.float64), "bias": torch.zeros(2, dtype=torch.float64)}

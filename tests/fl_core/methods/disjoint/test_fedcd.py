@@ -24,6 +24,8 @@ from fl_core.types.interfaces import RoundData
 from fl_core.types.values import AS_SCHEDULED, SgdOptions
 from tests.support.federations import FED, FEDCD_TRAIN, Given, fedcd_model, manifest, played, same, shares
 
+pytestmark = pytest.mark.integration
+
 
 class Blobs:
     """Two classes of three far clusters of 6, 4 and 2 examples, and one of two examples; features are x itself."""

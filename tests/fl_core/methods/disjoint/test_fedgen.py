@@ -25,6 +25,8 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Part
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
 
+pytestmark = pytest.mark.integration
+
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=2)
 SMALL = {"made": 8, "noise": 4, "hidden": 16, "steps": 5}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Losses, Part, State
 from tests.oracles.equations import slow_class_sums, slow_inter, slow_intra
 from tests.support.federations import FED, SCHEMA, manifest, same, shares
+
+pytestmark = pytest.mark.integration
 
 
 def run(method: str, options: Mapping[str, str | int | float | bool], share: float = 1.0) -> tuple[State, RoundHistory]:

@@ -123,6 +123,7 @@ def test_first_round_is_fedavg_and_later_ones_are_not() -> None:
     assert not same(final("fedproc"), final("fedavg"))
 
 
+@pytest.mark.integration
 def test_t_pp_1_prototypes_make_fedavg_fedproc_bit_for_bit() -> None:
     expected = final("fedproc")
     assert same(final("fedprox", mu=0.0, prototypes="mixture"), expected)

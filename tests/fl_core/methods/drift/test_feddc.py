@@ -11,6 +11,8 @@ from fl_core.methods.drift.feddyn import FedDyn
 from fl_core.types.records import TrainConfig
 from tests.support.federations import QData, alternating, play, same, simulated
 
+pytestmark = pytest.mark.integration
+
 Q = (QData(1, 0), QData(4, 1))
 TRAIN = TrainConfig(lr=0.05, batch_size=4, epochs=1)
 

@@ -21,6 +21,8 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import LocalResult, State
 from tests.support.federations import FED, SCHEMA, Given, manifest, same, shares, simulated
 
+pytestmark = pytest.mark.integration
+
 CONFIG = TrainConfig(lr=0.05, momentum=0.9, weight_decay=0.1, batch_size=4, epochs=2)
 
 

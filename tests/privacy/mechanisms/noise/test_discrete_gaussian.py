@@ -30,6 +30,7 @@ def made(sigma: float) -> dict[int, Fraction]:
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("sigma", [4.0, 17.3, 512.0])
 def test_total_variation_of_a_table_is_a_sixth_of_what_is_stated_at_most(sigma: float) -> None:
     """Against exp(-x^2 / 2 sigma^2) by its series in fixed point of 500 bits, over a support half as wide again."""

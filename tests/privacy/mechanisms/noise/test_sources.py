@@ -68,6 +68,7 @@ def test_distinct_noise_per_part_round_and_silo() -> None:
     assert torch.equal(draw(*paths[0]), drawn[0])
 
 
+@pytest.mark.integration
 @both
 def test_t_21_each_record_is_drawn_at_the_rate_and_alone(make) -> None:  # type: ignore[no-untyped-def]
     noise: NoiseSource = make()

@@ -21,6 +21,8 @@ from privacy.release_log import InMemoryReleaseLog
 from tests.support.federations import Given
 from tests.support.privacy import CONTEXT, PLAIN, examples, plan_of, private_data
 
+pytestmark = pytest.mark.integration
+
 FLAT = ClassSums(lambda x, y: x.flatten(1) - 0.5, 4)
 
 

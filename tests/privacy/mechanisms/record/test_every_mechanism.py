@@ -35,6 +35,8 @@ from privacy.release_log import InMemoryReleaseLog
 from tests.support.federations import Given, manifest, shares
 from tests.support.privacy import NoNoise, ce
 
+pytestmark = pytest.mark.integration
+
 CONTEXT = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
 TRAIN = TrainConfig(lr=0.1, momentum=0.9, weight_decay=1e-3, batch_size=24, epochs=2)
 

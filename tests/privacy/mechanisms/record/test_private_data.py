@@ -28,6 +28,8 @@ from privacy.mechanisms.record.private_data import DpSgdLocalData
 from tests.support.federations import SCHEMA, Given
 from tests.support.privacy import CONTEXT, PLAIN, NoNoise, ce, examples, model_of, plan_of, private_data
 
+pytestmark = pytest.mark.integration
+
 OPEN = RecordDpConfig(clip=1e4, physical_batch=5)
 
 

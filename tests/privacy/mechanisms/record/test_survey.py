@@ -80,6 +80,7 @@ def test_a_question_that_is_not_answered_is_zeros_without_noise_and_says_so():
     assert found["patients"][told].all()
 
 
+@pytest.mark.integration
 def test_whoever_knows_all_others_finds_nothing_at_the_stated_epsilon():
     """A differencing attack with and without one patient, by the likelihood ratio: the strongest there is."""
     plan = planned(RecordDpConfig(epsilon=2.0, delta=DELTA, reserve_rounds=0, rng="test"))

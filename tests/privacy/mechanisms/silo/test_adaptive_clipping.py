@@ -34,6 +34,8 @@ from privacy.mechanisms.silo.guard import SiloDpGuard, silo_level
 from privacy.profiles.silo import silo_releases
 from tests.support.federations import manifest, same, shares
 
+pytestmark = pytest.mark.integration
+
 LAYOUT = {
     "delta": PartSpec({"w": (40,)}, ()),
     "metrics": PartSpec({"correct": (4,)}, (4,)),

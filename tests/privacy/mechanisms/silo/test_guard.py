@@ -29,6 +29,8 @@ from privacy.profiles.silo import silo_releases
 from tests.support import some
 from tests.support.federations import NAMES, manifest, shares
 
+pytestmark = pytest.mark.integration
+
 UNITS = (14, 7, 10)
 
 
