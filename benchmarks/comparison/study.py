@@ -101,19 +101,26 @@ def measure(trial: Trial) -> Run:
             "failed": str(error),
             "cpu_seconds": round(time.process_time() - start, 2),
         }
-    records = result.measured or result.records
-    scores = {name: [r.personal[name] for r in records if name in r.personal] for name in PERSONAL_SCORES}
     return {
         **found,
+        **measured(spec, result),
+        **(_diagnosed(spec, result, root, trial.device) if trial.diagnostics else {}),
+        "device": run_store.machine(trial.device),
+        "cpu_seconds": round(time.process_time() - start, 2),
+    }
+
+
+def measured(spec: RunSpec, result: Result) -> Run:
+    """Say what a run came to after 0, 1, ..., T rounds, and what its rule of averaging changed."""
+    records = result.measured or result.records
+    personal = {name: [r.personal[name] for r in records if name in r.personal] for name in PERSONAL_SCORES}
+    return {
         "ga": _rounded([e.point for e in result.estimates]),
         "balanced": _rounded([r.balanced_accuracy for r in records]),
         **({"auc": _rounded([_auc(r) for r in records])} if spec.metrics == CLINICAL else {}),
-        **{name: [None, *_rounded(values)] for name, values in scores.items() if values},
-        **(_diagnosed(spec, result, root, trial.device) if trial.diagnostics else {}),
+        **{name: [None, *_rounded(values)] for name, values in personal.items() if values},
         **run_store.judged(result),
         "model": result.model_digest[:16],
-        "device": run_store.machine(trial.device),
-        "cpu_seconds": round(time.process_time() - start, 2),
     }
 
 

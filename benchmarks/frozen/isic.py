@@ -47,6 +47,13 @@ class Features(ArrayData):
         return whole, whole
 
 
+def validation(lesion: NDArray[np.str_], seed: int) -> NDArray[np.bool_]:
+    """Say of each image (n,) whether its lesion is of those that a seed holds out."""
+    lesions = np.unique(lesion)
+    order = torch.randperm(len(lesions), generator=rng.stream(seed, "isic", "validation")).numpy()
+    return np.isin(lesion, lesions[order[: round(VALIDATION * len(lesions))]])
+
+
 @dataclass(frozen=True)
 class Centers:
     """A silo for each centre; only: one centre's training images at one silo, tested on all centres' images."""
@@ -59,10 +66,7 @@ class Centers:
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         del train, test, n_classes
         found = read()
-        lesions = np.unique(found["lesion"])
-        order = torch.randperm(len(lesions), generator=rng.stream(seed, "isic", "validation")).numpy()
-        held_out = np.isin(found["lesion"], lesions[order[: round(VALIDATION * len(lesions))]])
-        shares = []
+        held_out, shares = validation(found["lesion"], seed), []
         for center in np.unique(found["center"]) if self.only < 0 else [self.only]:
             own = found["center"] == center
             tested = own if self.only < 0 else np.ones_like(own)

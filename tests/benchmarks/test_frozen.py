@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from benchmarks.comparison import settings, study
-from benchmarks.frozen import isic
+from benchmarks.frozen import isic, whole
 from benchmarks.frozen import run as frozen
+from fl_core import datasets
+from tests.support.data import isic_row, write_csv, write_isic
+
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
@@ -42,6 +46,26 @@ def test_no_lesion_trains_and_validates_and_each_image_is_at_its_centre(features
     assert (list(own), sorted(everybodys)) == (list(shares[2][0]), sorted(test))
     other = isic.Centers().partition(nobody, nobody, 8, 1)
     assert list(other[0][0]) != list(shares[0][0])
+
+
+def test_the_whole_network_has_the_split_that_frozen_features_have(tmp_path: Path) -> None:
+    """The draw of `Centers`, over lesions as they stand in the folder, and FLamby's own split left behind."""
+    names = [f"ISIC_{k:07}" for k in range(60)]
+    rows = [
+        isic_row(name, k % 8, (1, 3)[k % 4 // 2], ("test", "train")[k % 16 not in (0, 6)])
+        for k, name in enumerate(names)
+    ]
+    folder = write_isic(tmp_path / "given", rows)
+    lesions = [f"L{k // 2}" for k in range(60)]
+    write_csv(folder / "groups.csv", ("image", "lesion_id"), list(zip(names, lesions, strict=True)))
+    assert whole.split(tmp_path / "given", tmp_path / "made", seed=3) == [1, 3]
+    held = set(np.asarray(lesions)[isic.validation(np.asarray(lesions), 3)])
+    assert len(held) == 6
+    for center in (1, 3):
+        data = datasets.load(f"isic2019/center{center}", data_root=tmp_path / "made")
+        assert set(data.test.groups or ()) <= held
+        assert not set(data.train.groups or ()) & held
+        assert len(data.train) + len(data.test) == 30
 
 
 @pytest.mark.usefixtures("features")
