@@ -48,7 +48,7 @@ def evaluate(
         typer.Option(
             "--beside",
             metavar="RUN",
-            help="Measure also the models that hospitals trained alone in this run of method=local, each at home.",
+            help="Measure also the last model of this run on the same images: of method=local each hospital's own.",
         ),
     ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,

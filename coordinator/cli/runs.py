@@ -209,7 +209,7 @@ def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
         manifest = json.loads(detail.manifest_json)
         classes, metrics = manifest["schema"]["classes"], manifest.get("metrics", "")
         yield from tables.clinical_tables(detail.rounds[-1], classes, metrics)
-        yield from tables.hospital_tables(detail.rounds[-1])
+        yield from tables.hospital_tables(detail)
 
 
 @command

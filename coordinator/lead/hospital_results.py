@@ -21,7 +21,7 @@ from service_core import clinical_report
 from service_core.clinical_report import FEW
 from service_core.console import counted
 
-HEAD = ("hospital", "test images", "classes", "balanced accuracy", "guessing", "accuracy", "macro AUC", "its own model")
+HEAD = ("hospital", "test images", "classes", "balanced accuracy", "guessing", "accuracy", "macro AUC", "model beside")
 
 
 _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -136,17 +136,17 @@ def _mean(right: Sequence[float], of: Sequence[float]) -> float | None:
     return macro_mean(c / n if n else None for c, n in zip(right, of, strict=True))
 
 
-def own_sentence(found: OwnModels, tested: float, *, several_labels: bool = False) -> str:
+def own_sentence(found: OwnModels, tested: float, other: str = "", *, several_labels: bool = False) -> str:
     """Say how hospitals' own models do, each at home, and the measured one on the same images.
 
-    tested: the test images of the evaluation, of which some hospitals may have no model of their own   several_labels:
-    whether they are answers about labels
+    tested: the test images of the evaluation, of which some hospitals may have no model of their own   other: the run
+    whose model was measured beside, in place of own ones   several_labels: whether they are answers about labels
     """
     on = f"{sum(found.examples):.0f} of {tested:.0f} {'answers about labels' if several_labels else 'test images'}"
     measure = "right answers, label by label," if several_labels else "balanced accuracy"
+    where, theirs = (", where hospitals have models that they trained alone", "those") if not other else ("", other)
     text = (
-        f"on {on}, where hospitals have models that they trained alone: {measure} of those "
-        f"{_shares(found.own, found.examples)}, of the measured model "
+        f"on {on}{where}: {measure} of {theirs} {_shares(found.own, found.examples)}, of the measured model "
         f"{_shares(found.measured, found.examples)}"
     )
     if (ahead := found.auc_ahead) is None:

@@ -231,11 +231,20 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = B
     return [by_class, clinical_report.sentence(found, sum(info.examples))]
 
 
-def hospital_facts(info: pb.RoundInfo) -> tuple[list[tuple[str, ...]], list[str]]:
+def other_run(manifest: str) -> str:
+    """Name the run whose model is measured beside; empty where it is none, or hospitals' own. manifest: JSON."""
+    raw = json.loads(manifest)
+    return str(raw["own"]) if raw.get("other") else ""
+
+
+def hospital_facts(detail: pb.RunDetail) -> tuple[list[tuple[str, ...]], list[str]]:
     """Say how the model does at the hospitals that let it be shown: rows under `hospital_results.HEAD`, and sentences.
 
-    The sentences say how these hospitals stand, and how models do that hospitals trained alone, where that was asked.
+    The sentences say how these hospitals stand, and how the models do that were measured beside, where that was asked.
     """
+    if not detail.rounds:
+        return [], []
+    info = detail.rounds[-1]
     found, own = accuracy.results_of(info), accuracy.own_of(info)
     said = []
     if found:
@@ -243,12 +252,13 @@ def hospital_facts(info: pb.RoundInfo) -> tuple[list[tuple[str, ...]], list[str]
         rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
         said.append(f"{hospital_results.standing(found, several_labels=info.several_labels).sentence()}{rest}")
     if own is not None:
-        said.append(hospital_results.own_sentence(own, sum(info.examples), several_labels=info.several_labels))
+        other, tested = other_run(detail.manifest_json), sum(info.examples)
+        said.append(hospital_results.own_sentence(own, tested, other, several_labels=info.several_labels))
     return list(hospital_results.rows(found, several_labels=info.several_labels)), said
 
 
-def hospital_tables(info: pb.RoundInfo) -> list[Table | str]:
-    rows, said = hospital_facts(info)
+def hospital_tables(detail: pb.RunDetail) -> list[Table | str]:
+    rows, said = hospital_facts(detail)
     title = "By hospital, of those that let it be shown"
     return [*([make_table(title, hospital_results.HEAD, rows)] if rows else []), *said]
 

@@ -28,7 +28,7 @@ from fl_core import validate
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds import capabilities
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import OtherModel, RunManifest
 from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
@@ -107,8 +107,7 @@ class RunScheduler:
         if manifest.secagg is not None:  # what the manifest says of a hospital is all that is known of it
             sizes = {m.name: (float(m.units), 0.0) for m in manifest.members}
         CompiledRun.of(manifest)
-        if manifest.own:
-            self._require_own(manifest)
+        beside = self._beside(manifest) if manifest.own else None
         parent = self.store.runs.get(start_from) if start_from else None
         Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
@@ -117,28 +116,42 @@ class RunScheduler:
             with self.model_lock:
                 manifest, state = start_point.resolve(parent, manifest, self.objects)
         manifest.require_model()
-        text = manifest.to_json().encode()
         with self.objects.lock:
+            other = None
+            if beside is not None:
+                kept, sent = beside
+                other = StoredObject.stored(sent, self.objects)
+                named = OtherModel(kept.method, kept.model, kept.seed, *other)
+                CompiledRun.of(manifest).beside(named)
+                manifest = replace(manifest, other=named)
+            text = manifest.to_json().encode()
             filled = None if weights is None else StoredObject(weights.object, weights.size)
             if filled is not None:
                 self.objects.path(filled.digest)  # newer uploads may have taken its place
             digest = self.objects.put(text)
             start = None if state is None else StoredObject.stored(state, self.objects)
-            run = self.store.runs.add(_new_run(manifest, digest, spec, request_id), len(text), sizes, start, filled)
+            new = _new_run(manifest, digest, spec, request_id)
+            run = self.store.runs.add(new, len(text), sizes, start, filled, other)
         self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
 
-    def _require_own(self, manifest: RunManifest) -> None:
-        """Raise ConfigError (E-RUN-10, E-CFG-23) unless `own` names a run whose hospitals each trained alone."""
-        kept = self.store.runs.get(manifest.own)
-        other = RunManifest.from_json(kept.manifest)
-        if kept.method != LocalOnly.name or other.schema != manifest.schema:
+    def _beside(self, manifest: RunManifest) -> tuple[RunManifest, State] | None:
+        """Return the run that `own` names and what is sent of its last model; None where hospitals keep its models.
+
+        Raises ConfigError: E-RUN-10 on no such run, E-CFG-23 on one without such models; as `start_point.beside`.
+        """
+        run = self.store.runs.get(manifest.own)
+        other = RunManifest.from_json(run.manifest)
+        method = CompiledRun.of(other).method
+        if other.schema != manifest.schema or not (method.has_global_model or other.method.name == LocalOnly.name):
             raise ConfigError(
                 "E-CFG-23",
-                f"expected own=RUN to name a run of method={LocalOnly.name} with the same classes and examples, found "
-                f"{kept.id} of method {kept.method}: start one (coordinator run method={LocalOnly.name} ...)",
+                "expected beside the model one of the same classes and examples, which a run keeps or each hospital of "
+                f"a run of method={LocalOnly.name}, found {run.id} of method {run.method}: measure each in an "
+                "evaluation of its own",
             )
+        return None if other.method.name == LocalOnly.name else (other, start_point.beside(run, self.objects))
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""

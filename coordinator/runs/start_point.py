@@ -1,10 +1,11 @@
-"""Where a run begins that does not begin with fresh weights: the last model of another run, or weights from a file."""
+"""The last models of other runs, and weights from files: what a run begins with, and what it is measured beside."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from coordinator.storage.records import Run
+from fl_core.aggregation import adaptive_guards
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest, StartPoint, Weights
 from fl_core.types import tensor_maps
@@ -57,6 +58,28 @@ def resolve(parent: Run | None, manifest: RunManifest, objects: ObjectStore) -> 
         assert named is not None
         state, start = compiled.initial_state(), named
     return replace(manifest, start=compiled.pinned_start(state, start)), state
+
+
+def beside(other: Run, objects: ObjectStore) -> State:
+    """Return what is sent of a run's last model, for it to be measured beside another one.
+
+    Raises StateError as `require_over`, E-STATE-22, E-STATE-63 on a model that is missing or damaged; ConfigError
+    (E-CFG-23) on one of a frozen body, or of which silos make another part from a file's weights.
+    """
+    require_over(other)
+    assert other.state_object is not None
+    before = RunManifest.from_json(other.manifest)
+    run = CompiledRun.of(before)
+    state = codec.read_state(objects.verified(other.state_object))
+    sent = run.method.broadcast(adaptive_guards.method_state(state, adaptive_guards.groups(run.guards.incoming)))
+    filled = before.start is not None and before.start.weights is not None
+    if run.frozen or (filled and not set(tensor_maps.copy_state(run.network)) <= set(sent["w"])):
+        raise ConfigError(
+            "E-CFG-23",
+            f"expected beside the model one whose server sends all of it, found {before.method.name} in {other.id}, of "
+            "which silos make a part from weights of a file: measure each in an evaluation of its own",
+        )
+    return sent
 
 
 def read_weights(objects: ObjectStore, weights: Weights) -> Tensors:

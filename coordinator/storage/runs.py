@@ -48,12 +48,14 @@ class RunStore:
         sizes: Mapping[str, tuple[float, float]] | None = None,
         start: tuple[str, int] | None = None,
         weights: tuple[str, int] | None = None,
+        other: tuple[str, int] | None = None,
     ) -> Run:
         """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if it asked for another.
 
         sizes: training and test examples that its silos declare, 0 where they do not say.
         start: the server state (digest, size) that a run begins with whose manifest names its start
-        weights: the object that silos fill the model with before round 0.
+        weights: the object that silos fill the model with before round 0
+        other: the model that is measured beside, needed until the closing evaluation is closed.
         """
         with self._db.write() as db:
             known = _of_request(db, run.request_id)
@@ -76,6 +78,8 @@ class RunStore:
                 note_object(db, start[0], run.id, ObjectKind.STATE, 0, start[1])
             if weights is not None:
                 note_object(db, weights[0], run.id, ObjectKind.WEIGHTS, 0, weights[1])
+            if other is not None:
+                note_object(db, other[0], run.id, ObjectKind.BASE, run.rounds, other[1])
             length = counted(run.rounds, "round") if run.rounds else "an evaluation of the model"
             text = f"{length} of {run.method} with {counted(len(run.members), 'silo')}"
             self._event(db, run.id, "submitted", text=f"{text}, from {run.parent}" if run.parent else text)

@@ -43,6 +43,7 @@ _ABSENT: Mapping[str, object] = {
     "secagg": None,
     "by_hospital": False,
     "own": "",
+    "other": None,
 }
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
@@ -144,6 +145,32 @@ class StartPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherModel:
+    """The last model of another run, measured beside this run's on the same images.
+
+    method, model, seed: that run's, from which silos make what is never sent to them   object, size: digest (BLAKE3)
+    and bytes of what its server sends.
+    """
+
+    method: NamedOptions
+    model: NamedOptions
+    seed: int
+    object: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.method.name}, {self.model.name}, object {self.object[:16]}"
+
+    def require_possible(self) -> None:
+        """Raise ConfigError (E-CFG-02) on a digest or a size that no model has."""
+        if not _DIGEST.fullmatch(self.object):
+            raise ConfigError(
+                "E-CFG-02", f"expected other.object of 64 hex digits, found {shown(self.object)}: ask the lead"
+            )
+        validate.between("E-CFG-02", "other", 1, MAX_WEIGHTS_BYTES, size=self.size)
+
+
+@dataclass(frozen=True, slots=True)
 class RunManifest:
     """What a run is. Two manifests with equal digests are the same run, up to its id.
 
@@ -159,7 +186,8 @@ class RunManifest:
     None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS; extensions: the code of
     other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear;
     by_hospital: whether hospitals are asked to show their own part of the closing evaluation under their names; own:
-    the run of method=local whose models, which hospitals keep, are measured beside this run's last one; empty: none.
+    the run whose models are measured beside this run's last one; empty: none. Of method=local these are the models that
+    hospitals keep; of any other one its last model, which `other` names.
 
     A run of no rounds is an evaluation: the model that it starts from is measured, and nobody trains.
     """
@@ -194,6 +222,7 @@ class RunManifest:
     secagg: Secagg | None = None
     by_hospital: bool = False
     own: str = ""
+    other: OtherModel | None = None
     format: int = FORMAT
 
     @property
@@ -272,6 +301,10 @@ class RunManifest:
                 f"own={self.own[:_NAMED]}, privacy={self.privacy.name} and train.freeze={self.train.freeze}: "
                 "leave own out",
             )
+        if self.other is not None:
+            if not self.own:
+                raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name the run of that model")
+            self.other.require_possible()
         if self.by_hospital and (self.secagg is not None or self.privacy.name != "none"):
             hidden = "masks, which open sums alone" if self.secagg is not None else f"privacy={self.privacy.name}"
             raise ConfigError(

@@ -28,7 +28,7 @@ from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
 from fl_core.rounds.layout import closing_layout, derive_layout
-from fl_core.rounds.manifest import RunManifest, StartPoint
+from fl_core.rounds.manifest import NamedOptions, OtherModel, RunManifest, StartPoint
 from fl_core.rounds.silo_round import Masking, SiloRuntime, round_layout
 from fl_core.training.evaluation import METRIC_PARTS, METRICS
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
@@ -109,6 +109,15 @@ class RunSetup:
             )
         return found
 
+    def beside(self, other: OtherModel) -> Self:
+        """Return a run on the same data with another one's method and model, neither trained nor sent.
+
+        Raises as `of`.
+        """
+        untrained = replace(self.manifest, rounds=0, cohort=0, quorum=0, personal=False, start=None, own="", other=None)
+        summed = replace(untrained, secagg=None, by_hospital=False, aggregator=NamedOptions(aggregators.Mean.name))
+        return self.of(replace(summed, method=other.method, model=other.model, seed=other.seed))
+
     @cached_property
     def network(self) -> SplitModel:
         """The whole model with its initial weights, to read only."""
@@ -149,6 +158,21 @@ class RunSetup:
     def views(self, train: bool) -> int:
         """Return how many views of an example are kept: of those that are trained on, as the schedule says."""
         return self.manifest.train.views if train else 1
+
+    def sent_model(self, msg: State) -> nn.Module:
+        """Make the global model of what a server sent, on a silo that holds nothing against it.
+
+        Raises ProtocolError: E-WIRE-06 on other tensors than this method sends, E-WIRE-05 on NaN or infinity.
+        """
+        if tensor_maps.signature(msg) != tensor_maps.signature(self.method.broadcast(self.initial_state())):
+            raise ProtocolError(
+                "E-WIRE-06",
+                f"expected what the server of {self.method.name} sends of {self.manifest.model.name}, found other "
+                "names, shapes or types: ask the lead",
+            )
+        if not all(tensor_maps.all_finite(values) for values in msg.values()):
+            raise ProtocolError("E-WIRE-05", "expected a model of numbers beside, found NaN or infinity: ask the lead")
+        return self.method.global_model(self.new_model(), msg)
 
     def classifier(self, server: State) -> nn.Module:
         """Make the global model of a server state, for examples as they are; raises as `Method.global_model`."""

@@ -87,6 +87,11 @@ def squared_distance(a: Mapping[str, Tensor], b: Tensors) -> Tensor:
     return torch.stack([(v - b[name]).square().sum() for name, v in a.items()]).sum()
 
 
+def signature(msg: Mapping[str, Tensors]) -> dict[str, object]:
+    """Return the names, shapes and types of the tensors of each group."""
+    return {group: {n: (tuple(v.shape), v.dtype) for n, v in values.items()} for group, values in msg.items()}
+
+
 def all_finite(a: Tensors) -> bool:
     """Tell whether no entry is NaN or infinite."""
     return all(bool(torch.isfinite(v).all()) for v in a.values())

@@ -18,7 +18,7 @@ WORDS: Mapping[str, str] = {
     "personal_public": "how often this hospital's own model, which stays here, was right on public test images",
     "personal_ga": "how often this hospital's own model was right on images of other hospitals' classes",
     "by_hospital": "whether what is measured here may be shown under this hospital's name",
-    "own": "how often the model that this hospital trained alone, and stays here, was right on the same test images",
+    "own": "how often the model that is measured beside was right on the same test images",
     "paired": "by how much the areas under the curves of both models differ here",
     "prototypes": "one average of what the model sees, for each class",
     "class_gradients": "one average direction of change, for each class",

@@ -294,7 +294,7 @@ class TaskRunner:
         self.emit(event("training", f"{key} of {name}: {doing}", key, {"name": name}))
         self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
-        state, own = self._kept_state(task, prepared), self._own_model(key, prepared)
+        state, own = self._kept_state(task, prepared), self._beside(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
@@ -382,14 +382,19 @@ class TaskRunner:
             self.queue.tell(task, error)
             return None
 
-    def _own_model(self, key: TaskKey, prepared: PreparedRun) -> nn.Module | None:
-        """Make the model that this hospital trained alone in the run that the manifest names.
+    def _beside(self, task: Task, prepared: PreparedRun) -> nn.Module | None:
+        """Make the model that an evaluation measures beside its own: another run's last, or this hospital's there.
 
-        None, which the hospital is told, where it took no part in it, or keeps it no longer.
+        None, which the hospital is told, where it trained none alone in that run, or keeps it no longer.
+        Raises ProtocolError (E-WIRE-06) on another model than the manifest says, E-WIRE-05 on NaN.
         """
-        manifest = prepared.run.manifest
+        manifest, key = prepared.run.manifest, task.key
         if not manifest.own or key.kind is not TaskKind.EVALUATE:
             return None
+        if manifest.other is not None:
+            other, progress = manifest.other, self._progress(task, pb.FETCHING)
+            file = self.transfer.fetch(other.object, other.size, task.stop, progress, MAX_WEIGHTS_BYTES)
+            return prepared.run.beside(other).sent_model(codec.read_state(file))
         try:
             digest, state = self.outbox.store.manifest_of(manifest.own), self.outbox.state(manifest.own)
             if digest is None or state is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fl_core.errors import ConfigError
+from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
 from fl_core.types.secagg import bytes_beside
 from privacy.compiled_run import CompiledRun
@@ -67,7 +68,7 @@ def request_of(run: CompiledRun, silo: str, submits: bool, survey: SurveyPreview
         rounds=manifest.rounds,
         hospitals=len(manifest.members),
         lead=manifest.lead,
-        start="" if manifest.start is None else str(manifest.start),
+        start="" if manifest.start is None else f"{manifest.start}{_beside(manifest)}",
         extensions=tuple(map(str, manifest.extensions)),
         profile=manifest.privacy.name,
         epsilon=None if terms is None else terms.epsilon,
@@ -86,3 +87,10 @@ def request_of(run: CompiledRun, silo: str, submits: bool, survey: SurveyPreview
         shared=shared,
         survey=survey,
     )
+
+
+def _beside(manifest: RunManifest) -> str:
+    if not manifest.own:
+        return ""
+    whose = "this hospital's own of" if manifest.other is None else f"the model ({manifest.other}) of"
+    return f", beside {whose} {manifest.own}"

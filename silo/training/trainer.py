@@ -264,7 +264,7 @@ class Trainer:
             except RefusedError as error:
                 self._controls.record_refusal(manifest.name, error)
                 raise
-        broadcast = _signature(run.method.broadcast(run.initial_state()))
+        broadcast = tensor_maps.signature(run.method.broadcast(run.initial_state()))
         prepared = PreparedRun(
             run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device
         )
@@ -302,8 +302,8 @@ class Trainer:
     ) -> TrainingResult:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
 
-        own: the model that this hospital trained alone, to be measured beside the one received   broken: what the run
-        does without; records that cannot be read now are added before anything leaves.
+        own: the model to be measured beside the one received   broken: what the run does without; records that cannot
+        be read now are added before anything leaves.
 
         Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
         model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
@@ -461,7 +461,8 @@ class Trainer:
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
         """Refuse a message of another form before any example is read: else what fails would depend on the records."""
-        found = _signature(adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards)))
+        sent = adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards))
+        found = tensor_maps.signature(sent)
         if found != prepared.broadcast:
             different = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
             raise ProtocolError(
@@ -556,10 +557,6 @@ def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
         f"expected examples of shape {run.shape} and classes {run.classes} for run {manifest.name!r}, found "
         f"{own.shape} and {own.classes} in {dataset.origin}: serve the data that the run is about",
     )
-
-
-def _signature(msg: State) -> dict[str, object]:
-    return {group: {n: (tuple(v.shape), v.dtype) for n, v in values.items()} for group, values in msg.items()}
 
 
 def _compatible(theirs: str, ours: str) -> bool:

@@ -109,7 +109,7 @@ class RunRecord:
     @cached_property
     def hospitals(self) -> tuple[list[tuple[str, ...]], list[str]]:
         """The rows of hospitals that let their results be shown, and sentences about them, as `show` has both."""
-        rows, said = tables.hospital_facts(self.detail.rounds[-1]) if self.detail.rounds else ([], [])
+        rows, said = tables.hospital_facts(self.detail)
         return rows, [f"{text[:1].upper()}{text[1:]}." for text in said]
 
     @cached_property

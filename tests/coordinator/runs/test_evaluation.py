@@ -166,11 +166,51 @@ def images_of(world: World, run: Run, name: str) -> float:
     return sum(measured(world, run).examples) - sum(measured(world, rest).examples)
 
 
-def test_own_models_are_those_of_a_run_in_which_everybody_trained_alone(
-    six: tuple[World, dict[str, Site], Run],
+@pytest.mark.parametrize("masks", ["off", "on"])
+def test_two_models_of_the_federation_are_measured_on_the_same_images(
+    six: tuple[World, dict[str, Site], Run], masks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(FederationError, match=r"E-CFG-23.*method=local"):
-        evaluation.evaluate(six[2].id, beside=six[2].id, home=six[0].home)
+    """Each has a method of its own; the second one's numbers are those of its own closing evaluation."""
+    world, _, gela = six
+    others = [w for w in TRAINED if not w.startswith(("method", "rounds"))] + ["method=fednh", "rounds=1", "seed=5"]
+    lead.run(others, home=world.home, detach=True)
+    nh = world.finished(world.server.store.runs.find("latest").id)
+    capsys.readouterr()
+    evaluation.evaluate(gela.id, [f"secagg={masks}"], beside=nh.id, home=world.home, as_json=True)
+    done = world.finished(str(said(capsys)["run"]))
+    record = measured(world, done)
+    first, second = (world.server.store.runs.rounds(run.id)[-1].record for run in (gela, nh))
+    assert record.own is not None
+    assert (record.own.measured, record.own.own) == (first.correct, second.correct)
+    assert record.own.examples == record.examples
+    if masks == "off":  # sums under masks hold counts alone
+        point, error = record.own.auc_ahead or (0.0, 0.0)
+        assert point
+        assert 0 < error < 0.1
+    lead.show(done.id, home=world.home)
+    assert f"balanced accuracy of {nh.id} " in " ".join(capsys.readouterr().out.split())
+    other = RunManifest.from_json(done.manifest).other
+    assert other is not None
+    until(lambda: not world.server.objects.has(other.object), "the second model goes with its run")
+
+
+def test_a_model_is_level_with_itself(six: tuple[World, dict[str, Site], Run]) -> None:
+    world, _, parent = six
+    evaluation.evaluate(parent.id, beside=parent.id, home=world.home, detach=True)
+    record = measured(world, world.finished(world.server.store.runs.find("latest").id))
+    assert record.own is not None
+    assert record.own.own == record.own.measured == record.correct
+    assert record.own.auc_ahead is None  # no difference that varies
+
+
+def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Site], Run]) -> None:
+    world, _, parent = six
+    evaluation.evaluate(parent.id, on="north", home=world.home, detach=True)
+    done = world.finished(world.server.store.runs.find("latest").id)
+    with pytest.raises(FederationError, match=r"E-RUN-11.*closed round"):
+        evaluation.evaluate(parent.id, beside=done.id, home=world.home)
+    with pytest.raises(FederationError, match="E-RUN-10"):
+        evaluation.evaluate(parent.id, beside="none-such", home=world.home)
 
 
 @pytest.mark.parametrize(

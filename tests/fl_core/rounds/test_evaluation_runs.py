@@ -16,7 +16,7 @@ from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import closing_layout, derive_layout
-from fl_core.rounds.manifest import NamedOptions, RunManifest, StartPoint
+from fl_core.rounds.manifest import NamedOptions, OtherModel, RunManifest, StartPoint
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, round_layout, run_silo_round
 from fl_core.training.delong import paired_auc
@@ -205,3 +205,53 @@ def test_a_record_comes_back_from_json_with_what_hospitals_let_be_shown() -> Non
     assert RoundRecord.of(json.loads(json.dumps(record.to_dict()))) == record
     older = {k: v for k, v in record.to_dict().items() if k not in ("by_hospital", "own")}
     assert RoundRecord.of(json.loads(json.dumps(older))).by_hospital == {}
+
+
+def second(method: str = "fedgela") -> OtherModel:
+    theirs = manifest(method, model="digits_linear", seed=7)
+    return OtherModel(theirs.method, theirs.model, theirs.seed, "0" * 64, 100)
+
+
+def test_a_second_model_answers_as_its_own_run_has_it_whatever_this_run_trains() -> None:
+    theirs = RunSetup.of(manifest("fedgela", model="digits_linear", seed=7))
+    state = theirs.initial_state()
+    state = {**state, "w": {name: v + 0.1 for name, v in state["w"].items()}}
+    found = RunSetup.of(manifest("fedavg")).beside(second())
+    x = torch.rand(4, *SCHEMA.shape)
+    mine, its = found.sent_model(theirs.method.broadcast(state)).eval(), theirs.classifier(state).eval()
+    torch.testing.assert_close(mine(x), its(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (lambda w: {name: v for name, v in w.items() if "bias" not in name}, "E-WIRE-06.*other names"),
+        (lambda w: {name: v.double() for name, v in w.items()}, "E-WIRE-06.*types"),
+        (lambda w: {name: v[:1] for name, v in w.items()}, "E-WIRE-06.*shapes"),
+        (lambda w: {name: v * math.nan for name, v in w.items()}, "E-WIRE-05.*NaN"),
+        (lambda w: {name: v + math.inf for name, v in w.items()}, "E-WIRE-05.*infinity"),
+    ],
+)
+def test_a_second_model_that_is_another_than_the_manifest_says_is_refused(wrong: object, expected: str) -> None:
+    run = RunSetup.of(manifest("fedavg")).beside(second("fedavg"))
+    msg = run.method.broadcast(run.initial_state())
+    with pytest.raises(ProtocolError, match=expected):
+        run.sent_model({**msg, "w": wrong(msg["w"])})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"object": "../../etc/passwd"}, "other.object of 64 hex digits"),
+        ({"size": 0}, "size"),
+        ({"size": (1 << 30) + 1}, "size"),
+    ],
+)
+def test_a_manifest_names_a_second_model_as_an_object(changes: dict[str, object], expected: str) -> None:
+    made = replace(manifest("fedavg"), own="run-1", other=second())
+    made.require_possible()
+    assert RunManifest.from_json(made.to_json()) == made
+    with pytest.raises(ConfigError, match=expected):
+        replace(made, other=replace(second(), **changes)).require_possible()
+    with pytest.raises(ConfigError, match="own=RUN beside other"):
+        replace(made, own="").require_possible()

@@ -202,7 +202,7 @@ def test_a_run_says_who_reads_its_updates_with_masks_and_without() -> None:
 def test_an_evaluation_says_of_hospitals_what_the_command_says() -> None:
     run = every_kind().details[-1]
     rows, said = RunRecord(run).hospitals
-    table, *sentences = hospital_tables(run.rounds[-1])
+    table, *sentences = hospital_tables(run)
     assert [[*column.cells] for column in table.columns] == [list(cells) for cells in zip(*rows, strict=True)]
     assert [text.rstrip(".").lower() for text in said] == [text.lower() for text in sentences]
     assert "10 hospitals in the sums alone" in said[0]
