@@ -211,6 +211,8 @@ def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Site
         evaluation.evaluate(parent.id, beside=done.id, home=world.home)
     with pytest.raises(FederationError, match="E-RUN-10"):
         evaluation.evaluate(parent.id, beside="none-such", home=world.home)
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*name it first"):
+        evaluation.evaluate(parent.id, beside=__file__, home=world.home)
 
 
 @pytest.mark.parametrize(
