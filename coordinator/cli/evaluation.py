@@ -69,7 +69,8 @@ def evaluate(
     silos = _named(on)
     if beside is not None and _is_file(beside):
         raise ConfigError(
-            "E-CFG-02", f"expected --beside RUN, found a file: name it first (coordinator evaluate {beside} --beside RUN)"
+            "E-CFG-02",
+            f"expected --beside RUN, found a file: name it first (coordinator evaluate {beside} --beside RUN)",
         )
     with closing(LeadClient.open(home)) as client:
         parent = None
