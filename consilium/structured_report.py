@@ -188,7 +188,7 @@ def _private(value: str, meaning: str, scheme_version: str | None = None) -> Any
 def _said(predictor: Predictor) -> list[str]:
     """Say how to read the numbers."""
     said, calibration = [f"temperature {predictor.temperature:.6g}"], predictor.calibration
-    if calibration is None:
+    if calibration is None or calibration.facts.false_flags is None:  # the latter of rows, which no report is of
         return [*said, "not calibrated at this hospital"]
     return [
         *said,

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fl_core.errors import ConfigError
-from fl_core.prediction.calibration import CalibrationFacts
-from fl_core.prediction.predictor import ClassTally, Prediction, Predictor, Tally
+from fl_core.prediction.calibration import ANSWERS, CalibrationFacts
+from fl_core.prediction.predictor import ClassTally, LabelSet, Prediction, Predictor, Tally
 from service_core.console import Rows, printable
 from service_core.storage.private_files import replace_file
 
@@ -59,6 +59,7 @@ def _entry(found: Prediction) -> Mapping[str, object]:
         "labels": list(found.labels) if found.right else None,
         "probabilities": list(found.probabilities) or None,
         "set": None if found.set is None else list(found.set),
+        "sets": dict(found.sets) or None,
         "none_of_the_classes": found.unknown,
         "label": found.label or None,
         "problem": found.problem or None,
@@ -73,11 +74,15 @@ def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
     writer.writerow([*names, *(_cell(f"p({c})") for c in classes)])
     for found in predictions:
         known = found.unknown if found.unknown is None else str(found.unknown).lower()
-        chosen = None if found.set is None else "; ".join(found.set)
+        chosen = _labels_said(found.sets) if found.sets else None if found.set is None else "; ".join(found.set)
         told = (found.name, found.said, found.answer, chosen, known, found.label, found.problem)
         shares = [f"{p:.9g}" for p in found.probabilities] or [""] * len(classes)
         writer.writerow([*(_cell(v or "") for v in told), *shares])
     return text.getvalue()
+
+
+def _labels_said(sets: Mapping[str, LabelSet]) -> str:
+    return "; ".join(f"{label}: {held}" for label, held in sets.items())
 
 
 def _cell(text: str) -> str:
@@ -104,6 +109,7 @@ def _row(found: Prediction) -> tuple[str, ...]:
     if found.problem:
         return found.name, "-", "-", "-", found.problem
     chosen = "-" if found.set is None else ", ".join(found.set) or "empty"
+    chosen = _labels_said(found.sets) or chosen
     note = (
         f"nearest: {found.answer}"
         if found.unknown
@@ -117,7 +123,7 @@ def _row(found: Prediction) -> tuple[str, ...]:
 
 def tally_table(found: Tally, calibrated: bool) -> Rows:
     """Return a row per class of what was right, where labels are known."""
-    head = ("class", "examples", "right", *(("in the set", "classes per set", "flagged") if calibrated else ()))
+    head = ("class", "examples", "right", *(("in the set", "answers per set", "flagged") if calibrated else ()))
     rows = [*found.classes.items(), ("all", found.whole)]
     return Rows("against the labels", head, [(name, *_counts(t, calibrated)) for name, t in rows], headings=True)
 
@@ -136,18 +142,30 @@ def _share(part: int, whole: int) -> str:
 
 
 WORDS = {
-    "own": "its own images",
-    "together": "those of all classes with fewer than 49 images, together",
+    "own": "its own examples",
+    "together": "those of all classes with fewer than 49 examples, together",
     "all": "those of all classes: nothing is promised for this one alone",
 }
 
 
+def promise(facts: CalibrationFacts, those: str) -> str:
+    """Say what sets hold, of examples like `those`."""
+    share = f"{100 * facts.coverage:g} %"
+    if facts.multi_label:
+        return f"hold the right answer about a label for {share} of records like {those}"
+    return f"hold the right class of {share} of images like {those}"
+
+
 def calibration_table(facts: CalibrationFacts) -> Rows:
     head = ("class", "to fit", "held out", "enters sets at p", "by the quantile of", "none of the classes")
+    several = facts.multi_label
+    names = [f"{name}: {answer}" for name in facts.classes for answer in ANSWERS] if several else facts.classes
     rows = [
         (name, str(a), str(b), f"{1 - q:.4f}", WORDS[source], "is told" if judged else "cannot be told: too few images")
         for name, a, b, q, source, judged in zip(
-            facts.classes, facts.fitted, facts.held, facts.quantiles, facts.sources, facts.judged, strict=True
+            names, facts.fitted, facts.held, facts.quantiles, facts.sources, facts.judged, strict=True
         )
     ]
+    if several:  # of which none is flagged
+        return Rows("calibration", ("label", *head[1:-1]), [row[:-1] for row in rows], headings=True)
     return Rows("calibration", head, rows, headings=True)

@@ -37,6 +37,7 @@ CalibrationFile = Annotated[
     Path | None,
     typer.Option("--calibration", help="What `calibrate` wrote. Default: the one beside the model, if any."),
 ]
+FALSE_FLAGS = 0.1
 MAX_SHOWN = 200
 """Rows that are printed; files get all."""
 
@@ -158,8 +159,13 @@ def calibrate(
     split: Split = "test",
     coverage: Annotated[float, typer.Option(help="How often the set must hold the right class.")] = 0.9,
     false_flags: Annotated[
-        float, typer.Option("--false-flags", help="How often an image of a known class may be called none of them.")
-    ] = 0.1,
+        float | None,
+        typer.Option(
+            "--false-flags",
+            help="How often an image of a known class may be called none of them. Default: 0.1; of a model of several "
+            "labels at once nothing is called that.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Where it goes. Default: beside the model, where predict finds it.")
     ] = None,
@@ -180,17 +186,24 @@ def calibrate(
     calibration.check_shares(coverage, false_flags)
     loaded = named.load()
     examples = _examples(loaded, (), data, split, data_root)
-    found = calibrated(loaded, examples, coverage, false_flags)
+    several = loaded.facts.multi_label
+    if several and false_flags is not None:
+        raise ConfigError(
+            "E-CFG-08",
+            "expected no --false-flags for a model of several labels at once, of which no example is called none, "
+            f"found {false_flags:g}: leave it out",
+        )
+    found = calibrated(loaded, examples, coverage, FALSE_FLAGS if false_flags is None else false_flags)
     file = out or calibration.beside(model)
     replace_file(file, calibration.to_bytes(found), 0o600)
     facts = found.facts
-    said = [
-        ("temperature", f"{facts.temperature:.4g}"),
-        ("sets", f"hold the right class of {100 * coverage:g} % of images like these"),
-        ("none of them", f"is said of at most {100 * false_flags:g} % of images of known classes like these"),
-        ("images", f"{sum(facts.fitted)} to fit temperature and class means, {sum(facts.held)} held out"),
-        ("file", str(file)),
-    ]
+    said = [("temperature", f"{facts.temperature:.4g}"), ("sets", output.promise(facts, "these"))]
+    if facts.false_flags is not None:
+        flagged = f"is said of at most {100 * facts.false_flags:g} % of images of known classes like these"
+        said.append(("none of them", flagged))
+    what = ("answers about labels", "the temperature") if several else ("images", "temperature and class means")
+    said.append((what[0], f"{sum(facts.fitted)} to fit {what[1]}, {sum(facts.held)} held out"))
+    said.append(("file", str(file)))
     value = {"file": str(file), **{name: getattr(facts, name) for name in facts.__slots__}}
     return Reply(value, [Facts(said), output.calibration_table(facts)])
 
@@ -235,7 +248,8 @@ def _predictor(model: Path, loaded: LoadedModel, file: Path | None, raw: bool) -
     place = file or calibration.beside(model)
     if file is None and not place.exists():
         return Predictor(loaded)
-    return Predictor(loaded, calibration.read(place, loaded.sha256, loaded.facts.classes))
+    facts = loaded.facts
+    return Predictor(loaded, calibration.read(place, loaded.sha256, facts.classes, facts.multi_label))
 
 
 def _examples(
@@ -254,14 +268,14 @@ def _examples(
 
 
 def _about(predictor: Predictor) -> list[tuple[str, str]]:
+    from consilium.cli import output
+
     facts, found = predictor.model.facts, predictor.calibration
     said = [("model", f"{facts.run or 'of a simulation'} (SHA-256 {predictor.model.sha256[:16]})")]
     said.append(("preprocessing", facts.preprocessing.sentence()))
     if found is not None:
         said.append(("probabilities", f"of this hospital's temperature, {predictor.temperature:.4g}"))
-        said.append(
-            ("sets", f"hold the right class of {100 * found.facts.coverage:g} % of images like the calibration's")
-        )
+        said.append(("sets", output.promise(found.facts, "the calibration's")))
     elif predictor.temperature != 1:
         said.append(("probabilities", f"of a temperature estimated at export, {predictor.temperature:.4g}"))
     else:

@@ -102,13 +102,31 @@ class Quantiles(NamedTuple):
 
 def class_quantiles(p: Tensor, labels: Tensor, coverage: float) -> Quantiles:
     """Compute q of each class from held-out p (n, C) and labels (n,); n must be at least `smallest(coverage)`."""
-    scores, counts = 1 - p.gather(1, labels.unsqueeze(1)).squeeze(1), torch.bincount(labels, minlength=p.shape[1])
-    few = counts < max(OWN, smallest(coverage))
-    of_few = scores[few[labels]]
+    return category_quantiles(_scores(p, labels), labels, p.shape[1], coverage)
+
+
+def label_quantiles(p: Tensor, there: Tensor, label: Tensor, n_labels: int, coverage: float) -> Quantiles:
+    """Compute q of each label and answer from m held-out answers about labels: not there, there, not there, ...
+
+    p: (m, 2), of both answers   there: (m,), 1 or 0   label: (m,), which one it is about. At most one of a label is of
+    the same record, so what is promised of a label with a quantile of its own is so; where several labels share one,
+    their answers count as independent.
+    """
+    return category_quantiles(_scores(p, there), 2 * label + there, 2 * n_labels, coverage)
+
+
+def _scores(p: Tensor, right: Tensor) -> Tensor:
+    return 1 - p.gather(1, right.unsqueeze(1)).squeeze(1)
+
+
+def category_quantiles(scores: Tensor, category: Tensor, n: int, coverage: float) -> Quantiles:
+    """Compute q of each of n categories from scores (m,) and their categories (m,)."""
+    few = torch.bincount(category, minlength=n) < max(OWN, smallest(coverage))
+    of_few = scores[few[category]]
     others: Source = "together" if len(of_few) >= smallest(coverage) else "all"
     shared = quantile(of_few if others == "together" else scores, coverage)
-    values = [shared if few[c] else quantile(scores[labels == c], coverage) for c in range(p.shape[1])]
-    sources: list[Source] = [others if few[c] else "own" for c in range(p.shape[1])]
+    values = [shared if few[c] else quantile(scores[category == c], coverage) for c in range(n)]
+    sources: list[Source] = [others if few[c] else "own" for c in range(n)]
     return Quantiles(tuple(values), tuple(sources))
 
 

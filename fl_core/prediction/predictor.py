@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import DataError
 from fl_core.prediction import conformal
-from fl_core.prediction.calibration import Asked, Calibration, calibrate
+from fl_core.prediction.calibration import Asked, Calibration, calibrate, calibrate_labels
 from fl_core.prediction.inputs import Inputs
 from fl_core.prediction.model_file import LoadedModel
 from fl_core.training.local_data import eval_batch
@@ -21,6 +22,15 @@ NONE_OF_THEM = "none of the classes"
 NO_LABEL = "none of the labels"
 NO_NUMBERS = "the model answers it with no numbers"
 Progress = Callable[[int, int], None]
+LabelSet = Literal["empty", "there", "not there", "open"]
+"""What is in a label's set: one answer, both (it stays open) or none."""
+LABEL_SETS: Mapping[tuple[bool, bool], LabelSet] = {
+    (False, False): "empty",
+    (False, True): "there",
+    (True, False): "not there",
+    (True, True): "open",
+}
+"""By whether "not there" and "there" are in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class Prediction:
     once all that are likelier there than not, with commas
     set: classes at the calibration's coverage   unknown: whether it is like no class that the hospital has calibrated;
     both None without a calibration, `unknown` also where the hospital has shown too few examples of the answer's class
+    sets: of several labels at once, with a calibration, what the set of each holds
     label: where it is known; of several those that were found   labels: of several at once, those of `answer`
     right: by label whether what is said of it is so, None where nobody looked or knows   problem: why it was not
     classified.
@@ -43,6 +54,7 @@ class Prediction:
     unknown: bool | None = None
     label: str = ""
     labels: tuple[str, ...] = ()
+    sets: Mapping[str, LabelSet] = field(default_factory=dict)
     right: tuple[bool | None, ...] = ()
     problem: str = ""
 
@@ -98,7 +110,8 @@ class Predictor:
                 continue
             if several:
                 known = labels[k] if inputs.labelled else torch.full_like(p[k], UNKNOWN)
-                yield self._of_labels(inputs.names[index], p[k], logits[k] > 0, known)
+                chosen = None if sets is None else sets[k]
+                yield self._of_labels(inputs.names[index], p[k], logits[k] > 0, known, chosen)
                 continue
             yield self._said(
                 inputs.names[index],
@@ -108,13 +121,16 @@ class Predictor:
                 int(labels[k]) if inputs.labelled else -1,
             )
 
-    def _of_labels(self, name: str, p: Tensor, said: Tensor, known: Tensor) -> Prediction:
-        pairs = list(zip(self.model.facts.classes, said.tolist(), known.tolist(), strict=True))
+    def _of_labels(self, name: str, p: Tensor, said: Tensor, known: Tensor, sets: Tensor | None) -> Prediction:
+        classes = self.model.facts.classes
+        pairs = list(zip(classes, said.tolist(), known.tolist(), strict=True))
+        held = () if sets is None else zip(classes, sets.tolist(), strict=True)
         return Prediction(
             name,
             tuple(p.tolist()),
             ", ".join(there := tuple(label for label, answer, _ in pairs if answer)),
             labels=there,
+            sets={label: LABEL_SETS[not_there, there] for label, (not_there, there) in held},
             label=", ".join(label for label, _, found in pairs if found == FOUND),
             right=tuple(None if found == UNKNOWN else answer == (found == FOUND) for _, answer, found in pairs),
         )
@@ -122,8 +138,9 @@ class Predictor:
     def _said(self, name: str, p: Tensor, chosen: Tensor | None, score: float | None, label: int) -> Prediction:
         classes, best = self.model.facts.classes, int(p.argmax())
         unknown: bool | None = None
-        if self.calibration is not None and score is not None and self.calibration.facts.judged[best]:
-            unknown = score > self.calibration.facts.threshold
+        facts = None if self.calibration is None else self.calibration.facts
+        if facts is not None and score is not None and facts.threshold is not None and facts.judged[best]:
+            unknown = score > facts.threshold
         return Prediction(
             name,
             tuple(p.tolist()),
@@ -147,14 +164,8 @@ def calibrated(
 ) -> Calibration:
     """Calibrate with labelled inputs; raises as `calibration.calibrate`, and DataError on a file that breaks.
 
-    ConfigError (E-CFG-08) on a model of several labels at once.
+    false_flags: says nothing of a model of several labels at once.
     """
-    if model.facts.multi_label:
-        raise ConfigError(
-            "E-CFG-08",
-            "expected a model that chooses one class for each example, found one of several labels at once, for which "
-            "sets and a temperature of a hospital's own are not made: predict has the probability of each label",
-        )
     features, logits = list[Tensor](), list[Tensor]()
     for indices in _batches(inputs.examples, model):
         answers = model.answers(inputs.examples.batch(indices)[0])
@@ -164,6 +175,8 @@ def calibrated(
     empty = torch.zeros(0, len(model.facts.classes))
     asked = Asked(model.sha256, inputs.fingerprint, model.facts.classes, coverage, false_flags)
     both = (torch.cat(logits), torch.cat(features)) if logits else (empty, empty)
+    if model.facts.multi_label:
+        return calibrate_labels(asked, both[0], inputs.examples.labels)
     return calibrate(asked, *both, inputs.examples.labels)
 
 
@@ -174,7 +187,7 @@ def calibrated(
 class ClassTally:
     """Examples of one class, or in which a label was looked for.
 
-    Right answers, sets with the class, classes in all sets, flagged and judged ones.
+    Right answers, sets with the class (or the answer), classes in all sets, flagged and judged ones.
     """
 
     examples: int = 0
@@ -183,6 +196,13 @@ class ClassTally:
     in_sets: int = 0
     flagged: int = 0
     judged: int = 0
+
+    def add_label(self, right: bool, there: bool, chosen: LabelSet | None) -> None:
+        """Count an answer about a label. there: whether it is   chosen: what its set holds."""
+        self.examples += 1
+        self.right += right
+        self.covered += chosen in ("open", "there" if there else "not there")
+        self.in_sets += {"open": 2, "empty": 0}.get(chosen or "empty", 1)
 
     def add(self, found: Prediction) -> None:
         self.examples += 1
@@ -208,8 +228,7 @@ def tally(predictions: Sequence[Prediction], classes: Sequence[str]) -> Tally:
         for label, right in zip(classes, prediction.right, strict=False):
             if right is not None:
                 for counted in (found.classes.setdefault(label, ClassTally()), found.whole):
-                    counted.examples += 1
-                    counted.right += right
+                    counted.add_label(right, (label in prediction.labels) == right, prediction.sets.get(label))
         if not prediction.right and prediction.label and not prediction.problem:
             found.classes.setdefault(prediction.label, ClassTally()).add(prediction)
             found.whole.add(prediction)

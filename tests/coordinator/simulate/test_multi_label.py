@@ -17,8 +17,8 @@ from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from fl_core import datasets
 from fl_core.datasets.image_loader import ImageLoader
-from fl_core.errors import ConfigError, SchemaError
-from fl_core.prediction import inputs, model_file
+from fl_core.errors import ConfigError, DataError, SchemaError, StateError
+from fl_core.prediction import calibration, inputs, model_file
 from fl_core.prediction.predictor import Predictor, calibrated, tally
 from fl_core.rounds.manifest import RunManifest
 from tests.support.data import write_csv
@@ -56,6 +56,18 @@ def hospitals(root: Path, absent: str = "") -> list[str]:
         table.with_suffix(".toml").write_text(SCHEMA)
         references.append(f"table:{table}")
     return references
+
+
+def labelled(folder: Path, rows: range) -> str:
+    """Write a table of digits of which all labels are known."""
+    x, y = digits()
+    header = [*(f"p{c}" for c in range(64)), *LABELS, "split"]
+    splits = ["train", *["test"] * len(rows)]
+    table = write_csv(
+        folder / "patients.csv", header, [[*x[i], *y[i], s] for i, s in zip([0, *rows], splits, strict=True)]
+    )
+    table.with_suffix(".toml").write_text(SCHEMA)
+    return f"table:{table}"
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, references: list[str], *words: str) -> runner.Result:
@@ -120,8 +132,33 @@ def test_an_exported_model_predicts_each_label_as_the_evaluation_does(
     assert [counted.classes[label].right for label in LABELS] == list(made.records[-1].correct)
     assert [counted.classes[label].examples for label in LABELS] == [100, 100, 100]
     assert {one.said for one in found if not one.labels} == {"none of the labels"}
-    with pytest.raises(ConfigError, match=r"E-CFG-08: .*several labels at once"):
-        calibrated(model, inputs.from_reference(references[0], "test", model.facts, None, loader), 0.9, 0.1)
+    known = labelled(tmp_path / "known", range(1500, 1796, 2)), labelled(tmp_path / "new", range(1501, 1797, 2))
+    given, new = (inputs.from_reference(reference, "test", model.facts, None, loader) for reference in known)
+    made_of = calibrated(model, given, 0.9, 0.1)
+    assert sum(made_of.facts.fitted) + sum(made_of.facts.held) == 3 * 148
+    (place := tmp_path / "c.safetensors").write_bytes(calibration.to_bytes(made_of))
+    read = calibration.read(place, model.sha256, LABELS, multi_label=True)
+    assert read.facts == made_of.facts
+    with pytest.raises(StateError, match="E-STATE-22"):
+        calibration.read(place, model.sha256, LABELS)
+    answers = Predictor(model, read).predictions(new)
+    plain = Predictor(model).predictions(new)
+    assert [one.labels for one in answers] == [one.labels for one in plain]
+    whole = tally(answers, LABELS).whole
+    assert whole.examples == 3 * 148
+    assert whole.covered / whole.examples == pytest.approx(0.9, abs=0.06)  # 148 records: 2.4 standard deviations
+    assert 0 < whole.in_sets <= 2 * whole.examples
+    for one in answers:
+        for label, held, p in zip(LABELS, one.sets.values(), one.probabilities, strict=True):
+            assert held in ("there", "not there", "open", "empty")
+            assert held != "there" or p > 0.1, label
+            assert held != "not there" or p < 0.9
+    for reference, wanted in ((references[0], "together"), (references[1], "together")):
+        one = calibrated(model, inputs.from_reference(reference, "test", model.facts, None, loader), 0.9, 0.1)
+        assert set(one.facts.sources) == {wanted}  # of each answer fewer than 49
+    few = labelled(tmp_path / "few", range(1500, 1506))
+    with pytest.raises(DataError, match="E-DATA-08: expected at least 30 labelled"):
+        calibrated(model, inputs.from_reference(few, "test", model.facts, None, loader), 0.9, 0.1)
     one_class = tmp_path / "one" / "patients.csv"
     header = [*(f"p{c}" for c in range(64)), "kind", "split"]
     write_csv(one_class, header, [[k, *[0] * 63, LABELS[k % 3], ("train", "test")[k // 3]] for k in range(6)])

@@ -98,6 +98,30 @@ def test_where_too_few_are_left_their_quantile_is_that_of_all_and_says_so() -> N
     assert found.values[2] == found.values[3] == conformal.quantile(scores, 0.9)
 
 
+@pytest.mark.parametrize("coverage", [0.8, 0.9])
+def test_the_set_of_a_label_holds_what_is_so_as_often_as_it_promises_whether_it_is_there_or_not(
+    coverage: float,
+) -> None:
+    """300 draws; label 0 is frequent, label 1 rare and looked for in half of the records, both told apart badly."""
+    frequent, looked = torch.tensor([0.5, 0.2]), torch.tensor([1.0, 0.5])
+    covered, seen = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for draw in range(300):
+        g = drawn(5000 + draw)
+        there = (torch.rand(1400, 2, generator=g) < frequent).long()
+        record, label = torch.nonzero(torch.rand(1400, 2, generator=g) < looked, as_tuple=True)
+        y, held = there[record, label], record < 1000
+        z = torch.randn(len(y), generator=g, dtype=torch.float64) + 1.5 * y - 1
+        p = torch.softmax(torch.stack((torch.zeros_like(z), z), 1), 1)
+        quantiles = conformal.label_quantiles(p[held], y[held], label[held], 2, coverage)
+        assert quantiles.sources == ("own",) * 4
+        category = 2 * label[~held] + y[~held]
+        found = conformal.in_set(p[~held].repeat(1, 2), quantiles.values).gather(1, category.unsqueeze(1)).squeeze(1)
+        covered.index_add_(0, category, found.double())
+        seen += torch.bincount(category, minlength=4)
+    for share in (covered / seen).tolist():
+        assert coverage - 0.01 < share < coverage + 0.02
+
+
 @pytest.mark.parametrize("coverage", [0.8, 0.9, 0.95])
 def test_sets_hold_the_class_as_often_as_they_promise_within_each_category(coverage: float) -> None:
     """300 draws of held-out and new examples; class 0 is frequent and easy, classes 3 and 4 are rare."""
