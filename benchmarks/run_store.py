@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -62,9 +63,13 @@ Item = TypeVar("Item", bound=Kept)
 
 
 def machine(device: str = "cpu") -> str:
-    """Name what decides the last bits of a run: GPU or processor with its vector instructions, Python and torch."""
-    chosen = choose_device(device)
-    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    """Name what decides the last bits of a run: GPU or processor with its vector instructions, Python and torch.
+
+    The maker of the processor too, where Linux names it: libraries of matrices choose by it.
+    """
+    chosen, known = choose_device(device), Path("/proc/cpuinfo")
+    maker = re.search(r"vendor_id\s*:(\s*\S+)", known.read_text()) if known.exists() else None
+    processor = f"{platform.machine()}{maker[1] if maker else ''} {torch.backends.cpu.get_cpu_capability()}"
     processor = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor
     return f"{processor}, Python {platform.python_version()}, torch {torch.__version__}"
 
