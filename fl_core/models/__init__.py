@@ -153,7 +153,7 @@ def describe(name: str, schema: Schema, options: Mapping[str, object] | None = N
     try:
         # Only our own models are known to be what their options say, whenever they are built.
         count = _facts if name in MODELS else _facts.__wrapped__
-        return count(name, chosen, schema)  # type: ignore[arg-type]  # our own are hashable
+        return count(name, chosen, schema, torch.get_default_dtype())  # type: ignore[arg-type]  # our own are hashable
     except ConfigError as error:
         if error.code != "E-CFG-23" or not (fitting := _fitting(schema)):
             raise
@@ -169,13 +169,14 @@ def _fitting(schema: Schema) -> list[str]:
     found = []
     for name, kind in MODELS.items():
         with suppress(ConfigError):
-            _facts(name, kind(), schema)  # type: ignore[arg-type]  # our own are hashable
+            _facts(name, kind(), schema, torch.get_default_dtype())  # type: ignore[arg-type]  # our own are hashable
             found.append(name)
     return found
 
 
 @lru_cache(maxsize=64)
-def _facts(name: str, chosen: ModelOptions, schema: Schema) -> ModelFacts:
+def _facts(name: str, chosen: ModelOptions, schema: Schema, dtype: torch.dtype) -> ModelFacts:
+    del dtype  # of the key alone: a model takes torch's own, and its bytes follow
     with torch.device("meta"), _Undrawn():
         model = chosen.build(schema)
     return ModelFacts(name, model.feature_dim, *_counts(model))

@@ -141,6 +141,18 @@ def test_no_method_counts_more_of_its_own_than_it_makes_or_gives_less_than_nothi
     assert 0 <= own <= 10 * 32 * 8 * 33  # of small options: a lower bound stays small
 
 
+def test_what_is_counted_follows_torchs_own_dtype_whichever_came_first() -> None:
+    of, kinds = Schema((1, 8, 8), ("x", "y", "z")), (torch.float64, torch.float32, torch.float64)
+    found = list[int]()
+    try:
+        for kind in kinds:
+            torch.set_default_dtype(kind)
+            found.append(describe("digits_linear", of).state_bytes)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[0] == found[2] == 2 * found[1]
+
+
 def test_counting_reads_no_file_of_weights(tmp_path: Path) -> None:
     options: dict[str, Option] = {"weights": str(tmp_path / "none.pth"), "norm": "frozen"}
     assert describe("efficientnet_b0", schema((3, 64, 64)), options).parameters > 4_000_000
