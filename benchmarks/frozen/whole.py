@@ -3,7 +3,7 @@
     python -m benchmarks.frozen.whole --data-root ROOT --weights efficientnet-lite0-57934424.pth --out runs/whole
 
 FedAvg, one local epoch in each round, and `analytic` on the frozen network, on one seed's split by lesion: the one that
-the frozen features' tables have. A training epoch takes ten CPU minutes, so this is one seed of one rate, without a
+the frozen features' tables have. A round takes some seven CPU minutes, so this is one seed of one rate, without a
 table. Runs are kept in OUT/whole.jsonl and go on where they stopped.
 """
 

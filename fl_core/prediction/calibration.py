@@ -63,8 +63,7 @@ class CalibrationFacts:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        flags = (self.false_flags, self.threshold)
-        if self.multi_label != (flags == (None, None)) or (not self.multi_label and None in flags):
+        if {self.false_flags is None, self.threshold is None} != {self.multi_label}:
             raise ConfigError("E-CFG-02", "expected flags of examples, but of several labels none: calibrate again")
         check_shares(self.coverage, self.false_flags)
         by_class = (self.fitted, self.held, self.quantiles, self.sources)
@@ -136,8 +135,7 @@ def calibrate(asked: Asked, logits: Tensor, features: Tensor, labels: Tensor) ->
     """
     check_shares(asked.coverage, asked.false_flags)
     n_classes = len(asked.classes)
-    if not bool(torch.isfinite(logits).all()) or not bool(torch.isfinite(features).all()):
-        raise DataError("E-DATA-08", "expected a model that answers every example with numbers, found NaN or infinity")
+    _require_numbers(logits, features)
     fit = _drawn(labels, asked.data)
     held = ~fit
     needed = max(conformal.smallest(asked.coverage), conformal.smallest(1 - asked.false_flags))
@@ -173,8 +171,7 @@ def calibrate_labels(asked: Asked, logits: Tensor, labels: Tensor) -> Calibratio
     temperature of all labels; quantiles are of the others. asked.false_flags says nothing here. Raises as `calibrate`.
     """
     check_shares(asked.coverage, None)
-    if not bool(torch.isfinite(logits).all()):
-        raise DataError("E-DATA-08", "expected a model that answers every example with numbers, found NaN or infinity")
+    _require_numbers(logits)
     record, label = torch.nonzero(labels != UNKNOWN, as_tuple=True)
     z, there = logits[record, label].double(), (labels[record, label] == FOUND).long()
     both, fit = torch.stack((torch.zeros_like(z), z), 1), _drawn(labels.new_zeros(len(labels)), asked.data)[record]
@@ -200,6 +197,11 @@ def calibrate_labels(asked: Asked, logits: Tensor, labels: Tensor) -> Calibratio
         multi_label=True,
     )
     return Calibration(facts, None)
+
+
+def _require_numbers(*answers: Tensor) -> None:
+    if not all(bool(torch.isfinite(found).all()) for found in answers):
+        raise DataError("E-DATA-08", "expected a model that answers every example with numbers, found NaN or infinity")
 
 
 def _too_few(needed: int, coverage: float, found: int) -> DataError:

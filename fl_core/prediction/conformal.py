@@ -102,7 +102,7 @@ class Quantiles(NamedTuple):
 
 def class_quantiles(p: Tensor, labels: Tensor, coverage: float) -> Quantiles:
     """Compute q of each class from held-out p (n, C) and labels (n,); n must be at least `smallest(coverage)`."""
-    return category_quantiles(_scores(p, labels), labels, p.shape[1], coverage)
+    return _by_category(_scores(p, labels), labels, p.shape[1], coverage)
 
 
 def label_quantiles(p: Tensor, there: Tensor, label: Tensor, n_labels: int, coverage: float) -> Quantiles:
@@ -112,14 +112,14 @@ def label_quantiles(p: Tensor, there: Tensor, label: Tensor, n_labels: int, cove
     the same record, so what is promised of a label with a quantile of its own is so; where several labels share one,
     their answers count as independent.
     """
-    return category_quantiles(_scores(p, there), 2 * label + there, 2 * n_labels, coverage)
+    return _by_category(_scores(p, there), 2 * label + there, 2 * n_labels, coverage)
 
 
 def _scores(p: Tensor, right: Tensor) -> Tensor:
     return 1 - p.gather(1, right.unsqueeze(1)).squeeze(1)
 
 
-def category_quantiles(scores: Tensor, category: Tensor, n: int, coverage: float) -> Quantiles:
+def _by_category(scores: Tensor, category: Tensor, n: int, coverage: float) -> Quantiles:
     """Compute q of each of n categories from scores (m,) and their categories (m,)."""
     few = torch.bincount(category, minlength=n) < max(OWN, smallest(coverage))
     of_few = scores[few[category]]

@@ -185,6 +185,24 @@ def file(sound: Calibration, tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"threshold": None}, {"false_flags": None}, {"multi_label": True}, {"threshold": None, "false_flags": None}],
+)
+def test_flags_are_of_models_that_choose_a_class_and_of_no_other(
+    sound: Calibration, changes: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match="E-CFG-02: expected flags"):
+        replace(sound.facts, **changes)  # type: ignore[arg-type]
+
+
+def test_a_model_of_several_labels_that_answers_no_numbers_is_not_calibrated() -> None:
+    with pytest.raises(DataError, match="NaN or infinity"):
+        calibration.calibrate_labels(
+            Asked("m" * 64, "d", "ab"), torch.full((99, 2), float("nan")), torch.ones(99, 2).long()
+        )
+
+
 def test_a_file_is_the_calibration_again(sound: Calibration, file: Path) -> None:
     found = calibration.read(file, "m" * 64, sound.facts.classes)
     assert found.facts == sound.facts
