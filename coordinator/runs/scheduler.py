@@ -151,7 +151,10 @@ class RunScheduler:
                 f"a run of method={LocalOnly.name}, found {run.id} of method {run.method}: measure each in an "
                 "evaluation of its own",
             )
-        return None if other.method.name == LocalOnly.name else (other, start_point.beside(run, self.objects))
+        if other.method.name == LocalOnly.name:
+            return None
+        with self.model_lock:
+            return other, start_point.beside(run, self.objects)
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
