@@ -91,7 +91,7 @@ class Federation:
         The record is read from the database: asking the service would be work that the round does not have.
         """
         words = [*self._workload.overrides, f"rounds={warm_up + rounds}", "method=fedavg", "threads=1"]
-        words += ["secagg=on", "secagg.min_contributors=1"] if masks else ["secagg=off"]
+        words.append("secagg=on" if masks else "secagg=off")
         run = self._lead.submit(compose_spec(words).to_json(), uuid4().hex).run_id
         used = list[_Used]()
         with closing(Store(self.home)) as store:

@@ -95,6 +95,4 @@ def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
     small = ["model=simple_cnn", "data.image_size=32"] if data in _IMAGES else []
     own = ["method=survey", f"method.questions='{','.join(map(str, asked))}'", "aggregator=mean", *small]
     own += ["method.by_hospital=true", "secagg=off"] if by_hospital else []
-    if "secagg=off" not in own + more:  # the floor is of patients, and a census would tell of classes by itself
-        own.append("secagg.min_contributors=1")
     return [word for word in own if word.partition("=")[0] not in keys] + more

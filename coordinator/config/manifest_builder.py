@@ -175,15 +175,13 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             f"expected {MIN_MASKED} hospitals or more with secagg=on, since of two each knows the other from the sum, "
             f"found {silos}: ask more, or set secagg=off",
         )
-    private = profiles.is_private(_choice(spec.privacy))
-    if private and asked.min_contributors > 1:
+    if asked.min_contributors > 1 and profiles.is_private(_choice(spec.privacy)):
         raise ConfigError(
             "E-CFG-08",
             f"expected secagg.min_contributors=1 in a private run, whose counts no census reads, found "
             f"{asked.min_contributors}: leave it out; noise covers what a class of one hospital shows",
         )
-    least = asked.min_contributors or (1 if private else 2)
-    return Secagg(least, asked.class_sums, asked.collusion, asked.min_sum)
+    return Secagg(max(1, asked.min_contributors), asked.class_sums, asked.collusion, asked.min_sum)
 
 
 def _with_grid(run: CompiledRun, asked: SecaggSpec, examples: Sequence[DeclaredSize]) -> RunManifest:

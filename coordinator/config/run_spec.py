@@ -34,13 +34,13 @@ class SecaggSpec:
         name: "on", "off", or "auto": on where three hospitals or more take part, and refused where it cannot be
         ring: of the sum, "ring32" or "ring64", whose words are twice as long and hold what has no bound; "auto": ring32
             unless the method needs the other
-        min_contributors: hospitals that rows of a class are sums over at least; 0: 2, in a private run 1
+        min_contributors: hospitals that rows of a class are sums over at least; 1: any number; 0, as 0.1.0 wrote: 1
         class_sums, collusion, min_sum: see `fl_core.types.secagg.Secagg`
     """
 
     name: Annotated[str, bounded(one_of, MASKING)] = OFF
     ring: Literal["auto", "ring32", "ring64"] = "auto"
-    min_contributors: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+    min_contributors: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
     class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
     collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
     min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0

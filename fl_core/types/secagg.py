@@ -63,7 +63,7 @@ class Secagg:
     fewer members then needs all of them
     """
 
-    min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 2
+    min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 1
     class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
     collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
     min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0

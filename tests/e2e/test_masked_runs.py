@@ -46,7 +46,7 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     [
         ("method=fedavg",),
         ("method=fednh", "secagg.min_contributors=2"),
-        ("method=analytic", "rounds=1", "secagg.min_contributors=1"),
+        ("method=analytic", "rounds=1"),
         ("method=fedgela", "cohort=3", "secagg.class_sums=each", "rounds=3"),
     ],
 )

@@ -143,7 +143,7 @@ def test_masks_are_those_of_the_manifest() -> None:
     assert card(manifest()).masks is None
     made = card(replace(manifest(), secagg=Secagg())).masks
     assert made is not None
-    assert (made.withstood, made.min_contributors) == (1, 2)
+    assert (made.withstood, made.min_contributors) == (1, 1)
 
 
 def test_hospitals_are_the_members_with_what_they_declare_and_nobody_else() -> None:

@@ -120,7 +120,7 @@ def test_words_become_a_run_of_one_round_that_adds_as_it_is():
     assert (made.model["name"], made.data["image_size"]) == ("simple_cnn", 32)
     assert made.secagg.min_contributors == 1
     apart = compose_spec(survey_words(["classes", "data=digits"], by_hospital=True))
-    assert (apart.secagg.name, apart.secagg.min_contributors) == ("off", 0)
+    assert (apart.secagg.name, apart.secagg.min_contributors) == ("off", 1)
     for words in (["data=digits"], ["ages:1", "data=digits"], ["clases"], ["classes", "classes"]):
         with pytest.raises(FederationError):
             survey_words(words)

@@ -32,7 +32,12 @@ BASE = ("data=digits", "federation=iid-4", "model=digits_mlp", "train.max_steps=
 RUNS = {
     "a server that counts silo states": ("method=scaffold", "cohort=2"),
     "personal models of silos that wait": ("method=ditto", "cohort=2", "personal=true"),
-    "masks, a census and medians of norms": ("method=fednh", "secagg=on", "aggregator=norm_clipped"),
+    "masks, a census and medians of norms": (
+        "method=fednh",
+        "secagg=on",
+        "secagg.min_contributors=2",
+        "aggregator=norm_clipped",
+    ),
     "record privacy": ("method=fedavg", "privacy=dp_record", "privacy.rng=test", "privacy.epsilon=50"),
     "silo privacy": (
         "method=fedavg",

@@ -15,7 +15,7 @@ from fl_core.errors import ConfigError
 from privacy.compiled_run import secagg_run
 
 WORDS = ("data=digits", "model=digits_mlp", "train.max_steps=3", "rounds=2", "threads=1")
-CLASSES = ("method=fednh", "secagg=on", "aggregator=norm_clipped")
+CLASSES = ("method=fednh", "secagg=on", "secagg.min_contributors=2", "aggregator=norm_clipped")
 
 
 @cache
@@ -61,9 +61,18 @@ def test_rows_of_classes_that_all_silos_have_are_opened(least: int, kept: bool) 
     assert bool(run.server["prototypes"]["known"].any()) is kept
 
 
-def test_of_disjoint_classes_no_prototype_leaves_unless_one_contributor_is_enough() -> None:
+def test_by_default_classes_that_one_hospital_alone_has_are_learnt() -> None:
+    words = ("data=digits", "model=random_features", "model.width=256", "federation=hospitals6", "method=analytic")
+    run = runner.run(compose_simulation([*words, "rounds=1", "threads=1", "secagg=on"]))
+    assert run.records[-1].balanced_accuracy > 0.9
+    fednh = [result("method=fednh", "rounds=4", more, federation="p5c2") for more in ("secagg=on", "secagg=off")]
+    masked, plain = (run.records[-1].balanced_accuracy for run in fednh)
+    assert abs(masked - plain) < 0.02
+
+
+def test_of_disjoint_classes_no_prototype_leaves_where_two_contributors_are_asked_for() -> None:
     words = ("method=fedproto", "secagg=on")
-    closed, opened = (result(*words, *more, federation="p5c2") for more in ((), ("secagg.min_contributors=1",)))
+    closed, opened = (result(*words, *more, federation="p5c2") for more in (("secagg.min_contributors=2",), ()))
     assert float(closed.server["hospitals"]["hospitals"].max()) == 1
     assert not closed.server["prototypes"]["known"].any()
     assert opened.server["prototypes"]["known"].all()
