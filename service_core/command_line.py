@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.markup import escape
 
 from service_core import startup
 from service_core.console import PrintableFormatter, Reply, show_reply
@@ -122,18 +123,30 @@ def version_option(
 
 
 def made_command(app: typer.Typer) -> Any:  # noqa: ANN401 - of Click, which Typer has within itself
-    """Make what runs an application. Its help names no type beside a flag: Typer's "<bool>" looks like a value."""
+    """Make what runs an application.
+
+    Its help shows every character that was written: Typer would read `[...]` as markup and leave it out. It names no
+    type beside a flag: Typer's "<bool>" looks like a value.
+    """
     command = typer.main.get_command(app)
-    _leave_out_types_of_flags(command)
+    _prepare_help(command)
     return command
 
 
-def _leave_out_types_of_flags(command: Any) -> None:  # noqa: ANN401
+def _prepare_help(command: Any) -> None:  # noqa: ANN401
+    _escape(command, "help", "short_help", "epilog")
     for parameter in command.get_params(command.context_class(command)):  # with --help
+        _escape(parameter, "help")
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     for inner in getattr(command, "commands", {}).values():
-        _leave_out_types_of_flags(inner)
+        _prepare_help(inner)
+
+
+def _escape(described: object, *names: str) -> None:
+    for name in names:
+        if text := getattr(described, name, None):
+            setattr(described, name, escape(text))
 
 
 def command_words(program: str) -> list[str]:

@@ -194,10 +194,17 @@ def _method(run: CompiledRun, manifest: RunManifest) -> Method:
         options=manifest.method.options,
         about=(kind.__doc__ or "").strip().partition("\n")[0],
         paper="" if paper is None else f"{paper.authors}, {paper.title!r}, {paper.venue}",
-        training=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(manifest.train).items()),
+        training=training_text(run),
         seed=manifest.seed,
         private_form=private_form(manifest.to_json()),
     )
+
+
+def training_text(run: CompiledRun) -> str:
+    """Say how hospitals train; of a closed form that they take no step, whatever the schedule says."""
+    if run.method.exact:
+        return "none: the model is solved in closed form from sums over examples"
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(run.manifest.train).items())
 
 
 def _hospitals(

@@ -6,15 +6,15 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from coordinator.lead import accuracy, portable
-from coordinator.lead.board_card import share_of
+from coordinator.lead.board_card import share_of, training_text
 from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
 from coordinator.lead.withdrawals import card_lines
 from fl_core.datasets.preprocessing import Preprocessing
@@ -121,7 +121,7 @@ def export_model(
     if facts.temperature is not None:
         told = f"`consilium predict` divides logits by the temperature {facts.temperature:.4g}, which the file holds."
         text += f"\n{told}\n"
-    text += "\n".join(map(printable, card_lines(detail.withdrawals, info.run_id)))
+    text += "\n".join(map(_inert, card_lines(detail.withdrawals, info.run_id)))
     for kind in dict.fromkeys(formats):
         others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
         said = portable.facts(manifest, info.run_id, info.model_digest, licence)
@@ -166,33 +166,34 @@ def model_card(
         if noise is None
         else uncertainty.best([(r.correct, r.examples, noisy.of(r.included)) for r in rounds])
     )
+    facts = [
+        ("intended use", intended_use or "not stated"),
+        ("licence", licence or "not stated: this card grants nothing"),
+        ("method", f"{manifest.method.name} {_options(manifest.method.options)}"),
+        ("private form", private_form(manifest.to_json())),
+        ("start", started_from(manifest.to_json())),
+        ("model", f"{manifest.model.name} {_options(manifest.model.options)}"),
+        ("trained", f"projection and head, on {_body(manifest)}" if run.frozen else ""),
+        ("data", f"{manifest.data}, examples of shape {tuple(manifest.schema.shape)}"),
+        ("preprocessing", Preprocessing(manifest.data, manifest.schema).sentence()),
+        ("local training", training_text(run)),
+        ("seed", str(manifest.seed)),
+        ("configuration digest", f"`{info.manifest_digest}`"),
+        ("model digest", f"`{info.model_digest}`"),
+        ("file", f"`{info.run_id}.safetensors`, SHA-256 `{sha256}`" if sha256 else ""),
+        ("software", software or manifest.software),
+        ("privacy", _privacy(manifest)),
+        ("aggregation grid", f"{manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)}"),
+        ("aggregation", aggregator_text(run.aggregator.name, judgements(rounds))),
+        ("traffic", f"{info.bytes_up} bytes up, {info.bytes_down} bytes down"),
+    ]
     lines = [
         f"# {info.name} ({info.run_id})",
         "",
         f"Exported {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. State of the run: {info.state}, "
         f"{len(trained)} of {info.rounds} rounds.",
         "",
-        "| | |",
-        "|---|---|",
-        f"| intended use | {_cell(intended_use) or 'not stated'} |",
-        f"| licence | {_cell(licence) or 'not stated: this card grants nothing'} |",
-        f"| method | {manifest.method.name} {_options(manifest.method.options)} |",
-        *([f"| private form | {form} |"] if (form := private_form(manifest.to_json())) else []),
-        *([f"| start | {start} |"] if (start := started_from(manifest.to_json())) else []),
-        f"| model | {manifest.model.name} {_options(manifest.model.options)} |",
-        *([f"| trained | projection and head, on {_body(manifest)} |"] if run.frozen else []),
-        f"| data | {manifest.data}, examples of shape {tuple(manifest.schema.shape)} |",
-        f"| preprocessing | {_cell(Preprocessing(manifest.data, manifest.schema).sentence())} |",
-        f"| local training | {_words(asdict(manifest.train))} |",
-        f"| seed | {manifest.seed} |",
-        f"| configuration digest | `{info.manifest_digest}` |",
-        f"| model digest | `{info.model_digest}` |",
-        *([f"| file | `{info.run_id}.safetensors`, SHA-256 `{sha256}` |"] if sha256 else []),
-        f"| software | {software or manifest.software} |",
-        f"| privacy | {_privacy(manifest)} |",
-        f"| aggregation grid | {manifest.grid.ring}; values clipped over the run: {sum(r.clipped for r in rounds)} |",
-        f"| aggregation | {aggregator_text(run.aggregator.name, judgements(rounds))} |",
-        f"| traffic | {info.bytes_up} bytes up, {info.bytes_down} bytes down |",
+        *_table(("", ""), [(name, text) for name, text in facts if text]),
         "",
         "## Accuracy on the union of the hospitals' test sets",
         "",
@@ -203,18 +204,28 @@ def model_card(
         *_clinical(manifest, last),
         "## Who took part",
         "",
-        f"| hospital | rounds | submits prototypes | missed rounds |{' label dictionary |' * told}",
-        f"|---|---|---|---|{'---|' * told}",
-        *(
-            f"| {m.name} | {took_part[m.name]} | {'-' if not asks else 'yes' if m.prototypes else 'no'} | "
-            f"{', '.join(f'{r.round + 1} ({r.missing[m.name]})' for r in trained if m.name in r.missing) or '-'} |"
-            f"{f' {_dictionary(m)} |' * told}"
-            for m in manifest.members
+        *_table(
+            ("hospital", "rounds", "submits prototypes", "missed rounds", *["label dictionary"] * told),
+            [
+                (
+                    m.name,
+                    str(took_part[m.name]),
+                    "-" if not asks else "yes" if m.prototypes else "no",
+                    ", ".join(f"{r.round + 1} ({r.missing[m.name]})" for r in trained if m.name in r.missing) or "-",
+                    *[_dictionary(m)] * told,
+                )
+                for m in manifest.members
+            ],
         ),
         *(_DICTIONARIES if told else ()),
         "",
     ]
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(_inert, lines))
+
+
+def _inert(line: str) -> str:
+    """Write a line of Markdown in which nobody's name or reason becomes HTML, a link or a picture."""
+    return printable(line).replace("<", "&lt;").replace("[", "&#91;")
 
 
 def _body(manifest: RunManifest) -> str:
@@ -233,10 +244,6 @@ def _dictionary(member: Member) -> str:
     if not member.labels:
         return "none told"
     return f"`{member.labels}`{', with coarse labels' if member.coarse else ''}"
-
-
-def _words(options: Mapping[str, object]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in options.items())
 
 
 def _options(options: object) -> str:
@@ -258,15 +265,13 @@ def _by_class(manifest: RunManifest, last: pb.RoundInfo, noise: EvaluationNoise 
     if noise is None:
         shares = [share_of(right, of) for right, of in zip(last.correct, last.examples, strict=False)]
         rows = [
-            f"| {name} | {n:.0f} | {share.text() if e.exact else _share(e)} |"
+            (name, f"{n:.0f}", share.text() if e.exact else _share(e))
             for (name, n, e), share in zip(found, shares, strict=False)
         ]
         note = "Intervals are exact, at 95 %, for independent examples: several of one patient make them too narrow."
-        return ["| class | test examples | accuracy |", "|---|---|---|", *rows, "", note]
+        return [*_table(("class", "test examples", "accuracy"), rows), "", note]
     return [
-        "| class | accuracy |",
-        "|---|---|",
-        *(f"| {name} | {_share(e)} |" for name, _, e in found),
+        *_table(("class", "accuracy"), [(name, _share(e)) for name, _, e in found]),
         "",
         "These numbers were measured under differential privacy: the intervals are those of its noise, at 95 %, and "
         "say nothing of how large the test sets are.",
@@ -331,7 +336,7 @@ def _why_basic(manifest: RunManifest) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells] for cells in (head, *rows)]
+    safe = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in cells] for cells in (head, *rows)]
     lines = [f"| {' | '.join(cells)} |" for cells in safe]
     return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
@@ -342,10 +347,6 @@ def _with_luck(last: pb.RoundInfo, noise: EvaluationNoise | None) -> str:
     if noise is not None or not found.exact:
         return _share(found)
     return share_of(math.fsum(last.correct), math.fsum(last.examples)).text()
-
-
-def _cell(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
 def _share(found: Estimate) -> str:

@@ -79,10 +79,7 @@ def method(card: Card) -> list[Sentence]:
             ("method.name", "method.paper", "run.rounds", "run.planned_rounds", "run.state"),
         ),
         Sentence(f"{m.about.rstrip('.')}.", ("method.about",)),
-        Sentence(
-            f"Each hospital trained with: {m.training}; the seed of the run is {m.seed}.",
-            ("method.training", "method.seed"),
-        ),
+        Sentence(f"Local training: {m.training}. The seed of the run is {m.seed}.", ("method.training", "method.seed")),
     ]
     if m.private_form:
         found.append(Sentence(f"{m.private_form}.", ("method.private_form",)))

@@ -54,8 +54,10 @@ def show_ledger(
     """
     from silo.reports.spending import unprotected
 
-    ledger = _ledger(home)
     updates = _unprotected_updates(home)
+    if not home.ledger.exists():
+        return _no_ledger(updates, home.shares_ledger)
+    ledger = _ledger(home)
     counts = {name: unprotected(ledger, name, updates) for name in ledger.collections()}
     found = [collection_json(ledger, name) | {"unprotected": count._asdict()} for name, count in counts.items()]
     head = ledger.head()
@@ -63,6 +65,13 @@ def show_ledger(
         {"collections": found, "events": head.seq, "head": head.hash},
         _shown(found, counts, home.shares_ledger, entries),
     )
+
+
+def _no_ledger(updates: Sequence[UnprotectedUpdate], shared: bool) -> Reply:
+    """Answer for a home in which nothing was registered: no private run was possible, other runs were."""
+    count = Unprotected.of_home(updates)
+    nothing = {"collections": [], "events": 0, "head": "", "unprotected": count._asdict()}
+    return Reply(nothing, [*_shown([], {"this home": count}, shared, entries=False)])
 
 
 def _unprotected_updates(home: Home) -> list[UnprotectedUpdate]:
@@ -288,7 +297,7 @@ def _shown(
         if OUT.is_terminal:
             yield _LEGEND
     else:
-        yield "Nothing is registered in this ledger: `silo ledger register --data REF` enters data."
+        yield "Nothing is registered in this home's ledger: `silo ledger register --data REF` enters data."
     for c in found:
         if c["epsilon_masks_broken"] > c["epsilon"]:
             yield (

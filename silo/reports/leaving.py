@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from service_core.console import counted
 from silo.storage.store import RunRecord, Store
+from silo.storage.tasks import UnprotectedUpdate
 
 WORDS: Mapping[str, str] = {
     "delta": "by how much training changed each number of the model",
@@ -89,7 +90,7 @@ class UpdateContents:
 
 
 class Unprotected(NamedTuple):
-    """How many updates left without privacy, and of how many runs.
+    """How many updates left without noise that bounds what they tell, under masks or not, and of how many runs.
 
     unregistered: of data that the ledger does not know, which may be any records   unknown: not in `updates`, since an
     earlier version made them.
@@ -100,12 +101,18 @@ class Unprotected(NamedTuple):
     unregistered: int = 0
     unknown: int = 0
 
+    @classmethod
+    def of_home(cls, updates: Sequence[UnprotectedUpdate]) -> Unprotected:
+        """Count what left a home, of whatever records."""
+        runs = [update.run_id for update in updates if update.splits is not None]
+        return cls(len(runs), len(set(runs)), unknown=len(updates) - len(runs))
+
     def sentence(self, whose: str = "") -> str:
         """Say it to whoever answers for the records; empty where there are none. whose: " of these records"."""
         text = ""
         if self.updates:
             text = (
-                f"{counted(self.updates, 'update')}{whose} left without privacy, in {counted(self.runs, 'run')}: no "
+                f"{counted(self.updates, 'update')}{whose} left without noise, in {counted(self.runs, 'run')}: no "
                 f"bound holds for what {'it tells' if self.updates == 1 else 'they tell'}."
             )
         if self.unregistered:
@@ -194,9 +201,7 @@ class DisclosureSummary:
 
 def leaving(store: Store) -> DisclosureSummary:
     """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
-    listed = store.unprotected()
-    runs = [update.run_id for update in listed if update.splits is not None]
-    unprotected = Unprotected(len(runs), len(set(runs)), unknown=len(listed) - len(runs))
+    unprotected = Unprotected.of_home(store.unprotected())
     return DisclosureSummary(tuple(_of_run(run) for run in reversed(store.history())), unprotected)
 
 

@@ -369,12 +369,17 @@ def describe_request(run: CompiledRun) -> str:
 def _warn_of_few(run: CompiledRun, examples: int) -> None:
     """Warn where sums of second moments leave of fewer examples than a feature has numbers."""
     if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
+        how, who = "without noise", "they show which vectors these can be"
+        if run.masked:
+            how, who = "under masks, without noise", "the coordinator reads sums over hospitals, and those of few"
+            who = f"{who} examples in all show which vectors these can be"
         log.warning(
-            "%s: second moments of %d numbers leave without privacy, of fewer training examples than that: they show "
-            'which vectors these can be. privacy=dp_record protects them; [privacy] require = "dp_record" in '
-            "policy.toml refuses other runs",
+            "%s: second moments of %d numbers leave %s, of fewer training examples than that: %s. privacy=dp_record "
+            'protects them; [privacy] require = "dp_record" in policy.toml refuses other runs',
             run.manifest.name,
             numbers,
+            how,
+            who,
         )
 
 

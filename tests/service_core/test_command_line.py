@@ -56,10 +56,17 @@ def follow(as_json: Json = False) -> None:
     typer.echo(str(as_json))
 
 
+@command
+def bracketed(
+    data: Annotated[str, typer.Option(help="Images: data.path=[north,south]; a policy's [survey] allow.")] = "",
+) -> None:
+    r"""Look at data.path=[a,b], [V6]:PORT and [red]what is no colour[/red] \[x]."""
+
+
 def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     ended.clear()
     app = typer.Typer()
-    for each in (look, serve, follow):
+    for each in (look, serve, follow, bracketed):
         app.command()(each)
     with pytest.raises(SystemExit) as end:
         made_command(app)(list(words), prog_name="x")
@@ -88,3 +95,14 @@ def test_a_command_that_prints_by_itself_has_json_only_where_it_asks_for_it(caps
     assert called(capsys, "serve", "--place", "/a/b") == (0, "serving /a\n", "")
     assert called(capsys, "serve", "--json")[0] == 2
     assert called(capsys, "follow", "--json")[1] == "True\n"
+
+
+def test_help_shows_square_brackets_as_they_were_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    for words in (("bracketed", "--help"), ("--help",)):
+        out = called(capsys, *words)[1]
+        assert r"Look at data.path=[a,b], [V6]:PORT and [red]what is no colour[/red] \[x]." in out
+    assert "Images: data.path=[north,south]; a policy's [survey] allow." in called(capsys, "bracketed", "--help")[1]

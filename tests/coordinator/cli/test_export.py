@@ -11,10 +11,12 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from coordinator.lead.accuracy import clinical_message
+from coordinator.lead.board_card import training_text
 from coordinator.lead.client import LeadClient
 from coordinator.lead.export import check_detail, export_model, model_card
 from coordinator.lead.tables import software_text
@@ -31,6 +33,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.records import Schema
 from fl_core.types.values import Part, State
+from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.codec import write_state
@@ -245,4 +248,39 @@ def test_a_card_names_the_software_of_the_runs_sides_or_of_an_older_run_its_mani
     run, info = manifest("fedavg", rounds=1), pb.RunInfo(run_id="r1", name="test", rounds=1)
     text = software_text({"": "fl 1+a", "south": "fl 1+b"})
     assert f"| software | {text} |" in model_card(info, run, [], text)
-    assert f"| software | {run.software} |" in model_card(info, run, [])
+    assert "| software | fl 0+c |" in model_card(info, replace(run, software="fl 0+c"), [])
+
+
+HOSTILE = "<script>alert(1)</script> ![x](http://a.example/b) [y](javascript:c) \\[z](d) \\<b> | `e | *f*"
+
+
+def test_no_name_or_reason_is_markup_in_the_model_card() -> None:
+    """Rendered as CommonMark with tables, every text that somebody chose is text: no element, link, picture or cell."""
+    classes = (HOSTILE, *SCHEMA.classes[1:])
+    plain = manifest("fedavg", rounds=1)
+    run = replace(plain, data=HOSTILE, schema=replace(plain.schema, classes=classes))
+    member = run.members[0].name
+    last = pb.RoundInfo(
+        kind=pb.TRAIN, included=[member], missing={member: HOSTILE}, correct=[1.0] * 10, examples=[2.0] * 10
+    )
+    info = pb.RunInfo(run_id="r1", name=HOSTILE, state=HOSTILE, rounds=1)
+    rendered = MarkdownIt("commonmark", {"html": True}).enable("table")
+    cards = [
+        model_card(info, run, [last], software=text, intended_use=text, licence=text) for text in (HOSTILE, "plain")
+    ]
+    for card in cards:
+        tokens = [t for top in rendered.parse(card) for t in [top, *(top.children or [])]]
+        assert not [t for t in tokens if t.type in {"html_block", "html_inline", "link_open", "image"}]
+    cells = [sum(t.type == "td_open" for t in rendered.parse(card)) for card in cards]
+    assert cells[0] == cells[1]
+    assert cards[0].count("script>alert(1)") >= 7  # it is all there, as text
+    assert "**" not in rendered.render(cards[0])
+
+
+def test_a_closed_form_is_said_to_take_no_training_step() -> None:
+    for method, steps in (("analytic", False), ("fedavg", True)):
+        run = manifest(method, rounds=1)
+        assert (
+            "| local training | none: the model is solved in closed form" in model_card(pb.RunInfo(), run, [])
+        ) is not steps
+        assert ("momentum" in training_text(CompiledRun(run))) is steps

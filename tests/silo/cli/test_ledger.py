@@ -18,7 +18,8 @@ from silo.cli.service import run
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation
-from tests.support.fake_coordinator import enrolled
+from tests.support.fake_coordinator import enrolled, manifest
+from tests.support.hospital import took_part
 from tests.support.privacy import DATA, TEST, TRAIN, budgeted
 
 ROUND = [PlannedRelease("training", Mechanism(2.85, 0.032, 31))]
@@ -48,9 +49,24 @@ def spend(ledger: Ledger, round: int, state: str = "SPENT") -> str:
     return entry
 
 
+def test_a_home_without_a_ledger_shows_what_left_it_without_noise(capsys, tmp_path):
+    home = ["--home", str(tmp_path / "home")]
+    for updates in (0, 2):
+        if updates:
+            took_part(enrolled(tmp_path / "home"), manifest(), "fedavg-digits-plain", rounds=updates)
+        counted = answer(capsys, "ledger", "show", *home)
+        assert counted["collections"] == []
+        assert counted["unprotected"]["updates"] == updates
+        assert run(["ledger", "show", *home]) == 0
+        out = capsys.readouterr().out
+        assert "silo ledger register --data REF" in out
+        assert ("this home: 2 updates left without noise, in 1 run" in out) is bool(updates)
+    assert not Home(tmp_path / "home").ledger.exists()
+    fails(capsys, "E-BUDGET-04", 1, "ledger", "verify", *home)
+
+
 def test_a_hospital_registers_gives_a_budget_and_sees_both(capsys, tmp_path):
     home = ["--home", str(tmp_path / "home")]
-    fails(capsys, "E-BUDGET-04", 1, "ledger", "show", *home)
     named = answer(capsys, "ledger", "register", "--data", DATA, "--name", "center1", *home)
     assert named == {"collections": {TRAIN: True, TEST: True, "hospital": True}}
     assert set(

@@ -108,13 +108,13 @@ def test_the_page_shows_what_left_what_was_spent_who_is_there_and_what_waits(hom
 
 
 def test_the_page_says_beside_the_spending_how_many_updates_left_without_privacy(home, show) -> None:
-    assert "left without privacy" not in show(home).text()
+    assert "left without noise" not in show(home).text()
     took_part(home, manifest(), "fedavg-digits-plain", rounds=4)
     shown = show(home)
     text = shown.text()
     assert "is spent for each record in private runs: whatever others learn from these runs alone" in text
-    assert "▲ 4 updates of these records left without privacy, in 1 run: no bound holds for what they tell." in text
-    assert "4 updates of this hospital's records left without privacy" in text
+    assert "▲ 4 updates of these records left without noise, in 1 run: no bound holds for what they tell." in text
+    assert "4 updates of this hospital's records left without noise" in text
     assert "▲ no privacy" in text
     assert "epsilon 8 at delta 1e-05 for each record" in text
     assert "of other homes" not in text
@@ -130,12 +130,12 @@ def test_the_commands_say_how_many_updates_left_without_privacy(home, capsys) ->
     assert found["left"]["unprotected"] == {"updates": 4, "runs": 1, "unregistered": 0, "unknown": 0}
     assert [run["privacy"] for run in found["runs"]] == ["epsilon 8 at delta 1e-05 for each record", "no privacy"]
     assert silo(["status", *place]) == 0
-    assert "4 updates left without privacy, in 1 run: no bound holds for what they tell." in capsys.readouterr().out
+    assert "4 updates left without noise, in 1 run: no bound holds for what they tell." in capsys.readouterr().out
     assert silo(["ledger", "show", "--json", *place]) == 0
     shown = json.loads(capsys.readouterr().out)["collections"]
     assert {c["collection"]: c["unprotected"]["updates"] for c in shown} == {TEST: 4, TRAIN: 4, "hospital": 4}
     assert silo(["ledger", "show", *place]) == 0
-    assert f"{TRAIN}: 4 updates left without privacy, in 1 run" in capsys.readouterr().out
+    assert f"{TRAIN}: 4 updates left without noise, in 1 run" in capsys.readouterr().out
 
 
 def test_a_home_that_never_served_says_so_in_sentences(tmp_path, show) -> None:

@@ -265,10 +265,10 @@ def test_a_guarantee_speaks_of_private_runs_and_counts_the_updates_that_left_wit
     of = {name: spending(ledger, None, name, updates=updates) for name in (TRAIN, TEST, "hospital")}
     assert (
         of[TRAIN].warning
-        == "2 updates of these records left without privacy, in 1 run: no bound holds for what they tell."
+        == "2 updates of these records left without noise, in 1 run: no bound holds for what they tell."
     )
     assert (of[TEST].unprotected.updates, of[TEST].unprotected.runs) == (3, 2)
-    assert of["hospital"].warning.startswith("3 updates of this hospital's records left without privacy, in 2 runs")
+    assert of["hospital"].warning.startswith("3 updates of this hospital's records left without noise, in 2 runs")
     assert of[TRAIN].sentence() == found.sentence()
 
 

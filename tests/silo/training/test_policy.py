@@ -24,11 +24,13 @@ from silo.reports.spending import unprotected
 from silo.service.task_queue import public_reason
 from silo.storage.home import Home
 from silo.training import evaluation_summary
+from silo.training.hospital_controls import _warn_of_few
 from silo.training.policy_in_force import in_force
 from silo.training.run_request import privacy_of
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first, upload
+from tests.support.masked import masked_manifest
 from tests.support.privacy import DATA, SEEDED_POLICY, TEST, TRAIN, budgeted, private
 
 
@@ -182,8 +184,17 @@ def test_a_hospital_is_warned_where_exact_sums_show_what_its_records_span(make, 
     hospital = make(run)
     hospital.start()
     first(hospital)
-    assert caplog.text.count("second moments of 600 numbers leave without privacy") == 1
+    assert caplog.text.count("second moments of 600 numbers leave without noise") == 1
     assert "507" not in caplog.text
+
+
+def test_a_warning_of_sums_that_leave_under_masks_says_so(caplog):
+    choice = {"method": NamedOptions("analytic", {}), "model": NamedOptions("random_features", {"width": 600})}
+    for run in (manifest(**choice), masked_manifest(**choice)):
+        caplog.clear()
+        _warn_of_few(CompiledRun(run), 507)
+        assert ("leave under masks, without noise" in caplog.text) is (run.secagg is not None)
+        assert "507" not in caplog.text
 
 
 def test_no_number_of_the_ledger_or_the_policy_reaches_the_coordinator():
