@@ -151,7 +151,7 @@ def test_measurements_of_a_hospital_stay_out_of_its_log(caplog):
             "n",
         )
         log_event(error_event(DataError("E-DATA-04", "Jane_Doe.png is broken")), "n")
-    assert "17" not in caplog.text
+    assert "17" not in "".join(caplog.messages)
     assert [r.event for r in caplog.records] == ["staged", "trouble"]
     assert caplog.records[1].code == "E-DATA-04"
     assert "Jane" not in mask(caplog.records[1].getMessage(), HOME)
