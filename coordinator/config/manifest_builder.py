@@ -120,7 +120,7 @@ def manifest_from(
     require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
     trained = trained_part(network, schema, spec.train, model.name)
-    capabilities.check_micro_batch(built, trained.model, spec.train)
+    capabilities.check_batches(built, trained.model, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
     masked = _secagg(spec, len(names)) is not None
     closing = closing_layout(len(schema.classes), spec.by_hospital, bool(spec.own), metrics, masked)

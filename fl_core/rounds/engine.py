@@ -18,7 +18,7 @@ from fl_core.aggregation.masked_sum import MaskedSum, Opening
 from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.aggregation.round_sum import NO_HISTORY, NormClippedSum, NormHistory, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck
-from fl_core.errors import REASON_CHARS, FederationError, UnavailableError
+from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
 from fl_core.rounds import closing, sampling
 from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.training.clinical import clinical_metrics
@@ -69,6 +69,9 @@ class Observer:
     def closed(self, record: RoundRecord, server: State) -> None:
         """Handle the state after a closed round; the next round begins when this returns."""
 
+
+_NO_STEP = ("E-RUN-52", "E-DATA-08")
+"""How the reasons of hospitals begin whose data give no training step: they will give none in the next round either."""
 
 Replies = Iterator[tuple[str, Future[Bundle]]]
 """Names of silos and what they sent, as it arrives."""
@@ -126,7 +129,8 @@ class RoundLoop:
         closed: `RoundRecord.medians` of the rounds before `start`, without which the bound on norms starts over.
 
         Raises UnavailableError (E-RUN-03) when fewer silos than the quorum deliver; the state of the last closed
-        round is with the observer, and `start` continues from there.
+        round is with the observer, and `start` continues from there. RefusedError (E-RUN-52) when no silo of a round
+        can take a step of training.
         """
         history = NormHistory.of(closed, self.initial)
         if start == 0 and self.masked is not None and self.masked.census and HOSPITALS not in server:
@@ -223,11 +227,16 @@ class RoundLoop:
         return server, decided.medians
 
     def _require_enough(self, included: Sequence[str], missing: Mapping[str, str], cohort: int, t: int) -> None:
+        reasons = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        if missing and not included and all(why.startswith(_NO_STEP) for why in missing.values()):
+            raise RefusedError(
+                "E-RUN-52", f"round {t + 1}: no hospital took a training step, so there is nothing to merge; {reasons}"
+            )
         if len(included) < (needed := self.needed(cohort)):
             raise UnavailableError(
                 "E-RUN-03",
                 f"round {t + 1}: expected updates of at least {needed} of {cohort} silos, found {len(included)}; "
-                + "; ".join(f"{name}: {why}" for name, why in missing.items()),
+                + reasons,
             )
 
     def _round_sum(

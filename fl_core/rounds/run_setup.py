@@ -230,9 +230,9 @@ class RunSetup:
         return plain | {torch.int32, torch.int64} if self.guards.silo else plain
 
     def silo_runtime(self) -> SiloRuntime:
-        """Make what a silo works with; raises ConfigError (E-CFG-08) as `capabilities.check_micro_batch`."""
+        """Make what a silo works with; raises as `capabilities.check_batches`."""
         self._require_weights()
-        capabilities.check_micro_batch(self.method, self.model, self.manifest.train)
+        capabilities.check_batches(self.method, self.model, self.manifest.train)
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core import rng
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError, DataError, RefusedError
 from fl_core.survey.answers import exact_answers, nothing_told
 from fl_core.survey.facts import surveyed
 from fl_core.training import optimizers
@@ -97,7 +97,7 @@ class PlainLocalData:
 
         Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
         which has no variance to normalise it by, and is not counted. Raises ConfigError (E-CFG-08) without a parameter
-        that may move.
+        that may move; as `draw_batches`; RefusedError (E-RUN-52) where every batch is skipped.
         """
         path = ("round", self._context.round, "silo", self._context.silo, "sgd", self._calls)
         self._calls += 1
@@ -122,6 +122,8 @@ class PlainLocalData:
             )
             smallest = 2 if any(len(i) == 1 for i in batches) and has_batch_norm(model) else 1
             used = [(done, i) for done, i in enumerate(batches, start=1) if len(i) >= smallest]
+            if batches and not used:
+                self._refuse(no_step("only batches of one example"))
             for (done, _), (x, y) in zip(used, self._stream([i for _, i in used], augment), strict=True):
                 descent.clear()
                 descent.backward(self._objectives(model, loss, x, y, options.penalty))
@@ -132,6 +134,10 @@ class PlainLocalData:
         if self._config.channels_last:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return taken
+
+    def _refuse(self, error: RefusedError) -> None:
+        """Handle a training without a step, which depends on how many examples this silo has."""
+        raise error
 
     def _objectives(
         self, model: nn.Module, loss: LossFn, x: Tensor, y: Tensor, penalty: PenaltyFn | None
@@ -270,20 +276,29 @@ def eval_batch(shape: Sequence[int]) -> int:
 def draw_batches(n: int, size: int, order: torch.Generator, steps: int, *, drop_last: bool = False) -> list[Tensor]:
     """Draw the batches of so many steps over n examples.
 
-    Raises DataError (E-DATA-08) without any example, or, with drop_last, without a whole batch of them.
+    Raises DataError (E-DATA-08) without any example; RefusedError (E-RUN-52), with drop_last, without a whole batch.
     """
     if n == 0:
         raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
     if drop_last and n < size:
-        raise DataError(
-            "E-DATA-08",
-            f"expected a whole batch of {size} training examples with train.drop_last=true, found {n}: lower "
+        raise RefusedError(
+            "E-RUN-52",
+            f"expected a whole batch of {size} training examples with train.drop_last=true, found fewer: lower "
             "train.batch_size, or leave drop_last out",
         )
     batches: list[Tensor] = []
     while len(batches) < steps:
         batches += torch.split(torch.randperm(n, generator=order)[: n - n % size if drop_last else n], size)
     return batches[:steps]
+
+
+def no_step(batches: str) -> RefusedError:
+    """Make the error of a training all of whose batches are left out; `batches` says which they are."""
+    return RefusedError(
+        "E-RUN-52",
+        f"expected a training step, found {batches}, which batch norm cannot normalise: set train.batch_size to 2 or "
+        "more, take a model without batch norm (model.norm=group), or leave out hospitals with a single example",
+    )
 
 
 class LocalDataWrapper:

@@ -8,6 +8,7 @@ charged to the records, whose RDP is at most four times the hospital's.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.options import Mean, NormClipped, Options
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import Guards
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
@@ -34,12 +35,21 @@ from privacy.release_log import ReleaseLog
 if TYPE_CHECKING:
     from privacy.policy_terms import Floors
 
+log = logging.getLogger(__name__)
+
 RECORD_OF_A_SILO = 4.0
 """RDP of a record per RDP of its hospital: alpha / (2 (z/2)^2) over alpha / (2 z^2)."""
 HOSPITAL_HIDDEN = (
     "Silo-level privacy hides, within epsilon, what all data of a hospital change, and so which classes it treats; "
     "that it takes part is not hidden."
 )
+
+
+class _HospitalData(PlainLocalData):
+    """As plain, but a training without a step is said in this hospital's log alone: an error would tell of its data."""
+
+    def _refuse(self, error: RefusedError) -> None:
+        log.warning("nothing was trained in this round: %s", error)
 
 
 def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
@@ -95,7 +105,7 @@ class SiloProfile(PrivateProfile):
         def open_plain(data: RoundData) -> LocalData:
             progress, training = data.progress, data.context.round < rounds
             log.reserve(data.context.round, training, silo_releases(self.guard, training))
-            return PlainLocalData(replace(data, progress=progress and (lambda *_: progress(0, 0))))
+            return _HospitalData(replace(data, progress=progress and (lambda *_: progress(0, 0))))
 
         return with_prototype_filter(open_plain, replace(withheld, min_examples=0))
 

@@ -171,7 +171,7 @@ Alter = Callable[[TaskKey, Bundle], Bundle]
 class ScriptedSilo:
     """A silo that follows docs/protocol.md with the least code: session, outbox, uploads, and a script for exceptions.
 
-    alter: changes a bundle before it is packed. refuse: says why an offer is refused, or "".
+    alter: changes a bundle before it is packed. refuse: says why an offer is refused, or ""; code: of the refusal.
     """
 
     def __init__(
@@ -183,10 +183,11 @@ class ScriptedSilo:
         *,
         alter: Alter | None = None,
         refuse: Callable[[pb.Offer], str] = lambda offer: "",
+        code: str = "E-RUN-14",
     ) -> None:
         self.world, self.name, self.share = world, name, share
         self.memory = memory or Memory()
-        self._alter, self._refuse = alter, refuse
+        self._alter, self._refuse, self._code = alter, refuse, code
         self._stop = threading.Event()
         self._offers: queue.Queue[pb.Offer | None] = queue.Queue()
         self.received: list[pb.CoordinatorMessage] = []
@@ -269,7 +270,7 @@ class ScriptedSilo:
             why = self._refuse(offer)
             ref = {"run_id": offer.run_id, "round": offer.round, "kind": offer.kind}
             out.put(
-                pb.SiloMessage(answer=pb.Answer(**ref, accepted=not why, code="E-RUN-14" if why else "", reason=why))
+                pb.SiloMessage(answer=pb.Answer(**ref, accepted=not why, code=self._code if why else "", reason=why))
             )
             if not why:
                 self._offers.put(offer)

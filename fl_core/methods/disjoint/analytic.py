@@ -520,14 +520,15 @@ def best(right: Tensor, counts: Tensor) -> int:
 
 def _first_best(right: Tensor, counts: Tensor) -> int:
     """Return the first of the best: the smallest beta, 0 where no example was held out."""
-    if not bool(counts.sum() > 0):
-        return 0
     accuracy = _balanced(right, counts)
     return int(torch.nonzero(accuracy == accuracy.max())[0])
 
 
 def _balanced(right: Tensor, counts: Tensor) -> Tensor:
+    """Return the balanced accuracy of each candidate (K,): equal ones where no example was held out."""
     there = counts > 0
+    if not bool(there.any()):
+        return torch.zeros_like(right[0])
     return (right[there] / counts[there].unsqueeze(1)).mean(0)
 
 

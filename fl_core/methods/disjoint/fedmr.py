@@ -173,16 +173,22 @@ def intra_loss(z: Tensor, y: Tensor, n_classes: int, form: IntraVariant) -> Tens
     return found / z.shape[1] ** 2 if form.mean else found
 
 
+_LEAST_SPREAD = 1e-24
+"""Variances up to this are rounding errors of equal features: with eps=0 their gradient is beyond float32."""
+
+
 def _standardised(z: Tensor, y: Tensor, n_classes: int, eps: float) -> tuple[Tensor, Tensor]:
     """Standardise features within their class; also return n_c of each example's class (B,).
 
-    The gradient flows through mean and variance. Features equal in all examples of a class become 0.
+    The gradient flows through mean and variance. Features equal in all examples of a class become 0, with gradient 0.
     """
     member = one_hot(y, n_classes).to(z.dtype)  # (B, C)
     n = member.sum(0).clamp_min(1)  # (C,)
     centred = z - ((member.T @ z) / n.unsqueeze(1))[y]
     variance = (member.T @ centred.square()) / (n - 1).clamp_min(1).unsqueeze(1)
-    return centred * (variance + eps).rsqrt()[y], n[y]
+    spread = variance + eps
+    varies = spread > _LEAST_SPREAD
+    return centred * torch.where(varies, torch.where(varies, spread, 1.0).rsqrt(), 0.0)[y], n[y]
 
 
 class PrototypeTargets(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from fl_core.errors import DataError
+from fl_core.errors import RefusedError
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Weighing
 from fl_core.types.interfaces import LocalData
@@ -28,9 +28,9 @@ SGD_ONLY = "set train.optimizer=sgd, whose steps have a known length (with momen
 
 
 def effective_steps_of(data: LocalData, steps: int, mu: float = 0.0) -> float:
-    """Return A_k of the steps taken, > 0; raises DataError (E-DATA-08) where no step was taken."""
+    """Return A_k of the steps taken, > 0; raises RefusedError (E-RUN-52) where no step was taken."""
     if steps < 1:
-        raise DataError("E-DATA-08", "expected at least one training step at this silo, found none: too few examples")
+        raise RefusedError("E-RUN-52", "expected at least one training step at this silo, found none: raise the epochs")
     return data.effective_steps(steps, mu)
 
 

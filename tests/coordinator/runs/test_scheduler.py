@@ -51,6 +51,18 @@ def stop(people: list[ScriptedSilo]) -> None:
         silo.stop()
 
 
+def test_a_run_in_which_no_hospital_takes_a_step_fails_with_the_remedy_and_is_never_finished(tmp_path: Path) -> None:
+    with running(tmp_path / "home", NAMES) as world:
+        no_step = {"refuse": lambda offer: "expected a training step: raise train.batch_size", "code": "E-RUN-52"}
+        people = [ScriptedSilo(world, name, share, **no_step) for name, share in zip(NAMES, shares(), strict=True)]
+        run = world.ended(world.submit(manifest(rounds=2)).id)
+        assert run.state is RunState.FAILED
+        assert run.reason.startswith("E-RUN-52: round 1: no hospital took a training step")
+        assert all(f"{name}: E-RUN-52" in run.reason and "raise train.batch_size" in run.reason for name in NAMES)
+        assert run.closed == 0
+        stop(people)
+
+
 def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

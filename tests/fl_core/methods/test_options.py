@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError, RefusedError
 from fl_core.methods import build_method
 from fl_core.rounds.capabilities import check_supported
 from fl_core.types.enums import Capability
@@ -118,7 +118,7 @@ def test_through_ports_a_lost_update_leaves_the_mean_of_silo_states_intact(
 
 @pytest.mark.parametrize("name", ["scaffold", "fednova", "feddc"])
 def test_a_silo_without_a_step_does_not_deliver(name: str) -> None:
-    with pytest.raises(DataError, match="E-DATA-08"):
+    with pytest.raises(RefusedError, match="E-RUN-52"):
         play(build_method(name, {}), (QData(1, 0, steps=0), QData(4, 1)), 1)
 
 

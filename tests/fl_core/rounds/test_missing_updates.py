@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-from fl_core.errors import ProtocolError, UnavailableError
+from fl_core.errors import ProtocolError, RefusedError, UnavailableError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import local_ports
+from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import SiloPort
+from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Part, RoundContext, State, StoredTensors, Tensors
-from tests.support.federations import NAMES, Failing, Kept, go, manifest, same, shares
+from tests.support.federations import NAMES, Failing, Given, Kept, go, manifest, same, shares
 
 
 def failing(run: RunManifest, which: int, rounds: Sequence[int], *, spoil: bool = False) -> list[SiloPort]:
@@ -69,6 +71,53 @@ def test_a_round_below_its_quorum_stops_the_run_after_the_last_closed_round() ->
         RunSetup.of(run).round_loop(local_ports(RunSetup.of(run), shares()), 1).run(kept.states[0], Kept(), 1)["w"],
         go(run)[0]["w"],
     )
+
+
+def few_examples(*kept: int) -> list[SiloShare]:
+    """The made-up shares, cut to so many training examples."""
+    return [SiloShare(Given(s.train.x[:n], s.train.labels[:n]), s.test) for s, n in zip(shares(), kept, strict=True)]
+
+
+BATCH_NORM, DROP_LAST = {"model_options": {"norm": "batch"}}, {"train": TrainConfig(batch_size=4, drop_last=True)}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmr", "scaffold", "fedrep"])
+@pytest.mark.parametrize("options", [BATCH_NORM, DROP_LAST], ids=["batch norm", "drop last"])
+def test_a_run_in_which_no_hospital_takes_a_step_fails_and_is_never_finished(
+    method: str, options: dict[str, Any]
+) -> None:
+    run, kept = manifest(method, rounds=2, **options), Kept()
+    ports = local_ports(RunSetup.of(run), few_examples(1, 1, 1))
+    with pytest.raises(RefusedError, match=r"E-RUN-52: round 1: no hospital took a training step.*east: E-RUN-52"):
+        RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), kept)
+    assert kept.records == []
+
+
+@pytest.mark.parametrize("options", [BATCH_NORM, DROP_LAST], ids=["batch norm", "drop last"])
+def test_a_hospital_whose_data_give_no_step_is_named_with_the_reason_and_the_others_go_on(
+    options: dict[str, Any],
+) -> None:
+    run = manifest(rounds=1, quorum=2, **options)
+    _, kept = go(run, local_ports(RunSetup.of(run), few_examples(9, 1, 9)))
+    assert kept.records[0].included == ("north", "south")
+    assert kept.records[0].missing["east"].startswith("E-RUN-52: expected a")
+    assert "train.batch_size" in kept.records[0].missing["east"]
+
+
+def test_hospitals_without_a_step_beside_one_that_is_away_leave_the_run_paused() -> None:
+    run = manifest(rounds=1, **BATCH_NORM)
+    ports: list[SiloPort] = list(local_ports(RunSetup.of(run), few_examples(1, 1, 9)))
+    ports[2] = Failing(ports[2], [0])
+    with pytest.raises(UnavailableError, match=r"E-RUN-03.*east: E-RUN-52"):
+        RunSetup.of(run).round_loop(ports, 1).run(RunSetup.of(run).initial_state(), Kept())
+
+
+def test_batches_of_one_with_batch_norm_are_refused_before_round_1() -> None:
+    train = TrainConfig(batch_size=1)
+    with pytest.raises(RefusedError, match=r"E-RUN-52.*train\.batch_size=1"):
+        RunSetup.of(manifest(train=train, **BATCH_NORM)).silo_runtime()
+    RunSetup.of(manifest(train=train)).silo_runtime()
+    RunSetup.of(manifest("analytic", train=train, **BATCH_NORM)).silo_runtime()  # it takes no steps
 
 
 def test_without_a_quorum_two_thirds_of_the_cohort_must_deliver() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core import rng
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import ConfigError, DataError, RefusedError
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData, draw_batches, eval_batch
 from fl_core.types import tensor_maps
@@ -76,7 +76,7 @@ def test_drop_last_leaves_out_the_short_batch_of_each_epoch_and_refuses_where_no
     assert silo.planned_steps() == silo.sgd(Linear(), ce) == 6
     assert TrainConfig(drop_last=True).facts()["drop_last"]
     assert "drop_last" not in TrainConfig().facts()
-    with pytest.raises(DataError, match=r"whole batch of 15.* found 14"):
+    with pytest.raises(RefusedError, match=r"E-RUN-52.*whole batch of 15"):
         draw_batches(14, 15, order, 0, drop_last=True)
 
 
@@ -100,6 +100,14 @@ def test_batch_norm_skips_a_lone_example_and_does_not_count_it() -> None:
     assert silo.sgd(model, ce) == 2
     assert data(9).sgd(build_model("digits_cnn", {}, SCHEMA, 0), ce) == 3
     assert tensor_maps.all_finite(tensor_maps.copy_state(model))
+
+
+@pytest.mark.parametrize(("n", "schedule"), [(1, {}), (9, {"batch_size": 1}), (9, {"batch_size": 1, "epochs": 3})])
+def test_training_whose_every_batch_is_left_out_is_refused_with_the_remedy(n: int, schedule: dict[str, int]) -> None:
+    model = build_model("digits_cnn", {"norm": "batch"}, SCHEMA, 0)
+    with pytest.raises(RefusedError, match=r"E-RUN-52.*batch norm.*train\.batch_size to 2"):
+        data(n, **schedule).sgd(model, ce)
+    assert data(n, **schedule).sgd(build_model("digits_cnn", {}, SCHEMA, 0), ce) >= 1
 
 
 def test_learning_rate_falls_by_round() -> None:

@@ -13,7 +13,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import Member, NamedOptions
-from fl_core.types.records import Schema
+from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import PartSpec
 from tests.support import until
 from tests.support.fake_coordinator import manifest
@@ -82,6 +82,16 @@ def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path)
     for word in ("ward7", "smith", str(tmp_path)):
         assert word not in answer.reason
     assert any("smith-john" in notice.text for notice in hospital.notices)
+
+
+def test_a_hospital_whose_data_give_no_training_step_says_so_with_the_reason(make):
+    hospital = make(manifest(train=TrainConfig(epochs=1, batch_size=100_000, drop_last=True)))
+    hospital.start()
+    hospital.offer()
+    refused = hospital.refused()
+    assert refused.code == "E-RUN-52"
+    assert "train.drop_last" in refused.reason
+    assert hospital.transfer.calls.count("Open") == 0
 
 
 def test_another_shape_is_refused(make):

@@ -10,9 +10,14 @@ import torch
 from fl_core import datasets
 from fl_core.errors import RefusedError
 from fl_core.methods import build_method
+from fl_core.methods.fedavg import FedAvg
+from fl_core.models import build_model
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.simulation.in_process import SiloShare, local_ports
+from fl_core.types.interfaces import RoundData
+from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
@@ -27,7 +32,7 @@ from silo.storage.home import Home
 from silo.training.hospital_controls import describe_request
 from tests.support import some, until
 from tests.support.hospital import Watched, rounds_equal
-from tests.support.privacy import HOSPITAL, SEEDED_POLICY, TEST, TRAIN, budgeted, hospital_level, private
+from tests.support.privacy import HOSPITAL, SEEDED_POLICY, TEST, TRAIN, budgeted, examples, hospital_level, private
 
 ROOM = 40.0
 """Of training records: a run of epsilon 8 for the hospital costs each of them more."""
@@ -84,6 +89,19 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     assert leaving(hospital.service.store).verdict == "No image has left this hospital"
     assert opened.attestation.ledger_seq > 10
     assert opened.attestation.policy_digest
+
+
+def test_a_hospital_without_a_training_step_says_so_in_its_log_alone(caplog):
+    """An error would tell that it has a single record."""
+    run = hospital_level()
+    run = replace(run, model=NamedOptions(run.model.name, {"norm": "batch"}))
+    profile = CompiledRun.of(run).profile
+    lone = examples(1)
+    context = RoundContext(3, 10, 2, 0, 3).for_silo(0, 3)
+    data = profile.data_factory(0, InMemoryReleaseLog())(RoundData(lone, lone, run.train, context))
+    model = build_model(run.model.name, {"norm": "batch"}, run.schema, 0)
+    assert data.sgd(model, FedAvg.loss) == 0
+    assert "E-RUN-52" in caplog.text
 
 
 @pytest.mark.parametrize(

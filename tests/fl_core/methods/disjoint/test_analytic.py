@@ -520,3 +520,10 @@ def test_a_count_below_one_is_no_example_and_a_sum_is_held_to_what_examples_can_
     there = float(lie[0]) if lie[0] >= 1 else 0.0
     assert float(sums["n"][1]) == 10.0 + there
     assert float((sums["b"][1] - b[:2, 1].sum(0)).abs().max()) <= MAX_ENTRY * there
+
+
+def test_lambda_and_beta_are_chosen_although_no_example_was_held_out() -> None:
+    """A fifth of few images may be none of them: the largest lambda, and the global model."""
+    right, counts = torch.zeros(4, 7, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    assert analytic.best(right, counts) == 6
+    assert analytic._first_best(right, counts) == 0

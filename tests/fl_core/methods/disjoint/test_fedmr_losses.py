@@ -30,6 +30,7 @@ from tests.support.federations import FED
 F64 = torch.float64
 PAPER, CODE, LITERAL = IntraVariant(), IntraVariant(code=True), IntraVariant(literal_std=True)
 MEAN = IntraVariant(mean=True)
+FORMS = (PAPER, CODE, LITERAL, MEAN)
 X1 = torch.tensor([[1, 2], [2, 1], [3, 4], [4, 3]], dtype=F64)
 LINE = torch.tensor([-3, -1, 0, 1, 2, 4], dtype=F64).unsqueeze(1)
 
@@ -94,7 +95,7 @@ def test_mr_3_decorrelated_features_are_the_minimum() -> None:
     assert intra(z, form=CODE) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("form", [PAPER, CODE, LITERAL, MEAN])
+@pytest.mark.parametrize("form", [*FORMS, *(form._replace(eps=0.0) for form in FORMS)])
 @pytest.mark.parametrize("y", [[0, 0, 0, 0], [0, 1, 2, 3]])
 def test_mr_4_point_collapse_and_lonely_examples_give_a_differentiable_zero(form: IntraVariant, y: list[int]) -> None:
     z = torch.ones(4, 3, dtype=F64) if len(set(y)) == 1 else torch.randn(4, 3, generator=rng.stream(0, "z")).double()
@@ -104,6 +105,23 @@ def test_mr_4_point_collapse_and_lonely_examples_give_a_differentiable_zero(form
     assert loss.item() == 0
     assert z.grad is not None
     assert torch.equal(z.grad, torch.zeros_like(z))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale", [1.0, 1e-18], ids=["in part alone", "of hardly any variance"])
+def test_without_eps_a_class_that_is_alone_or_does_not_vary_leaves_the_gradient_finite(
+    form: IntraVariant, scale: float
+) -> None:
+    """In float32, as in training: one feature of ReLU that is 0 everywhere, one class with one example."""
+    z = scale * torch.rand(5, 4, generator=rng.stream(2, "z"))
+    z[:, 0] = 0.0
+    z.requires_grad_()
+    loss = intra_loss(z, torch.tensor([0, 0, 0, 0, 1]), 4, form._replace(eps=0.0))
+    loss.backward()
+    assert z.grad is not None
+    assert bool(torch.isfinite(loss))
+    assert bool(torch.isfinite(z.grad).all())
+    assert (float(loss.detach()) > 0) is (scale == 1.0)
 
 
 def test_mr_5_two_classes() -> None:
