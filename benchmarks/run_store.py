@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from coordinator.config.run_spec import RunSpec, SecaggSpec
@@ -72,6 +73,11 @@ def machine(device: str = "cpu") -> str:
     processor = f"{platform.machine()}{maker[1] if maker else ''} {torch.backends.cpu.get_cpu_capability()}"
     processor = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor
     return f"{processor}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def kind_of_machine(device: str = "cpu") -> str:
+    """Name a machine for the key of a run whose pairs are of one machine: as `machine`, with the version of numpy."""
+    return f"{machine(device)}, numpy {np.__version__}"
 
 
 def seeded(spec: RunSpec, seed: int) -> RunSpec:

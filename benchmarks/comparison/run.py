@@ -6,6 +6,8 @@
     python -m benchmarks.comparison cifar10_p5c2 --data-root /path/to/images --jobs 4
     python -m benchmarks.comparison fmnist_p5c2_resnet18 --jobs 12 --minutes 8     on a GPU; the same command goes on
 
+    python -m benchmarks.comparison fmnist_p5c2_claims --jobs 1   a protocol: of the protocols/, fixed before it runs
+
 Runs are kept in results/NAME.jsonl, the table is results/NAME.md.
 """
 
@@ -21,7 +23,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import run_store
-from benchmarks.comparison import report, settings, study
+from benchmarks.comparison import protocol, report, search, settings, study, verdicts
+from benchmarks.comparison.protocol import Protocol
+from benchmarks.comparison.search import Searched
 from benchmarks.comparison.settings import Comparison
 from benchmarks.run_store import Run, TimeUpError
 from fl_core.errors import DataError, FederationError
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help="a file of settings/, or the word list")
+    parser.add_argument("name", metavar="NAME", help="a file of settings/ or protocols/, or the word list")
     parser.add_argument("--stored", action="store_true", help="compute nothing: fail where a run is missing")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time, one core each; 0: one per core")
     parser.add_argument("--data-root", type=Path, help="folder of the image sets; CONSILIUM_TEST_DATA without it")
@@ -48,8 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if given.name == "list":
             print("\n".join(f"{name}: {settings.load(name).title}" for name in settings.names()))
+            print("\n".join(f"{name}: protocol, {protocol.load(name).title}" for name in protocol.names()))
             return
-        asked, until = settings.load(given.name), time.monotonic() + 60 * given.minutes
+        until = time.monotonic() + 60 * given.minutes
+        if given.name in protocol.names():
+            fixed = protocol.load(given.name)
+            print(follow(fixed, given.out, given.jobs, given.data_root, stored=given.stored, until=until))
+            return
+        asked = settings.load(given.name)
         asked = replace(asked, device=given.device or asked.device)
         print(compare(asked, given.out, given.jobs, given.data_root, stored=given.stored, until=until))
     except (FederationError, TimeUpError) as error:
@@ -81,6 +91,41 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{asked.name}.md").write_text(text)
     return text
+
+
+def follow(
+    fixed: Protocol,
+    out: Path,
+    jobs: int,
+    data_root: Path | None,
+    *,
+    stored: bool = False,
+    until: float = math.inf,
+) -> str:
+    """Do as `compare` with a protocol; a stored table is of the first machine that made all of its runs."""
+    store = out / f"{fixed.name}.jsonl"
+    if stored:
+        rows = stored_rows(fixed, store)
+    else:
+        computed = partial(run_store.complete, file=store, work=study.measure, jobs=jobs, until=until)
+        rows = search.searched(fixed, computed, run_store.kind_of_machine(), data_root)
+    text = verdicts.page(fixed, rows)
+    (out / f"{fixed.name}.md").write_text(text)
+    return text
+
+
+def stored_rows(fixed: Protocol, store: Path) -> dict[str, Searched]:
+    """Find a protocol's runs in its store; raises DataError (E-DATA-02) where no machine made all of them."""
+    complete, missing = (
+        stored_runs(store),
+        DataError("E-DATA-02", f"expected runs of {fixed.name} in {store}, found none"),
+    )
+    for machine in dict.fromkeys(str(run.get("machine")) for run in run_store.read(store).values()):
+        try:
+            return search.searched(fixed, complete, machine)
+        except DataError as error:
+            missing = error
+    raise missing
 
 
 def stored_runs(store: Path) -> study.Complete:

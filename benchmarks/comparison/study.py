@@ -7,14 +7,20 @@ times tuning seeds.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks import run_store
@@ -28,9 +34,11 @@ from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.results import Result
 from fl_core.errors import FederationError
+from fl_core.rounds.engine import Observer
 from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.records import PERSONAL_SCORES, RoundRecord
+from fl_core.types.values import State
 from privacy.accounting.uncertainty import LAST
 
 DEAD = 0.0
@@ -39,7 +47,7 @@ DEAD = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run of a comparison."""
+    """One run of a comparison; also: what its key has beside what it computes, and its line in the store."""
 
     key: str
     method: str
@@ -49,6 +57,7 @@ class Trial:
     data_root: Path | None = None
     diagnostics: tuple[str, ...] = ()
     device: str = "cpu"
+    also: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.method}, lr {self.lr:g}, seed {self.seed}"
@@ -62,16 +71,21 @@ def trials(
     data_root: Path | None,
     diagnostics: Sequence[str] = (),
     device: str = "cpu",
+    also: Mapping[str, object] | None = None,
 ) -> list[Trial]:
-    """Compose the runs of one variant of a method, once for all of them; raises ConfigError where it does not."""
-    also = {"diagnostics": list(diagnostics)} if diagnostics else {}
+    """Compose the runs of one variant of a method, once for all of them; raises ConfigError where it does not.
+
+    also: hits asks which test images the last rounds answer right; all of it is part of the key
+    """
+    also = also or {}
+    keyed = {**also, **({"diagnostics": list(diagnostics)} if diagnostics else {})}
     cut, found = next((w for w in words if w.startswith("images=")), ""), list[Trial]()
     spec = _composed(tuple(images.resolved(tuple(words), data_root, cut=False)))  # a stored table needs no images
     for lr in lrs:
         written, at = (*words, f"train.lr={lr:g}"), replace(spec, train=replace(spec.train, lr=lr))
         for seed in seeds:
-            key = run_store.key_of(run_store.seeded(at, seed), cut, **also)
-            found.append(Trial(key, method, lr, seed, written, data_root, tuple(diagnostics), device))
+            key = run_store.key_of(run_store.seeded(at, seed), cut, **keyed)
+            found.append(Trial(key, method, lr, seed, written, data_root, tuple(diagnostics), device, also))
     return found
 
 
@@ -89,9 +103,11 @@ def measure(trial: Trial) -> Run:
     """Simulate one run; one that the round loop itself ends is kept with its reason."""
     start, spec, root = time.process_time(), spec_of(trial), images.root_of(trial.words, trial.data_root)
     found: dict[str, object] = {"key": trial.key, "seed": trial.seed, "words": list(trial.words)}
+    found |= {**trial.also, "made": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"} if trial.also else {}
+    hits = TestHits(spec, root) if found.pop("hits", False) else None
     try:
         engine = SimulationEngine(device=trial.device, workers=1)  # runs are what is computed side by side
-        result = runner.run(spec, root, engine=engine)
+        result = runner.run(spec, root, hits, engine=engine)
     except FederationError as error:
         if error.code != "E-RUN-03":  # too few updates that are finite and useful: what training came to
             raise
@@ -105,9 +121,48 @@ def measure(trial: Trial) -> Run:
         **found,
         **measured(spec, result),
         **(_diagnosed(spec, result, root, trial.device) if trial.diagnostics else {}),
+        **(hits.facts() if hits else {}),
         "device": run_store.machine(trial.device),
         "cpu_seconds": round(time.process_time() - start, 2),
     }
+
+
+class TestHits(Observer):
+    """Counts how often the global model of the last rounds answers each test image right.
+
+    Images are ordered by a digest of theirs, so that runs which deal them otherwise to silos say it of the same ones.
+    """
+
+    __test__ = False
+
+    def __init__(self, spec: RunSpec, root: Path | None) -> None:
+        self._runtime, tests = runtime_and_tests(spec, root)
+        self._rounds = range(spec.rounds - LAST, spec.rounds)  # the state after a round; one more record has none
+        x, y = tests.batch(whole(tests))[0], tests.labels
+        digests = [hashlib.sha256(image.numpy().tobytes()).digest() for image in x]
+        order = torch.tensor(sorted(range(len(y)), key=lambda i: (digests[i], int(y[i]))))
+        self._x, self._y = x[order], y[order]
+        self._counts = torch.zeros(len(y), dtype=torch.uint8)
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        method = self._runtime.method
+        if record.round in self._rounds and method.has_global_model:
+            model = method.global_model(self._runtime.reset_model(), method.broadcast(server)).eval()
+            with torch.no_grad():
+                chosen = torch.cat([model(part).argmax(dim=1) for part in self._x.split(1000)])
+            self._counts += (chosen == self._y).to(torch.uint8)
+
+    def facts(self) -> dict[str, object]:
+        counts = base64.b64encode(zlib.compress(self._counts.numpy().tobytes(), 9)).decode()
+        return {"test_images": len(self._y), **({"hits": counts} if self._runtime.method.has_global_model else {})}
+
+
+def hits_of(run: Run) -> npt.NDArray[np.float64] | None:
+    """Read each test image's share of the last rounds; None where a run did not count, one zero where it failed."""
+    if "failed" in run:
+        return np.zeros(1)
+    text = run.get("hits")
+    return np.frombuffer(zlib.decompress(base64.b64decode(str(text))), np.uint8) / LAST if text else None
 
 
 def measured(spec: RunSpec, result: Result) -> Run:

@@ -4,6 +4,9 @@ images=cifar10-200-50         the first 200 training and 50 test images per clas
                               holds train/CLASS/*.jpg and test/CLASS/*.jpg
 images=fmnist-200-100         the first 200 training and 100 test images per class of Fashion-MNIST: published files in
                               ROOT, ROOT/fmnist or ROOT/FashionMNIST/raw, or Debian's dataset-fashion-mnist
+images=fmnist-200-val100      the same, but of the training images a fifth is set apart for validation, by the hash of
+images=fmnist-200-test1000    their bytes: the first 200 of the others train; the first 100 of the fifth, or the first
+                              1000 test images, of each class stand where the test images are
 images=isic2019-32            Fed-ISIC2019 shrunk to squares of 36 pixels, of which 32 are seen
 images=isic2019-32-200-50     of these at most 200 training and 50 test images of each class at each centre, by name
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import os
 import re
 import shutil
@@ -29,11 +33,13 @@ from fl_core.errors import ConfigError, DataError
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FORMS = (
-    "images=cifar10-TRAIN-TEST or images=fmnist-TRAIN-TEST (images per class), images=isic2019-SIZE or "
-    "images=isic2019-SIZE-TRAIN-TEST"
+    "images=cifar10-TRAIN-TEST or images=fmnist-TRAIN-TEST (images per class; valN or testN in place of TEST sets "
+    "validation images apart), images=isic2019-SIZE or images=isic2019-SIZE-TRAIN-TEST"
 )
 _CIFAR10 = re.compile(r"images=cifar10-(\d+)-(\d+)")
-_FMNIST = re.compile(r"images=fmnist-(\d+)-(\d+)")
+_FMNIST = re.compile(r"images=fmnist-(\d+)-(val|test|)(\d+)")
+VALIDATION = 5
+"""One training image in so many is a validation image, where an image set has any."""
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 _ISIC2019 = re.compile(r"images=isic2019-(\d+)(?:-(\d+)-(\d+))?")
 
@@ -64,7 +70,7 @@ def root_of(words: Sequence[str], data_root: Path | None) -> Path | None:
     """Return where a run's data lie: for images that were cut or shrunk the folder that holds them."""
     for word in words:
         if match := _FMNIST.fullmatch(word):
-            return _fmnist(data_root, int(match[1]), int(match[2]))
+            return _fmnist(data_root, int(match[1]), match[2], int(match[3]))
         if match := _ISIC2019.fullmatch(word):
             limits = {"train": int(match[2]), "test": int(match[3])} if match[2] else {}
             return _isic2019(_root(data_root), round(int(match[1]) * 224 / 200), limits)
@@ -127,9 +133,17 @@ def _unpack(archive: Path, made: Path, limits: dict[str, int]) -> None:
                 (made / split / name / Path(member.name).name).write_bytes(content.read())
 
 
-def _fmnist(data_root: Path | None, train: int, test: int) -> Path:
-    """Cut Fashion-MNIST: files of the publisher's form, which torchvision reads, with the first images per class."""
-    target = _cache(f"fmnist-{train}-{test}")
+def is_validation(image: npt.NDArray[np.uint8]) -> bool:
+    """Tell whether a training image is set apart for validation: equal images are on the same side."""
+    return int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") % VALIDATION == 0
+
+
+def _fmnist(data_root: Path | None, train: int, kind: str, test: int) -> Path:
+    """Cut Fashion-MNIST: files of the publisher's form, which torchvision reads, with the first images per class.
+
+    kind: val or test, where validation images are set apart: what the test files hold   train, test: images per class
+    """
+    target = _cache(f"fmnist-{train}-{kind}{test}")
     if target.is_dir():
         return target
     given = data_root or os.environ.get("CONSILIUM_TEST_DATA")
@@ -144,7 +158,11 @@ def _fmnist(data_root: Path | None, train: int, test: int) -> Path:
     made = target.with_name(f"{target.name}.{os.getpid()}")
     (made / "FashionMNIST/raw").mkdir(parents=True)
     for name, limit in (("train", train), ("t10k", test)):
-        images, labels = (_idx(source, f"{name}-{part}") for part in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+        read = "train" if kind == "val" else name
+        images, labels = (_idx(source, f"{read}-{part}") for part in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+        if kind and read == "train":
+            half = np.array([is_validation(image) for image in images]) == (name == "t10k")
+            images, labels = images[half], labels[half]
         kept = np.sort(np.concatenate([np.flatnonzero(labels == c)[:limit] for c in range(10)]))
         for part, values in (("images-idx3-ubyte", images[kept]), ("labels-idx1-ubyte", labels[kept])):
             head = b"\0\0\x08" + bytes([values.ndim]) + np.asarray(values.shape, ">i4").tobytes()

@@ -1,0 +1,245 @@
+"""The one rule by which a claim is judged: gates for both signs, the best baseline, and an interval of both samples.
+
+The interval of a difference is that of its mean over seeds by Student's t, with the variance of the test sample added:
+of each test image the mean over seeds and the last rounds of (ours right - theirs right) is one number, and the images
+are a sample of N. For one seed and one round that is McNemar's. Personal scores are kept per silo and not per image:
+there the part is that of two independent binomials, which is wider.
+
+holds                       the interval lies above 0 against the best FedAvg and against the best tuned baseline
+holds against FedAvg alone  it does against the best FedAvg
+does not                    against FedAvg it lies below 0, or below the printed gain
+not decided                 all else, and whatever does not pass a gate, with the distance to it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+import numpy as np
+from scipy.stats import t as student
+
+from benchmarks.comparison import report, study
+from benchmarks.comparison.protocol import BASELINE, Claim, Protocol, network_of
+from benchmarks.comparison.search import Searched, of_network
+from benchmarks.comparison.settings import CURVES
+from benchmarks.run_store import Run
+from privacy.accounting.uncertainty import LAST
+
+HOLDS, ALONE, NOT, OPEN = "holds", "holds against FedAvg alone", "does not", "not decided"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A difference in points with the ends of its 95 % interval; over_seeds, of_test: its two standard errors."""
+
+    mean: float
+    low: float
+    high: float
+    over_seeds: float
+    of_test: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1f} [{self.low:.1f}, {self.high:.1f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A word of the rule and why; best: the baseline that scores highest on the validation images."""
+
+    word: str
+    why: str
+    against_fedavg: Interval
+    fedavg: str
+    against_best: Interval
+    best: str
+
+    def __str__(self) -> str:
+        return self.word + (f" ({self.why})" if self.why else "")
+
+
+def interval(ours: Mapping[int, Run], theirs: Mapping[int, Run], measure: str) -> Interval:
+    """Compare two rows paired by seed; raises ValueError on other seeds or machines than one's own."""
+    if set(ours) != set(theirs):
+        raise ValueError(f"expected runs of the same seeds, found {sorted(set(ours) ^ set(theirs))} on one side")
+    if len(machines := {str(run.get("machine")) for side in (ours, theirs) for run in side.values()}) > 1:
+        raise ValueError(f"expected pairs of one machine, found {sorted(machines)}")
+    seeds = sorted(ours)
+    gaps = [study.mean_of_last(ours[s], measure) - study.mean_of_last(theirs[s], measure) for s in seeds]
+    over_seeds = variance(gaps) / len(gaps)
+    of_test = _test_part([ours[s] for s in seeds], [theirs[s] for s in seeds], measure)
+    half = float(student.ppf(0.975, len(gaps) - 1)) * math.sqrt(over_seeds + of_test)
+    mean = fmean(gaps)
+    numbers = (mean, mean - half, mean + half, math.sqrt(over_seeds), math.sqrt(of_test))
+    return Interval(*(100 * number for number in numbers))
+
+
+def _test_part(ours: Sequence[Run], theirs: Sequence[Run], measure: str) -> float:
+    """Return the variance of a mean difference that is the test images'."""
+    pairs = [(study.hits_of(a), study.hits_of(b)) for a, b in zip(ours, theirs, strict=True)]
+    if measure == "ga" and all(a is not None and b is not None for a, b in pairs):
+        per_image = sum(a - b for a, b in pairs) / len(pairs)  # type: ignore[operator]
+        return float(np.var(per_image, ddof=1) / per_image.size) if per_image.size > 1 else 0.0
+    rates = [fmean(study.mean_of_last(run, measure) for run in side) for side in (ours, theirs)]
+    size = max(int(str(run.get("test_images", 0))) for run in (*ours, *theirs))
+    return sum(p * (1 - p) for p in rates) / size
+
+
+def judge(claim: Claim, protocol: Protocol, rows: Mapping[str, Searched]) -> Verdict:
+    """Judge a claim by the rule above."""
+    method = rows[claim.method]
+    best = max((BASELINE, *claim.baselines), key=lambda name: validation(rows[name], claim.measure))
+    against = interval(method.table, rows[BASELINE].table, claim.measure)
+    against_best = interval(method.table, rows[best].table, claim.measure)
+    closed = [text for text in (level_gate(claim, protocol, rows), *moves_gate(claim, protocol, rows)) if text]
+    word, why = _word(claim, against, against_best)
+    if closed:
+        word, why = OPEN, "; ".join(closed)
+    elif other := _other_network(claim, rows, against):
+        why = "; ".join(filter(None, (why, other)))
+    fedavg = network_of(rows[BASELINE].chosen[0])
+    return Verdict(word, why, against, f"{BASELINE}{fedavg and ', ' + fedavg}", against_best, best)
+
+
+def validation(row: Searched, measure: str) -> float:
+    """Return what was chosen for a row scores on the validation images and the tuning seeds."""
+    return study.score(row.trials[row.chosen], measure)
+
+
+def _word(claim: Claim, against: Interval, against_best: Interval) -> tuple[str, str]:
+    if against.low > 0:
+        return (HOLDS, "") if against_best.low > 0 else (ALONE, "")
+    if against.high < 0:
+        return NOT, "behind"
+    if claim.printed is not None and against.high < claim.printed:
+        return NOT, f"the printed {claim.printed:+g} is above the interval"
+    return OPEN, "the interval holds 0" + (" and the printed gain" if claim.printed is not None else "")
+
+
+def level_gate(claim: Claim, protocol: Protocol, rows: Mapping[str, Searched]) -> str:
+    """Say how far the best FedAvg is from where it may be; empty where it is there."""
+    ours = 100 * study.score(list(rows[BASELINE].table.values()), claim.measure)
+    gates = protocol.gates
+    if claim.level is None:
+        short = gates.lost - ours
+        return f"FedAvg has {ours:.1f} %, {short:.1f} below the {gates.lost:g} it needs" if short >= 0 else ""
+    far = abs(ours - claim.level) - gates.level
+    return f"FedAvg has {ours:.1f} %, the paper's {claim.level:g}: {far:.1f} beyond the gate" if far > 0 else ""
+
+
+def moves_gate(claim: Claim, protocol: Protocol, rows: Mapping[str, Searched]) -> list[str]:
+    """Say by how much too little the method's diagnostics move, beside FedAvg with the same network, words and rate."""
+    row = rows[claim.method]
+    said = []
+    for diagnostic, way in claim.moves.items():
+        moved = [
+            (1 if way == "up" else -1) * (_number(ours, diagnostic) / _number(theirs, diagnostic) - 1)
+            for ours, theirs in zip(row.trials[row.chosen], row.twin, strict=True)
+        ]
+        if not min(moved) >= protocol.gates.moves:
+            said.append(
+                f"its {diagnostic} moves {way} by {100 * min(moved):.0f} % beside FedAvg's, "
+                f"the gate is {100 * protocol.gates.moves:.0f} %"
+            )
+    return said
+
+
+def _number(run: Run, name: str) -> float:
+    return float(str(run.get(name, math.nan)))
+
+
+def _other_network(claim: Claim, rows: Mapping[str, Searched], against: Interval) -> str:
+    """Name each network whose own FedAvg a method is on the other side of."""
+    of_networks = {name: row for name, row in rows.items() if name.startswith(of_network(""))}
+    others = {name: interval(rows[claim.method].table, row.table, claim.measure) for name, row in of_networks.items()}
+    return "; ".join(
+        f"against {name}: {other}"
+        for name, other in others.items()
+        if (other.low > 0) != (against.low > 0) or (other.high < 0) != (against.high < 0)
+    )
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+
+def page(protocol: Protocol, rows: Mapping[str, Searched]) -> str:
+    """Write the verdicts, the table and what every trial scored."""
+    runs = [run for row in rows.values() for run in row.table.values()]
+    seconds = sum({str(run["key"]): float(str(run["cpu_seconds"])) for run in _every(rows)}.values())
+    judged = [(claim, judge(claim, protocol, rows)) for claim in protocol.claims]
+    claims = [
+        [
+            c.paper,
+            c.claim,
+            _points(c.printed),
+            f"{v.against_fedavg} ({v.fedavg})",
+            f"{v.against_best} ({v.best})",
+            str(v),
+        ]
+        for c, v in judged
+    ]
+    lines = [f"# {protocol.title}", "", protocol.question, ""]
+    lines += report.table(["paper", "claim", "printed", "minus FedAvg", "minus the best baseline", "verdict"], claims)
+    for measure in protocol.measures:
+        lines += [
+            "",
+            f"**{CURVES[measure].capitalize()}, %**, mean of the last {LAST} rounds",
+            "",
+            *_table(rows, measure),
+        ]
+    chosen = [
+        [name, str(len(row.trials)), f"`{' '.join(row.chosen[0])}`", f"{row.chosen[1]:g}", _percent(_scores(row, m))]
+        for m in protocol.measures[:1]
+        for name, row in rows.items()
+    ]
+    lines += ["", "**Chosen on the validation images**", ""]
+    lines += report.table(["method", "trials", "variant", "lr", "validation, %"], chosen)
+    failed = {name: sum("failed" in run for run in row.table.values()) for name, row in rows.items()}
+    lines += ["", f"Runs without a model, which count as 0 %: {', '.join(f'{m} {n}' for m, n in failed.items() if n)}."]
+    lines = lines if any(failed.values()) else lines[:-2]
+    lines += [
+        "",
+        f"Protocol `{protocol.name}`, digest {protocol.digest}, committed before its first run. Intervals are of 95 %: "
+        f"paired over the {len(protocol.seeds)} seeds, with the part of the test images ({_most(runs)}). Rates and "
+        f"weights are chosen on validation images, a fifth of the training images, and seeds "
+        f"{', '.join(map(str, protocol.tuning_seeds))}. {len({str(r['key']) for r in _every(rows)})} runs, "
+        f"{seconds / 3600:.1f} CPU hours, on {', '.join(sorted({str(run['machine']) for run in runs}))}.",
+        "",
+        f"`python -m benchmarks.comparison {protocol.name}`",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(rows: Mapping[str, Searched], measure: str) -> list[str]:
+    base = rows[BASELINE].table
+    body = []
+    for name, row in rows.items():
+        gap = interval(row.table, base, measure)
+        parts = f"{gap.over_seeds:.1f}, {gap.of_test:.1f}"
+        score = _percent([study.mean_of_last(run, measure) for run in row.table.values()])
+        body.append([name, score, *(["", ""] if row.table is base else [str(gap), parts])])
+    return report.table(["method", "test images", "minus FedAvg", "standard errors: seeds, test images"], body)
+
+
+def _scores(row: Searched, measure: str) -> list[float]:
+    return [study.mean_of_last(run, measure) for run in row.trials[row.chosen]]
+
+
+def _percent(values: Sequence[float]) -> str:
+    return report.spread([100 * value for value in values])
+
+
+def _points(printed: float | None) -> str:
+    return "lost" if printed is None else f"{printed:+g}"
+
+
+def _most(runs: Sequence[Run]) -> int:
+    return max(int(str(run.get("test_images", 0))) for run in runs)
+
+
+def _every(rows: Mapping[str, Searched]) -> list[Run]:
+    trials = [run for row in rows.values() for runs in row.trials.values() for run in runs]
+    return [*trials, *(run for row in rows.values() for run in (*row.table.values(), *row.twin))]

@@ -1,0 +1,360 @@
+"""Protocols: what is fixed before the first run, what is chosen where, and the one rule of the verdicts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import subprocess
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from benchmarks import run_store
+from benchmarks.comparison import protocol, run, search, study, verdicts
+from benchmarks.comparison.protocol import Claim, Gates, Protocol
+from benchmarks.comparison.search import Searched
+from benchmarks.paper import images
+from benchmarks.run_store import Run
+from fl_core.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[2]
+CLAIM = Claim(
+    paper="FedMR",
+    claim="GA",
+    printed=8.0,
+    level=67.0,
+    method="FedMR",
+    measure="ga",
+    baselines=("FedProx",),
+    moves={"correlation": "down"},
+)
+TINY = Protocol(
+    name="tiny",
+    digest="0" * 16,
+    title="Tiny",
+    question="Which one?",
+    estimate="seconds",
+    words=("data=digits", "federation=p5c2", "model=digits_linear", "rounds=6", "threads=1", "train.max_steps=2"),
+    images={"tuning": "fmnist-8-val4", "table": "fmnist-8-test4"},
+    networks={"linear": ("model=digits_linear",), "cnn": ("model=digits_cnn",)},
+    lrs=(0.1, 0.3),
+    widen=2,
+    methods={
+        "FedAvg": (("network=linear", "method=fedavg"), ("network=cnn", "method=fedavg")),
+        "FedMR": (("network=linear", "method=fedmr"), ("network=cnn", "method=fedmr")),
+        "FedProx": (("network=linear", "method=fedprox"), ("network=cnn", "method=fedprox")),
+    },
+    then=(("train.momentum=0.9",),),
+    tuning_seeds=(100, 101),
+    seeds=tuple(range(10, 20)),
+    measures=("ga",),
+    diagnostics=("correlation",),
+    gates=Gates(level=8, lost=60, moves=0.1),
+    claims=(CLAIM,),
+)
+
+
+def fake_run(accuracy: float, machine: str = "here", **more: object) -> Run:
+    return {"ga": [0.1] + 5 * [accuracy], "machine": machine, "test_images": 10_000, "cpu_seconds": 1.0, **more}
+
+
+def row(
+    accuracies: Sequence[float], correlation: float, twin: float, network: str = "linear", **more: object
+) -> Searched:
+    cell = ((f"network={network}", "method=x"), 0.1)
+    trials = [fake_run(accuracies[0], correlation=correlation, key=f"t{n}") for n in range(2)]
+    table = {seed: fake_run(a, key=f"{seed}", **more) for seed, a in enumerate(accuracies, start=10)}
+    return Searched({cell: trials}, cell, table, [fake_run(0.5, correlation=twin, key="twin")] * 2)
+
+
+def about(mean: float) -> list[float]:
+    return [mean + 0.002 * (seed % 2) for seed in range(10)]
+
+
+def rows(fedavg: float, fedmr: float, fedprox: float, correlation: float = 0.5) -> dict[str, Searched]:
+    return {
+        "FedAvg": row(about(fedavg), 1.0, 1.0),
+        "FedMR": row(about(fedmr), correlation, 1.0),
+        "FedProx": row(about(fedprox), 1.0, 1.0),
+    }
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", protocol.names())
+def test_every_protocol_is_fair_and_composes(name: str) -> None:
+    fixed = protocol.load(name)
+    assert fixed.digest == hashlib.sha256((protocol.FOLDER / f"{name}.yaml").read_bytes()).hexdigest()[:16]
+    for method, variants in fixed.methods.items():
+        for words in (*variants, *((*variants[0], *more) for more in fixed.then)):
+            tuning = search.trials_of(fixed, method, (words, 0.1), "machine", None, table=False)
+            table = search.trials_of(fixed, method, (words, 0.1), "machine", None, table=True)
+            assert not {t.key for t in tuning} & {t.key for t in table}
+
+
+@pytest.mark.parametrize("name", protocol.names())
+def test_a_protocol_is_committed_before_its_first_run_and_never_changed(name: str) -> None:
+    file, store = f"benchmarks/comparison/protocols/{name}.yaml", run.RESULTS / f"{name}.jsonl"
+    if not (ROOT / ".git").exists() or not store.exists():
+        pytest.skip("no history, or no run yet")
+    log = subprocess.run(
+        ["git", "log", "--format=%cI", "--", file], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    runs = list(run_store.read(store).values())
+    assert {str(r["protocol"]) for r in runs} == {protocol.load(name).digest}
+    assert len(log) == 1
+    assert datetime.fromisoformat(log[0]) <= min(datetime.fromisoformat(str(r["made"])) for r in runs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("tuning_seeds: [100, 101]", "tuning_seeds: [10, 11]", "expected tuning seeds"),
+        ("seeds: [10, 11,", "seeds: [9, 11,", "expected seeds 10 to 19"),
+        ("fmnist-40-test300", "fmnist-41-test300", "the same training images"),
+        ("fmnist-40-val100", "fmnist-40-test100", "tuning: ...-valN"),
+        ("lrs: [0.03, 0.1, 0.3]", "lrs: [0.1, 0.03]", "rising lrs"),
+        ("    - network=group method=fedavg\n", "", "as many variants of every method"),
+        ("train.momentum=0\n", "train.lr=0.1\n", "no rate, no seed"),
+        ("network=group method=fedavg\n", "network=grupp method=fedavg\n", "no network 'grupp'"),
+        ("baselines: [FedProx,", "baselines: [FedProxy,", "no method 'FedProxy'"),
+        ("measure: ga", "measure: pa", "no measure 'pa'"),
+        ("correlation: down", "correlation: sideways", "up or down"),
+        ("widen: 2\n", "", "missing or unknown"),
+    ],
+)
+def test_an_unfair_protocol_is_refused(old: str, new: str, says: str, tmp_path: Path) -> None:
+    text = (protocol.FOLDER / "fmnist_p5c2_claims.yaml").read_text()
+    assert old in text
+    (tmp_path / "x.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=says):
+        protocol.load("x", tmp_path)
+
+
+def test_a_changed_protocol_and_another_machine_have_other_keys() -> None:
+    def key(fixed: Protocol, machine: str) -> str:
+        return search.trials_of(fixed, "FedAvg", (TINY.methods["FedAvg"][0], 0.1), machine, None, table=True)[0].key
+
+    keys = {key(TINY, "a"), key(TINY, "b"), key(replace(TINY, digest="1" * 16), "a")}
+    assert len(keys) == 3
+    assert "numpy" in run_store.kind_of_machine()
+
+
+def published(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
+    for part, values in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
+        head = b"\0\0\x08" + bytes([values.ndim]) + np.asarray(values.shape, ">i4").tobytes()
+        (folder / f"{split}-{part}").write_bytes(head + values.astype(np.uint8).tobytes())
+
+
+def test_validation_images_are_a_fifth_of_the_training_images_and_no_run_trains_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONSILIUM_CACHE", str(tmp_path / "cache"))
+    draw = np.random.default_rng(0)
+    train, test = (draw.integers(256, size=(n, 28, 28), dtype=np.uint8) for n in (2000, 200))
+    train[1990:] = train[:10]  # equal images are on one side
+    published(tmp_path, "train", train, np.arange(2000) % 10)
+    published(tmp_path, "t10k", test, np.arange(200) % 10)
+
+    def cut(word: str) -> list[set[bytes]]:
+        raw = images.root_of([f"images={word}"], tmp_path)
+        assert raw is not None
+        return [{x.tobytes() for x in images._idx(raw / "FashionMNIST/raw", f"{s}-images-idx3-ubyte")}
+                for s in ("train", "t10k")]  # fmt: skip
+
+    (trained, validation), (trained_too, tests) = cut("fmnist-1000-val1000"), cut("fmnist-1000-test20")
+    expected = {x.tobytes() for x in train if int(hashlib.sha256(x.tobytes()).hexdigest()[:16], 16) % 5 == 0}
+    assert validation == expected
+    assert 0.16 < len(validation) / 1990 < 0.24
+    assert trained == trained_too == {x.tobytes() for x in train} - expected
+    assert tests == {x.tobytes() for x in test}
+    small, some = cut("fmnist-16-val4")
+    assert (len(small), len(some)) == (160, 40)
+    assert small < trained
+    assert some < validation
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def scripted(score: Mapping[tuple[str, str, float], float], seen: list[study.Trial]) -> study.Complete:
+    """Runs whose accuracy is a script's on the tuning seeds; on the table's the larger the rate, the better."""
+
+    def complete(asked: Sequence[study.Trial]) -> dict[str, Run]:
+        seen.extend(asked)
+        found = {}
+        for t in asked:
+            momentum = "0.9" if "train.momentum=0.9" in t.words else "0"
+            tuned = score.get((t.method.partition(",")[0], momentum, t.lr), 0.3)
+            found[t.key] = fake_run(tuned if t.seed >= 100 else t.lr / 10, key=t.key, correlation=0.5)
+        return found
+
+    return complete
+
+
+def test_rates_are_chosen_on_validation_images_and_the_grid_grows_twice_at_most() -> None:
+    seen: list[study.Trial] = []
+    best = {
+        **{("FedAvg", "0", lr): lr / 10 for lr in (0.1, 0.3, 0.9, 2.7, 8.1)},  # always better beyond the edge
+        ("FedAvg", "0", 0.3): 0.4,
+        ("FedAvg", "0", 0.9): 0.5,
+        ("FedAvg", "0", 2.7): 0.6,
+        ("FedMR", "0", 0.1): 0.7,
+        ("FedMR", "0.9", 0.1): 0.8,  # the second stage wins, and one step below its end does not
+    }
+    found = search.searched(TINY, scripted(best, seen), "here")
+    assert set(found) == {"FedAvg", "FedMR", "FedProx", "FedAvg, linear", "FedAvg, cnn"}
+    assert found["FedAvg"].chosen == (("network=linear", "method=fedavg"), 2.7)
+    assert found["FedMR"].chosen[0][-1] == "train.momentum=0.9"
+    assert found["FedMR"].chosen[1] == 0.1
+    assert found["FedAvg, cnn"].chosen[0][0] == "network=cnn"
+    assert {len(r.trials) for n, r in found.items() if n in TINY.methods} == {TINY.trials() + 1, TINY.trials() + 2}
+    for trial in seen:
+        assert trial.words[0] == ("images=fmnist-8-val4" if trial.seed >= 100 else "images=fmnist-8-test4")
+        assert bool(trial.also["hits"]) == (trial.seed < 100)  # tuning counts no test image
+    assert {t.seed for t in seen} == {100, 101, *range(10, 20)}
+    assert all(len(r.table) == 10 for r in found.values())
+
+
+def test_a_twin_differs_from_what_was_chosen_in_the_method_alone() -> None:
+    words = ("network=cnn", "method=fedmr", "method.mu1=0.1", "train.momentum=0.9")
+    assert search.twin_of((words, 0.3)) == (("network=cnn", "method=fedavg", "train.momentum=0.9"), 0.3)
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------
+
+
+def test_an_interval_adds_the_part_of_the_test_images() -> None:
+    draw = np.random.default_rng(1)
+    ease = draw.uniform(0.2, 0.9, 400)
+    counts = [[draw.binomial(5, np.clip(ease + up, 0, 1)).astype(np.uint8) for _ in range(10)] for up in (0.05, 0.0)]
+    ours, theirs = (
+        {10 + s: fake_run(float(c.mean() / 5), hits=base64.b64encode(zlib.compress(c.tobytes())).decode())
+         for s, c in enumerate(side)}
+        for side in counts
+    )  # fmt: skip
+    gap = verdicts.interval(ours, theirs, "ga")
+    share = (np.array(counts[0], float) - np.array(counts[1], float)) / 5  # seeds x images
+    over_seeds, of_images = stats.sem(share.mean(axis=1)), stats.sem(share.mean(axis=0))
+    half = stats.t(9).ppf(0.975) * math.hypot(over_seeds, of_images)
+    assert gap.mean == pytest.approx(100 * share.mean())
+    assert (gap.over_seeds, gap.of_test) == pytest.approx((100 * over_seeds, 100 * of_images))
+    assert (gap.low, gap.high) == pytest.approx((gap.mean - 100 * half, gap.mean + 100 * half))
+    resampled = [share.mean(axis=0)[draw.integers(400, size=400)].mean() for _ in range(4000)]  # a bootstrap of images
+    assert gap.of_test == pytest.approx(100 * float(np.std(resampled)), rel=0.05)
+
+
+def test_without_counts_per_image_the_part_is_of_two_binomials() -> None:
+    ours, theirs = ({s: fake_run(p + 0.01 * (s % 2)) for s in (10, 11)} for p in (0.8, 0.6))
+    gap = verdicts.interval(ours, theirs, "ga")
+    assert gap.of_test == pytest.approx(100 * math.sqrt(0.805 * 0.195 / 10_000 + 0.605 * 0.395 / 10_000))
+
+
+def test_pairs_are_of_one_machine_and_of_the_same_seeds() -> None:
+    with pytest.raises(ValueError, match="one machine"):
+        verdicts.interval({10: fake_run(0.5), 11: fake_run(0.5)}, {10: fake_run(0.5), 11: fake_run(0.5, "there")}, "ga")
+    with pytest.raises(ValueError, match="same seeds"):
+        verdicts.interval({10: fake_run(0.5)}, {11: fake_run(0.5)}, "ga")
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "correlation", "word", "why"),
+    [
+        ((0.65, 0.72, 0.66), 0.5, "holds", ""),
+        ((0.65, 0.72, 0.71), 0.5, "holds against FedAvg alone", ""),
+        ((0.65, 0.62, 0.66), 0.5, "does not", "behind"),
+        ((0.65, 0.652, 0.66), 0.5, "does not", "the printed +8 is above the interval"),
+        ((0.50, 0.72, 0.66), 0.5, "not decided", "FedAvg has 50.1 %, the paper's 67: 8.9 beyond the gate"),
+        ((0.50, 0.40, 0.66), 0.5, "not decided", "FedAvg has 50.1 %"),  # both signs pass the same gate
+        ((0.65, 0.72, 0.66), 0.95, "not decided", "correlation moves down by 5 % beside FedAvg's, the gate is 10 %"),
+        ((0.65, 0.62, 0.66), math.nan, "not decided", "correlation"),
+    ],
+)  # fmt: skip
+def test_a_claim_is_judged_by_one_rule(
+    accuracies: tuple[float, float, float], correlation: float, word: str, why: str
+) -> None:
+    found = verdicts.judge(CLAIM, TINY, rows(*accuracies, correlation))
+    assert found.word == word
+    assert why in found.why
+
+
+def test_where_the_papers_level_is_lost_fedavg_needs_sixty_percent() -> None:
+    lost = replace(CLAIM, level=None, printed=None)
+    assert verdicts.judge(lost, TINY, rows(0.65, 0.72, 0.66)).word == "holds"
+    assert verdicts.judge(lost, TINY, rows(0.55, 0.72, 0.6)).why == "FedAvg has 55.1 %, 4.9 below the 60 it needs"
+    assert verdicts.judge(lost, TINY, rows(0.65, 0.651, 0.66)).word == "not decided"
+
+
+def test_the_best_baseline_is_chosen_on_validation_images() -> None:
+    found = rows(0.65, 0.72, 0.71)
+    prox = found["FedProx"]
+    prox.trials[prox.chosen] = [fake_run(0.6, correlation=1.0)] * 2  # behind FedAvg, though not on the test images
+    assert verdicts.judge(CLAIM, TINY, found).best == "FedAvg"
+    assert verdicts.judge(CLAIM, TINY, found).word == "holds"
+
+
+def test_a_method_that_is_behind_another_networks_fedavg_says_both() -> None:
+    found = {
+        **rows(0.65, 0.72, 0.66),
+        "FedAvg, linear": row(about(0.65), 1, 1),
+        "FedAvg, cnn": row(about(0.74), 1, 1, "cnn"),
+    }
+    judged = verdicts.judge(CLAIM, TINY, found)
+    assert judged.word == "holds"
+    assert judged.why.startswith("against FedAvg, cnn: -2.0")
+    assert "linear" not in judged.why
+
+
+def test_the_page_names_verdict_budget_machine_and_digest() -> None:
+    text = verdicts.page(TINY, search.searched(TINY, scripted({("FedAvg", "0", 0.1): 0.62}, []), "here"))
+    assert "digest 0000000000000000" in text
+    assert "CPU hours, on here." in text
+    assert "not decided" in text
+
+
+# ---- real runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_counts_per_test_image_are_the_curve_of_the_run_whatever_the_partition() -> None:
+    words = ("data=digits", "federation=p5c2", "model=digits_linear", "rounds=6", "threads=1", "train.max_steps=2")
+    made = [
+        study.measure(study.trials("FedAvg", (*words, "method=fedavg"), [0.2], [seed], None, also={"hits": True})[0])
+        for seed in (1, 2)
+    ]
+    counts = [study.hits_of(one) for one in made]
+    for one, hits in zip(made, counts, strict=True):
+        assert hits is not None
+        assert hits.size == one["test_images"]
+        assert hits.mean() == pytest.approx(study.mean_of_last(one, "ga"), abs=2e-5)
+    alike = np.corrcoef(counts[0], counts[1])[0, 1]  # the same image at the same place: hard ones are hard in both
+    assert alike > 0.15
+
+
+@pytest.mark.integration
+def test_a_table_with_a_hole_is_refused_and_a_whole_one_is_of_one_machine(tmp_path: Path) -> None:
+    seen: list[study.Trial] = []
+    complete = scripted({}, seen)
+    for machine in ("half", "whole"):
+        search.searched(TINY, complete, machine)
+    runs = complete(seen)
+    kept = {t.key: {**runs[t.key], "machine": t.also["machine"]} for t in seen}
+    store = tmp_path / "tiny.jsonl"
+    for index, line in enumerate(kept.values()):
+        if line["machine"] == "whole" or index % 2:
+            run_store.append(store, line)
+    rows = run.stored_rows(TINY, store)
+    assert {str(r["machine"]) for r in rows["FedMR"].table.values()} == {"whole"}
+    with pytest.raises(DataError, match="expected runs of tiny"):
+        run.stored_rows(TINY, tmp_path / "none.jsonl")
