@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ class SiloDataset:
     public:      the official test set, where the silo's own test examples were held out of its training data
     dictionary:  what made the classes of the hospital's own names
     records:     of examples in files: training examples, then test examples
+    earlier:     reads the same data as 0.1.0 did, where that named, divided or numbered them otherwise
     """
 
     schema: Schema
@@ -49,6 +50,7 @@ class SiloDataset:
     public: Examples | None = None
     dictionary: LabelDictionary = NO_DICTIONARY
     records: tuple[ListedRecord, ...] = ()
+    earlier: Callable[[], SiloDataset] | None = None
 
     @property
     def coarse(self) -> bool:

@@ -14,7 +14,7 @@ from fl_core.datasets import SiloDataset
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import content
 from fl_core.datasets.image_loader import cores
-from fl_core.datasets.sources.table import TableExamples
+from fl_core.datasets.sources.table import TableExamples, id_texts
 from fl_core.errors import DataError, RefusedError
 from fl_core.types.values import Examples
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN
@@ -43,7 +43,7 @@ def unit_of(examples: Examples) -> str:
 def unit_names(examples: Examples) -> list[str]:
     """Identify each unit, whatever the label space or the image size of a run: by its group, or by its content."""
     if examples.groups is not None:
-        return sorted({f"group {g}" for g in examples.groups})
+        return sorted({f"group {id_texts(g)[0]}" for g in examples.groups})
     return list(content_names(examples))
 
 
@@ -62,23 +62,51 @@ def content_names(examples: Examples) -> Iterator[str]:
         yield from examples.content_names
         return
     for x in _rows(examples):
-        numbers = (x + 0.0).contiguous().numpy()  # of the two zeros one
+        numbers = (x.float() + 0.0).contiguous().numpy()  # of the two zeros one
         yield _named("tensor", tuple(x.shape), numbers.tobytes())
+
+
+def _other_names(examples: Examples) -> Iterator[str]:
+    """Name what earlier versions called these units and records, in whichever storage."""
+    for group in set(examples.groups or ()):
+        yield from (f"group {text}" for text in id_texts(group)[1:])
+    if isinstance(examples, TableExamples):
+        yield from examples.other_names
+
+
+def as_registered(ledger: Ledger | None, dataset: SiloDataset) -> SiloDataset:
+    """Return data as the ledger knows them: read as 0.1.0 did where that version is registered and no newer one is."""
+    if ledger is None or dataset.earlier is None or ledger.collection_of(version(dataset, TRAIN)) is not None:
+        return dataset
+    earlier = dataset.earlier()
+    return dataset if ledger.collection_of(version(earlier, TRAIN)) is None else earlier
 
 
 def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
     """Register both splits under a name, and the hospital itself; tell which collections got a new version.
 
     Units are known by their groups and by the contents of their records, so that records that are grouped, named or
-    stored otherwise share their spending. An image encoded with loss, cropped or resized is a new record. Raises
-    RefusedError (E-BUDGET-04) when a unit or a record stands in another collection, also in the other split.
+    stored otherwise share their spending. An image encoded with loss, cropped or resized is a new record. Data that
+    0.1.0 registered stay divided as they were then. Raises RefusedError (E-BUDGET-04) when a unit or a record stands in
+    another collection, also in the other split.
     """
+    dataset = as_registered(ledger, dataset)
+    try:
+        return _register(ledger, dataset, name)
+    except RefusedError:
+        if dataset.earlier is None:
+            raise
+        return _register(ledger, dataset.earlier(), name)
+
+
+def _register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
     found = {}
     for split, examples in splits(dataset).items():
         to, contents = collection(name, split), list(content_names(examples))
         units = unit_names(examples) if examples.groups is not None else contents
         try:
-            found[to] = ledger.register(to, unit_of(examples), version(dataset, split), len(examples), units, contents)
+            every = (*contents, *_other_names(examples))
+            found[to] = ledger.register(to, unit_of(examples), version(dataset, split), len(examples), units, every)
         except RefusedError as error:
             raise _naming_files(error, ledger, to, examples, contents) from error
     everything = len(dataset.train) + len(dataset.test)

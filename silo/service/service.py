@@ -176,6 +176,7 @@ class Service:
         objects = ObjectStore(private_folder(settings.home.objects))
         self._queue = TaskQueue(self.store, self._client.send, emit, clock)
         self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
+        source.follow_ledger(self._controls.as_registered)
         min_sum = lambda: self._controls.policy().secagg.min_sum  # noqa: E731 - as the policy is when a set comes
         self._secagg = SecaggMember(
             self.store, self._identity, min_sum, self._client.send, emit, self._membership.apply_roster

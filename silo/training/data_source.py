@@ -50,12 +50,19 @@ class DataSource:
         self._loader = loader
         self._last: tuple[DataRequest, SiloDataset] | None = None
         self._contents, self._version = FileContents(), ""
+        self._as_registered: Callable[[SiloDataset], SiloDataset] = lambda dataset: dataset
+
+    def follow_ledger(self, as_registered: Callable[[SiloDataset], SiloDataset]) -> None:
+        """Read data as the ledger knows them, which may be by the rule of an earlier version."""
+        self._as_registered = as_registered
+        if self._last is not None:
+            self._last, self._version = (self._last[0], as_registered(self._last[1])), ""
 
     def load(self, request: DataRequest = datasets.ANY) -> SiloDataset:
         """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
         if self._last is None or self._last[0] != request:
             loaded = datasets.load(str(self.reference), request, data_root=self._data_root, loader=self._loader)
-            self._last, self._version = (request, loaded), ""
+            self._last, self._version = (request, self._as_registered(loaded)), ""
             if request.classes is None:
                 self._published = loaded.schema.classes
         return self._last[1]

@@ -74,6 +74,14 @@ class HospitalControls:
         """Return the ledger where there is one; none is made."""
         return self.ledger if self.home.ledger.exists() else None
 
+    def as_registered(self, dataset: SiloDataset) -> SiloDataset:
+        """Return data as the ledger knows them: `privacy.ledger.registration.as_registered`."""
+        if dataset.earlier is None:
+            return dataset
+        from privacy.ledger.registration import as_registered
+
+        return as_registered(self.existing_ledger(), dataset)
+
     def policy(self) -> Policy:
         """Read the policy as it is now; raises RefusedError (`policy_in_force.UNUSABLE`) on one that allows nothing."""
         return policy_in_force.in_force(self.home)

@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ TEST_SHARE = 0.2
 class TableExamples(TensorExamples):
     """Rows as numbers. content_names: what each row is, whatever the schema or the label space of a run.
 
-    columns: what the numbers of a row are.
+    columns: what the numbers of a row are   other_names: what earlier versions called these rows, in any storage.
     """
 
     def __init__(
@@ -56,16 +57,18 @@ class TableExamples(TensorExamples):
         groups: tuple[str, ...] | None,
         content_names: tuple[str, ...],
         columns: tuple[Column, ...] = (),
+        other_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__(x, y, groups)
-        self.content_names, self.columns = content_names, columns
+        self.content_names, self.columns, self.other_names = content_names, columns, other_names
 
 
 @dataclass(frozen=True, slots=True)
 class TableIndex:
     """A table that was read. x: (N, d) float32; labels, splits, groups, names: of each row.
 
-    columns: of several labels at once; `labels` then names them all.
+    columns: of several labels at once; `labels` then names them all   other_names: of each row, as `TableExamples`
+    earlier: reads the table as 0.1.0 did, where that names a row otherwise.
     """
 
     origin: str
@@ -80,6 +83,8 @@ class TableIndex:
     notes: tuple[str, ...] = ()
     translator: Translator = field(default_factory=Translator)
     columns: LabelColumns | None = None
+    other_names: tuple[tuple[str, ...], ...] = ()
+    earlier: Callable[[], TableIndex] | None = None
 
     def report(self) -> CheckReport:
         y = self._counted()
@@ -126,7 +131,9 @@ class TableIndex:
         train, test = map(self._examples, self._halves())
         inputs = self.schema.columns
         schema = Schema((width(inputs),), self.classes, inputs, multi_label=self.schema.multi_label)
-        return SiloDataset(schema, train, test, self.origin, report.fingerprint, dictionary=self.translator.dictionary)
+        made = SiloDataset(schema, train, test, self.origin, report.fingerprint, dictionary=self.translator.dictionary)
+        earlier = self.earlier
+        return made if earlier is None else replace(made, earlier=lambda: earlier().dataset())
 
     def _targets(self) -> Tensor:
         """Encode every row; raises as `Translator.target`."""
@@ -179,6 +186,8 @@ class TableIndex:
             splits=tuple(Split.TEST if k in turned else self.splits[k] for k in kept),
             groups=tuple(self.groups[k] for k in kept) if self.groups else (),
             names=tuple(self.names[k] for k in kept),
+            other_names=tuple(self.other_names[k] for k in kept),
+            earlier=None,
         )
 
     def _halves(self) -> tuple[list[int], list[int]]:
@@ -189,40 +198,49 @@ class TableIndex:
         y = self._targets()[torch.tensor(kept, dtype=torch.int64)]
         groups = tuple(self.groups[k] for k in kept) if self.groups else None
         names = tuple(self.names[k] for k in kept)
-        return TableExamples(self.x[torch.tensor(kept, dtype=torch.int64)], y, groups, names, self.schema.columns)
+        others = tuple(other for k in kept for other in self.other_names[k])
+        return TableExamples(
+            self.x[torch.tensor(kept, dtype=torch.int64)], y, groups, names, self.schema.columns, others
+        )
 
 
-def scan(file: Path, classes: Sequence[str] | None) -> TableIndex:
+def scan(file: Path, classes: Sequence[str] | None, earlier: bool = False) -> TableIndex:
     """Read a table by the schema beside it; raises DataError (E-DATA-02, E-DATA-07) when it is no such table.
+
+    earlier: take and name numbers with all their digits, as 0.1.0 did.
 
     Without a split column a fifth of the groups, else of the rows, is held out, chosen by a hash of what they are: the
     same on every machine, and equal rows together.
     """
     schema = read_schema(beside(file))
     own = beside(file).name == LABELS_FILE  # a table labels.csv has its schema there
-    rows = _Rows(schema, Translator(NO_DICTIONARY if own else read_dictionary(file.parent)))
+    rows = _Rows(schema, earlier, Translator(NO_DICTIONARY if own else read_dictionary(file.parent)))
     header, body = read_cells(file, rows.wanted)
     unread = rows.use(file, header)
     for line, cells in body:
         rows.add(line, cells)
-    return rows.index(file, tuple(classes or rows.space), unread)
+    index = rows.index(file, tuple(classes or rows.space), unread)
+    return replace(index, earlier=partial(scan, file, classes, True)) if rows.renamed and not earlier else index
 
 
 class _Rows:
     """Rows while they are read: numbers of the sound ones, faults of the others."""
 
-    def __init__(self, schema: TableSchema, translator: Translator) -> None:
+    def __init__(self, schema: TableSchema, earlier: bool, translator: Translator) -> None:
         self.schema, self.translator = schema, translator
+        self._forms = EARLIER_FIRST if earlier else CANONICAL_FIRST
+        self.renamed = False
+        """Whether 0.1.0 named a row otherwise."""
         inputs = [column.name for column in schema.columns]
         roles = [n for n in (schema.label, schema.group, schema.split, schema.record) if n and n not in inputs]
         self._columns = translated_columns(schema.labels, translator)
         self.wanted = [*inputs, *dict.fromkeys(roles), *schema.labels]
         self._found: list[list[int]] = []
         self._missing = frozenset(schema.missing)
-        self._parsers = [cell_parser(column, self._missing) for column in schema.columns]
+        self._parsers = [cell_parser(column, self._missing, earlier) for column in schema.columns]
         self._numbers = array("f")
         self._lines = array("q")
-        self._facts: list[tuple[str, Split, str, str]] = []
+        self._facts: list[tuple[str, Split, str, str, tuple[str, ...]]] = []
         self._faults: list[str] = []
         self._faulty = 0
         self._ragged = 0
@@ -253,14 +271,14 @@ class _Rows:
         if len(self._facts) >= MAX_ROWS:
             raise DataError("E-DATA-07", f"expected at most {MAX_ROWS} rows, found more: divide the table")
         numbers: list[float] = []
-        canonical: list[str] = []
+        cell_texts: list[tuple[str, NumberTexts]] = []
         for column, parse, k in zip(self.schema.columns, self._parsers, self._inputs, strict=True):
             try:
-                found, text = parse(cells[k])
+                found, texts = parse(cells[k])
             except ValueError as error:
                 return self._fault(line, f"{column.name}: {error}")
             numbers += found
-            canonical.append(f"{column.name}={text}")
+            cell_texts.append((column.name, texts))
         label, group, split, record = (self._cell(cells, r) for r in ("label", "group", "split", "record"))
         try:
             answers = [read_label(cells[k], self._missing) for k in self._labels]
@@ -271,20 +289,25 @@ class _Rows:
         for role, cell in (("group", group), ("record", record)):
             if getattr(self.schema, role) and cell in self._missing:
                 return self._fault(line, f"{getattr(self.schema, role)}: no value, which every row needs")
-        name = f"{self.schema.record}={record}" if self.schema.record else "\x1f".join(sorted(canonical))
+        if self.schema.record:
+            cell_texts = [(self.schema.record, id_texts(record))]
+        names = ["\x1f".join(sorted(f"{of}={texts[form]}" for of, texts in cell_texts)) for form in self._forms]
+        self.renamed |= names[0] != names[1]
+        group = id_texts(group)[self._forms[0]]
+        name, *others = (f"content {hashlib.sha256(f'row {n}'.encode()).hexdigest()}" for n in dict.fromkeys(names))
         if self.schema.split and split not in ("train", "test"):
             return self._fault(line, f"{self.schema.split}: neither train nor test")
-        half = Split(split) if self.schema.split else _half(group or name)
+        half = Split(split) if self.schema.split else _half(group or names[0])
         if (translated := self.translator(label, half) if self.schema.label else "") is None:
             return None
         self._found.append(answers)
         self._numbers.extend(numbers)
         self._lines.append(line)
-        self._facts.append((translated, half, group, f"content {hashlib.sha256(f'row {name}'.encode()).hexdigest()}"))
+        self._facts.append((translated, half, group, name, tuple(others)))
         return None
 
     def index(self, file: Path, classes: tuple[str, ...], unread: Sequence[str]) -> TableIndex:
-        labels, splits, groups, names = map(tuple, zip(*self._facts, strict=True)) if self._facts else ((),) * 4
+        labels, splits, groups, names, others = map(tuple, zip(*self._facts, strict=True)) if self._facts else ((),) * 5
         x = torch.from_numpy(
             np.frombuffer(self._numbers, np.float32).copy() if self._facts else np.zeros(0, np.float32)
         )
@@ -312,6 +335,7 @@ class _Rows:
             tuple(notes),
             self.translator,
             columns,
+            others,
         )
 
     @property
@@ -370,7 +394,12 @@ MAX_ROWS = 20_000_000
 _PARQUET = (".parquet", ".pq")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 Cells = Sequence[str]
-Parse = Callable[[str], tuple[list[float], str]]
+NumberTexts = tuple[str, str, str]
+"""How a cell is written in the name of its row: by the rule; as 0.1.0 wrote it; as 0.1.0 wrote it of a float32."""
+CANONICAL_FIRST, EARLIER_FIRST = (0, 1, 2), (1, 0, 2)
+Parse = Callable[[str], tuple[list[float], NumberTexts]]
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_WHOLE = re.compile(r"(\d+)\.0+", re.ASCII)
 
 
 def read_cells(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, Cells]]]:
@@ -378,35 +407,58 @@ def read_cells(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[t
     return _parquet(file, wanted) if file.suffix.lower() in _PARQUET else _csv(file)
 
 
-def cell_parser(column: Column, missing: frozenset[str]) -> Parse:
-    """Make the function from a cell to its numbers and its canonical text; it raises ValueError without the cell."""
+def canonical_number(value: float) -> float:
+    """Return the shortest decimal number whose float32 is that of `value`: one, however a file stores and spells it.
+
+    It is `value` itself where six digits write it. Beyond the range of float32 numbers stay as they are.
+    """
+    return (float(str(np.float32(value))) if abs(value) <= _FLOAT32_MAX else value) + 0.0
+
+
+def number_texts(value: float) -> NumberTexts:
+    single = float(np.float32(value)) if abs(value) <= _FLOAT32_MAX else value
+    return repr(canonical_number(value)), repr(value + 0.0), repr(single + 0.0)
+
+
+def id_texts(text: str) -> NumberTexts:
+    """Write the name of a patient or a record: a whole number, which programs export as 17.0 too, without the point."""
+    whole = match[1] if (match := _WHOLE.fullmatch(text)) else text
+    return whole, text, f"{whole}.0" if whole.isdecimal() else text
+
+
+def cell_parser(column: Column, missing: frozenset[str], earlier: bool = False) -> Parse:
+    """Make the function from a cell to its numbers and its texts; it raises ValueError without the cell.
+
+    earlier: as `scan`.
+    """
     empty = [0.0] * (column.width - 1) + [1.0]
     present = [0.0] * (column.missing == "indicator")
     one_hot = {c: [float(c == other) for other in column.categories] + present for c in column.categories}
     low, high = column.min or 0.0, column.max or 0.0
     middle, half = low + (high - low) / 2, (high - low) / 2
 
-    def parse(cell: str) -> tuple[list[float], str]:
+    def parse(cell: str) -> tuple[list[float], NumberTexts]:
         if cell in missing:
             if column.missing == "refuse":
                 raise ValueError("no value")
-            return empty, ""
+            return empty, ("",) * 3
         if column.type == "category":
             if cell not in one_hot:
                 raise ValueError("none of the declared categories")
-            return one_hot[cell], cell
+            return one_hot[cell], (cell,) * 3
         if column.type == "boolean":
             if (truth := TRUTH.get(cell.lower())) is None:
                 raise ValueError("neither true nor false")
-            return [sign := 1.0 if truth else -1.0, *present], str(sign)
+            return [sign := 1.0 if truth else -1.0, *present], (str(sign),) * 3
         if not _NUMBER.fullmatch(cell) or not math.isfinite(value := float(cell)):
             raise ValueError("no number")
         if column.type == "integer" and not value.is_integer():
             raise ValueError("no whole number")
         if not low <= value <= high and column.outside == "refuse":
             raise ValueError(f"outside {low:g} to {high:g}")
-        place = (min(max(value, low), high) - middle) / half
-        return [min(max(place, -1.0), 1.0), *present], repr(value + 0.0)
+        number = value if earlier else canonical_number(value)
+        place = (min(max(number, low), high) - middle) / half
+        return [min(max(place, -1.0), 1.0), *present], number_texts(value)
 
     return parse
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -233,3 +235,70 @@ def test_a_schema_of_any_bytes_is_refused_with_a_code(tmp_path: Path, data: byte
     with pytest.raises(DataError) as caught:
         read_schema(tmp_path / "a.toml")
     assert caught.value.code == "E-DATA-07"
+
+
+CRP = 'label = "dx"\nclasses = ["a", "b"]\n[columns.crp]\ntype = "number"\nmin = 0\nmax = 500\n'
+SHORT = [round(0.1 + 0.3 * k, 1) for k in range(120)]
+LONG = [500 * (k * 0.6180339887498949 % 1) for k in range(120)]
+
+
+def crp_table(folder: Path, cells: Sequence[object], store: str = "csv") -> Path:
+    """Write a table of one number and a class: as text, or in a column of this width."""
+    file = folder / (f"{store}.csv" if store == "csv" else f"{store}.parquet")
+    folder.mkdir(exist_ok=True)
+    file.with_suffix(".toml").write_text(CRP)
+    if store == "csv":
+        return write_csv(file, ("crp", "dx"), [(cell, "ab"[k % 2]) for k, cell in enumerate(cells)])
+    numbers = np.array(cells, dtype=object if store == "decimal" else store)
+    pd.DataFrame({"crp": numbers, "dx": list("ab" * (len(cells) // 2))}).to_parquet(file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("values", "store", "spelt"),
+    [
+        (SHORT, "float32", float),
+        (SHORT, "float64", float),
+        (SHORT, "decimal", lambda v: Decimal(repr(v))),
+        (SHORT, "csv", "{:.3e}".format),
+        (SHORT, "csv", "+{:.6f}00".format),
+        (LONG, "float32", float),
+        (LONG, "csv", lambda v: f"{np.float32(v):.9g}"),
+        (LONG, "csv", "{:.15g}".format),
+        ([float(k) for k in range(120)], "int16", int),
+        ([float(k) for k in range(120)], "csv", lambda v: v or "-0.0"),
+        ([float(k) for k in range(120)], "csv", "{:.0f}e0".format),
+    ],
+    ids=["float32", "float64", "decimal", "e", "sign", "long float32", "nine digits", "15 digits", "int16", "-0", "e0"],
+)
+def test_a_row_has_one_name_hold_out_and_fingerprint_whatever_width_or_spelling_its_numbers_have(
+    tmp_path: Path, values: list[float], store: str, spelt: Callable[[float], object]
+) -> None:
+    one = load(f"table:{crp_table(tmp_path / 'a', values)}")
+    other = load(f"table:{crp_table(tmp_path / 'b', [spelt(v) for v in values], store)}")
+    assert one.fingerprint == other.fingerprint
+    for a, b in ((one.train, other.train), (one.test, other.test)):
+        assert a.content_names == b.content_names
+        assert torch.equal(a.batch(torch.arange(len(a)))[0], b.batch(torch.arange(len(b)))[0])
+
+
+def test_numbers_that_differ_in_the_sixth_digit_are_two_records(tmp_path: Path) -> None:
+    one = load(f"table:{crp_table(tmp_path / 'a', [100 + k / 1000 for k in range(120)])}")
+    assert len({*one.train.content_names, *one.test.content_names}) == 120
+
+
+@pytest.mark.parametrize(
+    ("values", "store", "fingerprint"),
+    [
+        (SHORT, "float32", "a85f9790959257e4"),
+        (LONG, "csv", "ccefc98532d1e10a"),
+        (LONG, "float32", "7cd7bbd0f9aaa417"),
+    ],
+)
+def test_a_table_can_be_read_as_0_1_0_did(tmp_path: Path, values: list[float], store: str, fingerprint: str) -> None:
+    """The fingerprints are those that 0.1.0 computed of these tables."""
+    silo = load(f"table:{crp_table(tmp_path, values, store)}")
+    assert silo.earlier is not None
+    assert silo.earlier().fingerprint[:16] == fingerprint
+    assert silo.earlier().earlier is None
+    assert load(f"table:{crp_table(tmp_path, SHORT)}").fingerprint[:16] == "2fe2e97c63a8ebf0"  # nothing has changed
