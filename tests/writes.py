@@ -6,6 +6,7 @@ full for that write and the next two. The processes are forked from one that has
 hospitals are real, over mutual TLS; of the hospitals one is a victim in turn, and the other one must notice nothing.
 
 python -m tests.faults --writes [--masked] [--every N] [--minutes M]   each N-th write; of databases, each N/8-th
+python -m tests.faults --writes --commands [--every N]   `tests.interrupted` alone, which is part of both
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from privacy.ledger.registration import register  # noqa: E402
 from service_core.storage.generation import read_only  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 from silo.storage.store import Store as SiloStore  # noqa: E402
+from tests import interrupted  # noqa: E402
 from tests.support.coordinator import COLLECTION, FAST, Site, World, enrolled  # noqa: E402
 from tests.support.fake_coordinator import manifest  # noqa: E402
 from tests.support.processes import ROOT, free_port  # noqa: E402
@@ -503,6 +505,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=1, help="try each so manieth write")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, wherever that is")
     parser.add_argument("--masked", action="store_true", help="a run of three hospitals under masks")
+    parser.add_argument("--commands", action="store_true", help="disturb init, join, backup and restore alone")
     asked = parser.parse_args(words)
     plan = Plan(asked.masked)
     torch.set_num_threads(1)
@@ -510,6 +513,11 @@ def main(words: Sequence[str]) -> int:
     runner.run(compose_spec((*simulated, "privacy=dp_record", "privacy.rng=test", "privacy.epsilon=8")))  # imports all
     template = founded(plan, asked.folder / "template")
     gc.freeze()
+    homes = disturbed(plan, template, asked.folder / "homes", Turn(COORDINATOR, KILL, 0, databases=False))
+    assert not homes.wrong, homes.wrong
+    halves = interrupted.enumerate_commands(homes.folder, asked.folder, max(1, asked.every // 8))
+    if asked.commands:
+        return int(bool(halves))
     seen, digest, files = {}, "", Counter[str]()
     for victim in VICTIMS:
         for databases in (False, True):
@@ -524,7 +532,8 @@ def main(words: Sequence[str]) -> int:
                 digest = trial.digest
                 shutil.rmtree(trial.folder)
     print(f"an undisturbed run writes {sum(n for (_, d, how), n in seen.items() if how == KILL and not d)} times")
-    return _enumerated(plan, asked.folder, template, turns(seen, asked.every), digest, files, 60 * asked.minutes)
+    tried = turns(seen, asked.every)
+    return _enumerated(plan, asked.folder, template, tried, digest, files, 60 * asked.minutes) or int(bool(halves))
 
 
 def _kind(victim: str, line: str) -> str:

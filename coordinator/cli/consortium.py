@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import shlex
 import time
 from contextlib import closing
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import Extensions, LogFormatOption, MetricsOption, Place, SigningPlace
+from coordinator.cli.options import Extensions, FoundingPlace, LogFormatOption, MetricsOption, Place, SigningPlace
 from coordinator.lead.client import MAIN_LEAD
 from coordinator.pki import passphrase
 from coordinator.pki.authority import Authority
@@ -25,7 +26,8 @@ from service_core.console import Reply, local_time
 from service_core.operations import checks, logs
 from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals, notify
 from service_core.pki.identity import check_name, colons
-from service_core.storage import private_files
+from service_core.storage import private_files, unfinished
+from service_core.storage.unfinished import Marker
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -41,14 +43,21 @@ def init(
         bool, typer.Option("--ca-passphrase", help="Ask for a passphrase that the authority's key is kept under.")
     ] = False,
     *,
-    home: SigningPlace,
+    home: FoundingPlace,
 ) -> Reply:
-    """Create the consortium: its certificate authority, the service's certificate and the lead's. Once."""
+    """Create the consortium: its certificate authority, the service's certificate and the lead's. Once.
+
+    Where it was interrupted, the same command begins anew.
+    """
+    Authority.require_none(home)
     secret = None
     if with_passphrase or passphrase.SOURCE.named:
         secret = passphrase.SOURCE.read("passphrase of the new authority", repeat=True)
-    authority = Authority.create(home, consortium, address, secret=secret)
-    authority.issue_lead(MAIN_LEAD)
+    again = ["coordinator", "init", consortium, *(word for a in address for word in ("--address", a))]
+    marker = Marker("coordinator init", shlex.join([*again, "--home", str(home)]))
+    with unfinished.filling(private_files.own_home(home), marker, lambda: Authority.discard(home)):
+        authority = Authority.create(home, consortium, address, secret=secret)
+        authority.issue_lead(MAIN_LEAD)
     return Reply(
         {"consortium": consortium, "home": str(home), "fingerprint": authority.fingerprint()},
         [

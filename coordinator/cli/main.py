@@ -66,10 +66,10 @@ def build(words: list[str]) -> typer.Typer:
         else:
             app.command(name=command)(found)
     if wanted not in READING:
-        from coordinator.cli.options import home_of
+        from coordinator.cli.options import place_of
         from service_core.audit_log.local_commands import record_commands
 
-        record_commands(app, READING, home_of)
+        record_commands(app, READING, place_of)
     return app
 
 

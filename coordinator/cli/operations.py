@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import Place, home_of
+from coordinator.cli.options import AnyPlace, Place, home_of
 from coordinator.cli.runs import Client
 from coordinator.lead.client import ADDRESS_FILE, LEAD_ENV, LeadClient, credentials_of
 from coordinator.pki.authority import Authority
@@ -88,9 +88,11 @@ def restore(
     source: Annotated[Path | None, typer.Argument(help="What `coordinator backup` wrote.", metavar="FROM")] = None,
     accept_loss: AcceptLoss = False,
     *,
-    home: Place,
+    home: AnyPlace,
 ) -> Reply:
     """Bring a backup into an empty home; or let a home whose database lacks something go on with what is there.
+
+    Where it was interrupted, the same command goes on, and nothing else uses the home before.
 
     Runs go on at the last round of the backup: hospitals that are ahead go back to it. With --accept-loss, runs that
     the database does not know are gone, and files that it does not name are deleted at the next start.
@@ -98,10 +100,13 @@ def restore(
     if (source is None) is not accept_loss:
         raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
     facts: dict[str, object] = {"home": str(home)}
-    if source is not None:
-        contents = backups.restore(source, home, _layout(authority_key=True))
-        facts |= {"at": contents.at, "log_restored": mark_restored(home, contents.at)}
-    with lock_home(home), closing(Store(home, accept_loss=accept_loss)) as store:
+    with ExitStack() as alone:
+        if source is not None:
+            contents = alone.enter_context(backups.restoring(source, home, _layout(authority_key=True)))
+            facts |= {"at": contents.at, "log_restored": mark_restored(home, contents.at)}
+        else:
+            alone.enter_context(lock_home(home))
+        store = alone.enter_context(closing(Store(home, accept_loss=accept_loss)))
         facts["runs"] = len(store.runs.all())
     when, notes = "", []
     if source is not None:
@@ -121,7 +126,7 @@ Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` is
 
 
 @command
-def doctor(bind: Bind = "0.0.0.0:8443", *, home: Place) -> Reply:
+def doctor(bind: Bind = "0.0.0.0:8443", *, home: AnyPlace) -> Reply:
     """Look for what keeps the service from its work; changes nothing, and needs no running service. Status 1: found.
 
     Looks at versions, clock, disk, modes of files, database, certificates, the port, the proxy, and the way to the
@@ -151,6 +156,7 @@ class _Coordinator:
             "version": checks.versions,
             "clock": self._clock,
             "disk": lambda: checks.disk(self.home),
+            "home": lambda: checks.finished(self.home),
         }
         if not (self.home / "pki").exists():
             none = checks.warning("consortium", f"there is none in {self.home}", "coordinator init NAME --address ...")

@@ -10,6 +10,7 @@ import typer
 
 from service_core.command_line import Depends
 from service_core.operations.logs import VARIABLE, LogFormat
+from service_core.storage.unfinished import require_finished
 
 HOME_ENV = "CONSILIUM_COORDINATOR_HOME"
 
@@ -49,8 +50,15 @@ CaPassphraseEnv = Annotated[
 ]
 
 
-def home_of(given: Path | None) -> Path:
+def place_of(given: Path | None) -> Path:
+    """Return the coordinator's folder, whatever is in it."""
     return given or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")
+
+
+def home_of(given: Path | None) -> Path:
+    """Return the coordinator's home; raises StateError (E-STATE-26) on one that a command did not finish."""
+    require_finished(place := place_of(given))
+    return place
 
 
 def use_passphrase(file: Path | None, variable: str | None) -> None:
@@ -64,6 +72,10 @@ def _place(home: Home = None) -> Path:
     return home_of(home)
 
 
+def _any_place(home: Home = None) -> Path:
+    return place_of(home)
+
+
 def _signing_place(
     passphrase_file: CaPassphraseFile = None, passphrase_env: CaPassphraseEnv = None, home: Home = None
 ) -> Path:
@@ -71,7 +83,18 @@ def _signing_place(
     return home_of(home)
 
 
+def _founding_place(
+    passphrase_file: CaPassphraseFile = None, passphrase_env: CaPassphraseEnv = None, home: Home = None
+) -> Path:
+    use_passphrase(passphrase_file, passphrase_env)
+    return place_of(home)
+
+
 Place = Annotated[Path, Depends(_place)]
 """The coordinator's home."""
+AnyPlace = Annotated[Path, Depends(_any_place)]
+"""The same, also where a command did not finish it: for those that go on with it or look at it."""
+FoundingPlace = Annotated[Path, Depends(_founding_place)]
+"""That of `coordinator init`, with the passphrase of the authority's key as below."""
 SigningPlace = Annotated[Path, Depends(_signing_place)]
 """The same, for commands that use the authority's key, whose passphrase can be found from then on."""

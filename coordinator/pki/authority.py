@@ -34,6 +34,7 @@ from service_core.pki.invitation import InvitationToken
 from service_core.pki.roster import Member, Revocation, Roster, SignedRoster
 from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
+from service_core.storage.unfinished import marker_of
 
 FOLDER = "pki"
 
@@ -86,12 +87,7 @@ class Authority:
         Guarantees: after a crash there is no authority (create it again) or a whole one.
         """
         final, aside = home / FOLDER, home / f".{FOLDER}.new"
-        if final.exists():
-            raise StateError(
-                "E-STATE-44",
-                f"expected no authority in {home} yet, found {final}: a new one would lock every hospital out. "
-                "Use the one that is there, or choose another home",
-            )
+        cls.require_none(home)
         limits = lifetimes or Lifetimes()
         check_name(consortium, "consortium")
         where = tuple(Address.parse(a) for a in addresses)
@@ -106,6 +102,22 @@ class Authority:
         building._write_server(aside, ca, key)
         aside.rename(final)
         return building
+
+    @staticmethod
+    def require_none(home: Path) -> None:
+        """Raise StateError (E-STATE-44) where there is an authority, but for one that `init` did not finish."""
+        if (home / FOLDER).exists() and marker_of(home) is None:
+            raise StateError(
+                "E-STATE-44",
+                f"expected no authority in {home} yet, found {home / FOLDER}: a new one would lock every hospital out. "
+                "Use the one that is there, or choose another home",
+            )
+
+    @staticmethod
+    def discard(home: Path) -> None:
+        """Delete what an interrupted `init` made: nobody has been admitted with it."""
+        for folder in (home / FOLDER, home / f".{FOLDER}.new"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     @classmethod
     def open(cls, home: Path, clock: Clock = utc_now) -> Authority:

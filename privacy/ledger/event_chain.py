@@ -25,6 +25,7 @@ from fl_core.errors import StateError
 from privacy.ledger import key as ledger_key
 from service_core.storage.disk import disk_error
 from service_core.storage.migration import migrate
+from service_core.storage.unfinished import require_finished
 
 FIRST_VERSION = 2
 """That of Consilium 0.1.0: no older file is opened."""
@@ -77,8 +78,9 @@ class EventChain:
         """Open, make or migrate the file.
 
         Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-STATE-22 on one of a newer
-        version, from before the first one, or of another form.
+        version, from before the first one, or of another form; E-STATE-26 in a home that a restore did not finish.
         """
+        require_finished(file.parent)
         self.file, self.key_file = file, key or ledger_key.beside(file)
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():

@@ -16,6 +16,7 @@ from fl_core.errors import FederationError
 from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.storage.disk import disk_errors
+from service_core.storage.unfinished import marker_of
 
 Command = Callable[..., Any]
 SHOWN = frozenset(
@@ -71,16 +72,17 @@ def recording(home: Path, name: str, options: Mapping[str, Any], via: str = "") 
     """Write what is done within as one line, however it ends. via: from where, beside the user, as `page`.
 
     Raises UnavailableError (E-STATE-63) where the disk takes no line.
-    Guarantees: where the log cannot be opened, what is within is not begun. Without a home there is no log.
+    Guarantees: where the log cannot be opened, what is within is not begun. Without a home there is no log, nor in one
+    that a command did not finish.
     """
-    if (home / FOLDER).is_dir():
+    if marker_of(home) is None and (home / FOLDER).is_dir():
         AuditLog(home / FOLDER).close()
     try:
         yield
     except BaseException as error:
         if not (isinstance(error, typer.Exit) and error.exit_code == 0):
             code = error.code if isinstance(error, FederationError) else type(error).__name__
-            if (home / FOLDER).is_dir():  # a command that was refused makes no home
+            if marker_of(home) is None and (home / FOLDER).is_dir():  # a command that was refused makes no home
                 _append(home, _entry(name, options, via, REFUSED, code))
         raise
     if home.is_dir():

@@ -25,6 +25,7 @@ from service_core.pki.identity import Address, identity_of
 from service_core.storage.disk import RESERVE_BYTES, available
 from service_core.storage.generation import GenerationFile, read_only
 from service_core.storage.private_files import OTHERS, Credentials
+from service_core.storage.unfinished import marker_of
 from service_core.tls import causes
 from service_core.tls.causes import NotConnected
 from service_core.tls.connect import diagnose
@@ -194,6 +195,12 @@ def untouched(path: Path) -> sqlite3.Connection:
         # Nobody has it open: SQLite would make a log, even to read.
         return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
     return read_only(path, TIMEOUT_S)
+
+
+def finished(home: Path) -> Iterator[Finding]:
+    """Look whether a command was interrupted while it filled a home; of a whole one nothing is said."""
+    if (left := marker_of(home)) is not None:
+        yield problem("home", f"a command was interrupted while it filled {home}", f"say it again: {left.again}")
 
 
 # ---- certificates --------------------------------------------------------------------------------------------------

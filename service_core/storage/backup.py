@@ -2,7 +2,8 @@
 
 The databases are copied by SQLite while others write. An object that the copy names may be deleted meanwhile: so all
 get a second name within the home first, which takes milliseconds, and are then copied from there, each held against its
-digest. `backup.json` is written last: a folder without it is no backup.
+digest. `backup.json` is written last: a folder without it is no backup. Either folder is marked while it is filled, as
+`service_core.storage.unfinished` has it, and the same command goes on or begins anew.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
@@ -19,10 +21,12 @@ from pathlib import Path
 
 from fl_core.converter import ConversionError, parse_json, structure
 from fl_core.errors import ConfigError, StateError
-from service_core.storage.digests import Hasher, file_digest, write_all
+from service_core.storage import unfinished
+from service_core.storage.digests import Hasher, digest, file_digest, write_all
 from service_core.storage.disk import disk_errors
 from service_core.storage.generation import BUSY_SECONDS, GenerationFile, begin_incarnation, generation_of
 from service_core.storage.private_files import replace_file, sync_folder
+from service_core.storage.unfinished import Marker
 
 FILE = "backup.json"
 FORMAT = 1
@@ -74,6 +78,8 @@ class BackupContents:
     @classmethod
     def read(cls, folder: Path) -> BackupContents:
         """Read what a folder holds; raises StateError (E-STATE-25) on one that is no finished backup."""
+        if (left := unfinished.marker_of(folder)) is not None:
+            raise _unusable(folder, f"one that was interrupted ({left.again})")
         file = folder / FILE
         try:
             if not file.is_file() or (size := file.stat().st_size) > _MAX_BYTES:
@@ -95,12 +101,15 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
     Raises ConfigError (E-CFG-02) on another folder; StateError: E-STATE-63 on an object that is damaged or missing,
     E-STATE-44 where there is no home; UnavailableError (E-STATE-63) when the disk is full.
     Guarantees: what is restored from it is the home at one moment between two transactions; after an error the folder
-    is empty again, so that the same command can be repeated.
+    is empty again, so that the same command can be repeated, and so it can after a crash.
     """
+    unfinished.require_finished(home)
     if not (home / layout.database).exists():
         raise StateError("E-STATE-44", f"expected {layout.database} in {home}, found none: name the home with --home")
+    command = f"{layout.side} backup"
     _require_empty(target)
-    with disk_errors(target), _emptied_on_error(target), _scratch(home) as scratch:
+    marker = Marker(command, shlex.join([*command.split(), str(target), "--home", str(home)]))
+    with disk_errors(target), unfinished.filling(target, marker, lambda: _empty(target)), _scratch(home) as scratch:
         _name_objects(home, layout, target, scratch)
         for name in layout.databases:
             if (home / name).exists():
@@ -116,50 +125,70 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
                     "found it damaged: this backup is not finished",
                 )
         files = {str(f.relative_to(target)): file_digest(f) for f in sorted(target.rglob("*")) if f.is_file()}
+        del files[unfinished.FILE]
         made = BackupContents(FORMAT, layout.side, software, at, files)
         about = {name: getattr(made, name) for name in ("format", "side", "software", "at", "files")}
         replace_file(target / FILE, json.dumps(about, indent=1).encode(), 0o600)
     return made
 
 
-def restore(backup: Path, home: Path, layout: HomeLayout) -> BackupContents:
+@contextmanager
+def restoring(backup: Path, home: Path, layout: HomeLayout) -> Iterator[BackupContents]:
     """Bring a backup into a home that is new or empty, and begin a new incarnation of its database.
 
-    Raises StateError: E-STATE-25 on a folder that is no backup of this side, or holds other bytes than were copied;
-    ConfigError (E-CFG-02) where the home holds something.
-    Guarantees: the database comes last, so a home that was restored by half is not opened.
+    Within the block the home is this process's alone; where it ends in order, everybody may use the home.
+
+    Raises StateError: E-STATE-25 on a folder that is no backup of this side, or holds other bytes than were copied,
+    before anything is written; E-STATE-20, E-STATE-26 as `unfinished.filling`; ConfigError (E-CFG-02) where the home
+    holds something.
+    Guarantees: a home that was restored by half is refused until the same backup was restored again, which goes on.
     """
     contents = BackupContents.read(backup)
     if contents.side != layout.side:
         raise _unusable(backup, f"one of a {contents.side}")
     if layout.database not in contents.files or not all(_is_inside(name) for name in contents.files):
         raise _unusable(backup, "one with other names of files")
+    for name, known in contents.files.items():
+        if not (backup / name).is_file() or file_digest(backup / name) != known:
+            raise _unusable(backup, f"{name} damaged or missing")
+    command = f"{layout.side} restore"
     _require_empty(home)
-    with disk_errors(home):
-        for name in sorted(contents.files, key=lambda name: (name == layout.database, name)):
-            if not (backup / name).is_file() or file_digest(backup / name) != contents.files[name]:
-                raise _unusable(backup, f"{name} damaged or missing")
-            if name != layout.database:
-                _copy(backup / name, home / name)
-        aside = home / f".{layout.database}.tmp"
-        _copy(backup / layout.database, aside)
-        with closing(sqlite3.connect(aside, isolation_level=None)) as db:
-            db.execute("PRAGMA journal_mode = DELETE")  # one file, which is renamed
-            now = begin_incarnation(db, 0)
-        GenerationFile(home / layout.database).replace(now)
-        aside.replace(home / layout.database)
-        sync_folder(home)
-    return contents
+    again = shlex.join([*command.split(), str(backup), "--home", str(home)])
+    with unfinished.filling(home, Marker(command, again, digest((backup / FILE).read_bytes()))):
+        with disk_errors(home):
+            _bring_in(backup, home, layout, contents.files)
+        yield contents
 
 
-@contextmanager
-def _emptied_on_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for child in folder.iterdir():
+def _bring_in(backup: Path, home: Path, layout: HomeLayout, files: dict[str, str]) -> None:
+    """Copy what a home lacks of a backup; what an interrupted restore copied whole stays."""
+    for name in (layout.database, *layout.databases):
+        for end in ("", "-wal", "-shm", "-journal", ".generation"):
+            (home / f"{name}{end}").unlink(missing_ok=True)
+    for name, known in files.items():
+        if name != layout.database and not ((home / name).is_file() and file_digest(home / name) == known):
+            _copy_again(backup, name, known, home / name)
+    aside = home / f".{layout.database}.tmp"
+    _copy_again(backup, layout.database, files[layout.database], aside)
+    with closing(sqlite3.connect(aside, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = DELETE")  # one file, which is renamed
+        now = begin_incarnation(db, 0)
+    GenerationFile(home / layout.database).replace(now)
+    aside.replace(home / layout.database)
+    sync_folder(home)
+
+
+def _copy_again(backup: Path, name: str, known: str, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    if _copy(backup / name, target) != known:
+        raise _unusable(backup, f"{name} changed meanwhile")
+
+
+def _empty(folder: Path) -> None:
+    """Delete what a folder holds, all but the marker."""
+    for child in folder.iterdir():
+        if child.name != unfinished.FILE:
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
-        raise
 
 
 def _name_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -> None:
@@ -263,8 +292,9 @@ def _is_inside(name: str) -> bool:
 
 
 def _require_empty(folder: Path) -> None:
+    """Raise ConfigError (E-CFG-02) unless a folder is new, empty, or marked as one that a command did not finish."""
     _private_folder(folder)
-    if any(folder.iterdir()):
+    if unfinished.marker_of(folder) is None and not unfinished.is_empty(folder):
         raise ConfigError("E-CFG-02", f"expected a folder that is new or empty, found files in {folder}: name another")
     folder.chmod(0o700)
 

@@ -29,6 +29,7 @@ from service_core.storage.generation import (
     read_only,
 )
 from service_core.storage.migration import Step, migrate
+from service_core.storage.unfinished import require_finished
 
 log = logging.getLogger(__name__)
 LOG_BYTES = 4 << 20
@@ -58,8 +59,9 @@ class Database:
 
         contents: see `GenerationFile.require`   accept_loss: go on with what is there, whatever lies beside it.
         Raises StateError: E-STATE-22 on a damaged file, one of another form, or one of a newer version; E-STATE-23 on
-        one that is missing, empty, older or another home's.
+        one that is missing, empty, older or another home's; E-STATE-26 in a folder that a command did not finish.
         """
+        require_finished(path.parent)
         self.path = path
         # Threads of this process queue here: SQLite's own waiting is a sleep, meant for the rare other process.
         self._write_lock = RLock()

@@ -9,14 +9,13 @@ from fl_core.types.enums import TaskKind
 from service_core.model_card.card import Card
 from service_core.model_card.commands import OwnRecord, make_app
 from service_core.model_card.signed_card import SignedCard
-from silo.cli.options import open_store
+from silo.cli.options import home_of, open_store
 from silo.identity.identity import SiloIdentity
-from silo.storage.home import Home
 from silo.storage.store import Store
 
 
 def _authority_of(home: Path | None) -> str:
-    identity = SiloIdentity(Home.at(home).path)
+    identity = SiloIdentity(home_of(home).path)
     if not identity.joined:
         raise ConfigError(
             "E-CFG-02",
@@ -28,7 +27,7 @@ def _authority_of(home: Path | None) -> str:
 
 def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
     del signed
-    place = Home.at(home)
+    place = home_of(home)
     with open_store(place.database) as store:
         return _compared(store, SiloIdentity(place.path).load().identity.name, card)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ from service_core.operations import checks
 from service_core.page_command import OPENED_PAGE, Bind, Browser, serve_until_told
 from service_core.storage import backup as backups
 from service_core.version import software
-from silo.cli.options import DataRootOption, SiloHome, label_space, open_store, text_of
+from silo.cli.options import AnyHome, DataRootOption, SiloHome, label_space, open_store, text_of
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import FEATURES, OBJECTS, Home
 from silo.storage.store import ASKED, Store
@@ -93,9 +93,11 @@ def restore(
     source: Annotated[Path | None, typer.Argument(help="What `silo backup` wrote.", metavar="FROM")] = None,
     accept_loss: AcceptLoss = False,
     *,
-    home: SiloHome,
+    home: AnyHome,
 ) -> Reply:
     """Bring a backup into an empty home; or let a home whose database lacks something go on with what is there.
+
+    Where it was interrupted, the same command goes on, and nothing else uses the home before.
 
     A ledger that lies elsewhere is not touched. One that comes from the backup is held against what the coordinator
     remembers before anything is trained. With --accept-loss, updates and states that the database does not know are
@@ -105,10 +107,13 @@ def restore(
     if (source is None) is not accept_loss:
         raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
     facts: dict[str, object] = {"home": str(home.path)}
-    if source is not None:
-        contents = backups.restore(source, home.path, _layout(home, ledger_key=True))
-        facts |= {"at": contents.at, "log_restored": mark_restored(home.path, contents.at)}
-    with home.make().locked(), open_store(home.database, accept_loss) as store:
+    with ExitStack() as alone:
+        if source is not None:
+            contents = alone.enter_context(backups.restoring(source, home.path, _layout(home, ledger_key=True)))
+            facts |= {"at": contents.at, "log_restored": mark_restored(home.path, contents.at)}
+        else:
+            alone.enter_context(home.make().locked())
+        store = alone.enter_context(open_store(home.database, accept_loss))
         history, masked = store.history(), store.secagg.runs()
         absent = sorted(r.run_id for r in history if r.run_id in masked and r.state in ("running", ASKED))
         store.secagg.forget()
@@ -147,7 +152,7 @@ def doctor(
         typer.Option("--token-file", help="Before joining: try the way with this invitation; - reads standard input."),
     ] = None,
     *,
-    home: SiloHome,
+    home: AnyHome,
 ) -> Reply:
     """Look for what keeps this hospital from its work; changes nothing, also beside a running service. Status 1: found.
 

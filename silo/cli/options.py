@@ -13,6 +13,7 @@ import typer
 from fl_core.errors import ConfigError
 from service_core.command_line import Depends
 from service_core.operations.logs import VARIABLE, LogFormat
+from service_core.storage.unfinished import require_finished
 from silo.storage.home import Home
 from silo.storage.store import Store
 
@@ -25,7 +26,18 @@ HomeOption = Annotated[
 ]
 
 
+def home_of(given: Path | None) -> Home:
+    """Return the silo's home; raises StateError (E-STATE-26) on one that a command did not finish."""
+    home = Home.at(given)
+    require_finished(home.path)
+    return home
+
+
 def _home(home: HomeOption = None) -> Home:
+    return home_of(home)
+
+
+def _any_home(home: HomeOption = None) -> Home:
     return Home.at(home)
 
 
@@ -39,6 +51,8 @@ def open_store(database: Path, accept_loss: bool = False) -> Iterator[Store]:
 
 
 SiloHome = Annotated[Home, Depends(_home)]
+AnyHome = Annotated[Home, Depends(_any_home)]
+"""Also one that a command did not finish: for those that go on with it or look at it."""
 LogFormatOption = Annotated[
     LogFormat | None,
     typer.Option("--log-format", help=f"Log to standard error, as text or JSON, instead. Default: ${VARIABLE}."),

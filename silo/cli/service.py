@@ -28,6 +28,7 @@ from silo.cli.options import (
     PageOption,
     PulseFloorOption,
     SiloHome,
+    home_of,
     label_space,
     metrics_address,
 )
@@ -97,7 +98,7 @@ def serve(
 
 
 def _log_of(home: Path | None) -> audit_log.Side:
-    place = Home.at(home).path
+    place = home_of(home).path
     identity = SiloIdentity(place)
     return audit_log.Side(place, lambda: identity.load().identity.uri, identity.authority_pem)
 

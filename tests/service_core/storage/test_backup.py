@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
+import re
+import shutil
 import stat
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from coordinator.cli import consortium as consortium_cli
 from coordinator.cli import operations as coordinator_cli
+from coordinator.pki.authority import Authority
 from coordinator.storage.records import ObjectKind
 from coordinator.storage.runs import note_object
 from coordinator.storage.store import FILE, OBJECTS, Store
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
+from privacy.ledger.ledger import Ledger
+from service_core.storage import backup as backup_module
+from service_core.storage import unfinished
 from service_core.storage.backup import FILE as CONTENTS
 from service_core.storage.object_store import ObjectStore
 from silo.cli import operations as silo_cli
@@ -132,14 +140,103 @@ def test_a_backup_that_was_changed_is_not_restored(home: Path, tmp_path: Path, h
     assert not (tmp_path / "outside").exists()
 
 
-def test_a_home_that_was_restored_by_half_is_not_opened(home: Path, tmp_path: Path) -> None:
+def test_a_damaged_backup_is_refused_before_a_byte_of_it_is_in_the_home(home: Path, tmp_path: Path) -> None:
     backup = took(home, tmp_path / "backup")
     (backup / FILE).write_bytes(b"damaged")
     with pytest.raises(StateError, match="E-STATE-25"):
         coordinator_cli.restore(backup, home=tmp_path / "new")
-    assert list((tmp_path / "new").rglob("*"))  # what came before the database
-    with pytest.raises(StateError, match="E-STATE-23"):
-        Store(tmp_path / "new")
+    assert not list((tmp_path / "new").rglob("*"))
+
+
+def halved(backup: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore until the database's turn, as a process does that is killed there."""
+    copied = backup_module._copy
+
+    def copy(source: Path, target: Path) -> str:
+        if source.name == FILE:
+            raise KeyboardInterrupt
+        return copied(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backup_module, "_copy", copy)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator_cli.restore(backup, home=new)
+
+
+@pytest.mark.fault(
+    "a machine",
+    "dies while a home is restored",
+    "the home is refused until the same command, said again, has gone on to its end",
+)
+def test_a_home_that_was_restored_by_half_is_refused_until_the_same_command_goes_on(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backup, new = took(home, tmp_path / "backup"), tmp_path / "new"
+    halved(backup, new, monkeypatch)
+    goes_on = rf"E-STATE-26.*coordinator restore {backup} --home {new}"
+    for refused in (
+        lambda: Store(new),
+        lambda: consortium_cli.serve(home=new),
+        lambda: consortium_cli.invite("north", home=new),
+        lambda: consortium_cli.init("other", ["127.0.0.1:1"], home=new),
+        lambda: coordinator_cli.backup(tmp_path / "second", home=new),
+        lambda: coordinator_cli.restore(accept_loss=True, home=new),
+        lambda: coordinator_cli.restore(took(home, tmp_path / "later"), home=new),
+        lambda: silo_cli.restore(tmp_path / "backup", home=new),
+        lambda: SiloStore(new / "silo.db"),
+        lambda: Ledger(new / "ledger.db"),
+    ):
+        shutil.rmtree(tmp_path / "later", ignore_errors=True)
+        with pytest.raises(FederationError, match=r"E-STATE-2[56]") as said:
+            refused()
+        assert said.value.code == "E-STATE-25" or re.search(goes_on, str(said.value))
+    (new / "pki" / "ca.key").write_bytes(b"put here meanwhile")
+    coordinator_cli.restore(backup, home=new, as_json=True)
+    assert (new / "pki" / "ca.key").read_bytes() == b"put here meanwhile"
+    with closing(Store(new)) as store:
+        assert [r.id for r in store.runs.all()] == ["r"]
+    assert not (new / unfinished.FILE).exists()
+
+
+def test_an_interrupted_backup_is_none_and_is_made_anew_by_the_same_command(home: Path, tmp_path: Path) -> None:
+    target = took(home, tmp_path / "backup")
+    marker = unfinished.Marker("coordinator backup", f"coordinator backup {target}")
+    (target / unfinished.FILE).write_text(json.dumps(dataclasses.asdict(marker)))
+    with pytest.raises(StateError, match=r"E-STATE-25.*coordinator backup"):
+        coordinator_cli.restore(target, home=tmp_path / "new")
+    (target / "pki" / "server.pem").unlink()
+    took(home, target)
+    coordinator_cli.restore(target, home=tmp_path / "new", as_json=True)
+
+
+def test_a_folder_that_another_command_fills_now_is_left_to_it(home: Path, tmp_path: Path) -> None:
+    marker = unfinished.Marker("coordinator backup", "coordinator backup TO")
+    target = tmp_path / "backup"
+    target.mkdir(mode=0o700)
+    with unfinished.filling(target, marker):
+        (target / "of the first").touch()
+        with pytest.raises(StateError, match="E-STATE-20"):
+            took(home, target)
+        assert (target / "of the first").exists()
+
+
+def test_init_that_was_interrupted_begins_anew_and_no_whole_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr(Authority, "discard", lambda _: None)  # a process that is killed takes nothing back
+        patch.setattr(unfinished.private_files, "remove", lambda _: None)
+        patch.setattr(Authority, "issue_lead", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            consortium_cli.init("test", ["127.0.0.1:1"], home=place)
+    with pytest.raises(StateError, match=r"E-STATE-26.*coordinator init test --address 127.0.0.1:1"):
+        consortium_cli.invite("north", home=place)
+    consortium_cli.init("test", ["127.0.0.1:1"], home=place, as_json=True)
+    assert Authority.open(place).lead_credentials("lead")
+    with pytest.raises(StateError, match="E-STATE-44"):
+        consortium_cli.init("test", ["127.0.0.1:1"], home=place)
+    consortium_cli.invite("north", home=place)  # and what is there goes on
 
 
 def test_a_side_does_not_restore_the_other_ones_backup(home: Path, tmp_path: Path) -> None:
