@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fl_core.datasets.catalogue import KNOWN
-from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex
+from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex, problem
 from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
@@ -136,7 +136,7 @@ def check(
     """Look at a silo's data without training; the same settings as `load`.
 
     deep: decode every image to its end, and compare all of them. Raises where there is nothing to look at (E-DATA-02,
-    E-DATA-07); all other faults are in the report's `problems`.
+    E-DATA-07); all other faults are in the report's `problems`, and so is a label space of one class.
     """
     return check_all([reference], request, data_root=data_root, deep=deep)[0]
 
@@ -146,12 +146,13 @@ def check_all(
 ) -> list[CheckReport]:
     """Look at the data of many silos as `check`; a folder or a table that they share is read once."""
     scans, reports = _Scans(), []
+    few = list(request.classes) if request.classes is not None and len(request.classes) == 1 else []
+    remedy = "Name all classes of the run"
+    lonely = problem("E-CFG-23", "classes: expected at least two different names, found one", few, remedy)
     for reference in references:
-        found = _find(reference, data_root, request, scans)
-        if deep and isinstance(found, SourceIndex):
-            reports.append(found.deep_report(request.grey_values))
-        else:
-            reports.append(found.report())
+        found = _find(reference, data_root, request, scans, fewest=1)
+        report = found.deep_report(request.grey_values) if deep and isinstance(found, SourceIndex) else found.report()
+        reports.append(replace(report, problems=(*lonely, *report.problems)))
     return reports
 
 
@@ -196,9 +197,10 @@ def _fixed(source: str) -> Schema | None:
     return FIXED.get(source) or user_data.schema(source)
 
 
-def _check_settings(source: str, request: DataRequest) -> None:
+def _check_settings(source: str, request: DataRequest, fewest: int = 2) -> None:
+    """Refuse what no data can give. fewest: classes that are taken."""
     classes, image_size, window = request.classes, request.image_size, request.window
-    if classes is not None and (isinstance(classes, str) or len(set(classes)) != len(classes) or len(classes) < 2):
+    if classes is not None and (isinstance(classes, str) or not fewest <= len(classes) == len(set(classes))):
         raise ConfigError("E-CFG-23", f"classes: expected at least two different names, found {classes!r}: correct it")
     if window is not None and (source not in ("folder", "manifest") or not _is_window(window)):
         raise ConfigError(
@@ -281,10 +283,10 @@ class _Scans:
 
 
 def _find(
-    reference: str, data_root: Path | None, request: DataRequest, scans: _Scans
+    reference: str, data_root: Path | None, request: DataRequest, scans: _Scans, fewest: int = 2
 ) -> SourceIndex | arrays.Share | digits.Share | table.TableIndex:
     ref, classes = parse(reference), request.classes
-    _check_settings(ref.source, request)
+    _check_settings(ref.source, request, fewest)
     if ref.source == "digits":
         return digits.share(*_place(ref), classes)
     if user_data.is_own(ref.source):

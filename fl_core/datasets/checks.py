@@ -15,7 +15,7 @@ import torch
 
 from fl_core.datasets.decoding.dicom import Window, is_dicom
 from fl_core.datasets.decoding.limits import UnreadableError
-from fl_core.datasets.decoding.pixels import content, open_image
+from fl_core.datasets.decoding.pixels import content, described, open_image
 from fl_core.datasets.examples import SPLITS, ListedRecord, SiloDataset, fingerprint_of
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import ImageLoader, cores
@@ -146,6 +146,7 @@ class SourceIndex:
         broken = [f"{i.name}: {m}" for i, m in pairs if isinstance(m, str) and i.path.exists()]
         sound = [(i, m) for i, m in pairs if isinstance(m, _Measured)]
         dark = [item.name for item, measured in sound if measured.dark]
+        oblong = [item.name for item, measured in sound if not measured.square]
         unreadable = problem("E-DATA-04", "images that cannot be read", broken, "Restore these files or leave them out")
         twins, notes = _twins(sound)
         if dark:
@@ -153,6 +154,8 @@ class SourceIndex:
                 *notes,
                 f"images next to black, on at most a sixteenth of the range of their values: {_listed(dark)}",
             )
+        if oblong:
+            notes = (*notes, f"images whose pixels are not square, and are read as if they were: {_listed(oblong)}")
         return replace(
             report,
             problems=(*report.problems, *unreadable, *twins),
@@ -285,22 +288,27 @@ def groups_in_both_splits(items: Sequence[Item]) -> list[str]:
 
 
 class _Measured(NamedTuple):
-    """One image: its pixels' digest, (width, height), and whether it is next to black in the range of its values."""
+    """One image: its pixels' digest, and (width, height).
+
+    dark: it is next to black in the range of its values   square: its pixels are
+    """
 
     key: str
     size: tuple[int, int]
-    dark: bool
+    dark: bool = False
+    square: bool = True
 
 
 def _measure(path: Path, window: Window | None) -> _Measured | str:
     try:
         found = content(path)
         if found.depth <= 8 and not is_dicom(path):
-            return _Measured(found.key, found.size, False)
+            return _Measured(found.key, found.size)
         low, high = open_image(path, window).convert("L").getextrema()
+        square = described(path).square
     except UnreadableError as error:
         return str(error)
-    return _Measured(found.key, found.size, bool(high - low <= 16))  # type: ignore[operator]
+    return _Measured(found.key, found.size, bool(high - low <= 16), square)  # type: ignore[operator]
 
 
 def _twins(found: Sequence[tuple[Item, _Measured]]) -> tuple[tuple[CheckProblem, ...], tuple[str, ...]]:

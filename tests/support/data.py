@@ -162,7 +162,10 @@ def write_dicom(
     encoded: bytes | None = None,
     **tags: object,
 ) -> Path:
-    """Write pixels (H, W) or (H, W, 3) of 8 or 16 bits. bits: stored ones   encoded: what stands there instead."""
+    """Write pixels (H, W) or (H, W, 3) of 8 or 16 bits. bits: stored ones   encoded: what stands there instead.
+
+    tags: overwrite what is written; None leaves a tag out.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = FileMetaDataset()
     meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
@@ -191,7 +194,10 @@ def write_dicom(
     found["PixelData"].VR = "OW" if pixels.dtype.itemsize == 2 else "OB"
     found["PixelData"].is_undefined_length = encoded is not None
     for name, value in tags.items():
-        setattr(found, name, value)
+        if value is None:
+            delattr(found, name)
+        else:
+            setattr(found, name, value)
     found.save_as(path, enforce_file_format=True)
     return path
 

@@ -2,6 +2,8 @@
 
 What is read are the tags of the pixels, and for a survey those of how the image was made (`described`).
 
+Of each value the stored bits count, wherever HighBit puts them: the others may hold an overlay, or anything.
+
 Grey values of every file take the same way, so that hospitals train on the same pixels:
 
 1. Modality LUT, or rescale slope and intercept (Hounsfield units, for instance).
@@ -12,7 +14,7 @@ Grey values of every file take the same way, so that hospitals train on the same
 
 Colour: RGB, YBR (converted by the standard's equations) and PALETTE COLOR; of more than 8 bits the upper ones.
 Refused: several frames, and enhanced objects, whose values are described frame by frame (PS3.3 C.7.6.16); a transfer
-syntax that no installed decoder reads, by its name.
+syntax that no installed decoder reads, by its name; tags that contradict each other or what was decoded.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,26 +37,36 @@ from fl_core.datasets.decoding.limits import MAX_BYTES, UnreadableError, require
 
 if TYPE_CHECKING:
     from pydicom import Dataset
+    from pydicom.uid import UID
 
 SUFFIXES = frozenset({".dcm", ".dicom"})
 _ENHANCED = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
 _CHANNELS = ("Red", "Green", "Blue")
 _PALETTE = tuple(f"{c}PaletteColorLookupTable{part}" for c in _CHANNELS for part in ("Descriptor", "Data"))
+_REQUIRED = (
+    *("SamplesPerPixel", "PhotometricInterpretation", "Rows", "Columns"),
+    *("BitsAllocated", "BitsStored", "PixelRepresentation"),
+)
 _TAGS = (
     *("SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames", "Rows", "Columns"),
     *("BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PixelData"),
     *("ModalityLUTSequence", "RescaleIntercept", "RescaleSlope"),
-    *("VOILUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction"),
+    *("VOILUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction", "PresentationLUTShape"),
     *_PALETTE,
     *(f"Segmented{c}PaletteColorLookupTableData" for c in _CHANNELS),
     *_ENHANCED,
 )
 """All that is read of an image; no other tag, and so nothing about a patient, is ever in memory."""
 _SPACINGS = ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
-_DESCRIPTION = ("Rows", "Columns", "BitsStored", "Manufacturer", *_SPACINGS)
+_DESCRIPTION = ("Rows", "Columns", "BitsStored", "Manufacturer", "PixelAspectRatio", *_SPACINGS)
 """All that a survey reads of a file."""
-_GREY, _COLOUR = ("MONOCHROME1", "MONOCHROME2"), ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
+_GREY, _YBR, _YBR_OF_JPEG2000 = ("MONOCHROME1", "MONOCHROME2"), ("YBR_FULL", "YBR_FULL_422"), ("YBR_ICT", "YBR_RCT")
 _PREAMBLE = 128
+_JPEG2000 = frozenset(f"1.2.840.10008.1.2.4.{n}" for n in (90, 91, 201, 202, 203))
+_RLE = "1.2.840.10008.1.2.5"
+_LOSSY = frozenset(f"1.2.840.10008.1.2.4.{n}" for n in (50, 51, 81, 91, 203))
+_ANOTHER_SIZE = "DICOM whose pixels are not of the size that it declares: restore the file"
+_EXPORT = "export it uncompressed, or install a decoder of pydicom for it"
 
 
 class Window(NamedTuple):
@@ -68,7 +80,7 @@ class _Frame(NamedTuple):
     """The tags of a file's pixels (`pydicom.Dataset`), and the stored values (H, W), or (H, W, 3) in RGB."""
 
     tags: Dataset
-    values: NDArray[np.generic]
+    values: NDArray[np.integer]
 
     def get(self, name: str, default: object = None) -> object:
         found = getattr(self.tags, name, None)
@@ -81,6 +93,17 @@ class _Frame(NamedTuple):
         if not math.isfinite(number := float(first)):
             raise UnreadableError(f"the tag {name} holds no finite number: restore the file")
         return number
+
+    @property
+    def bits(self) -> int:
+        """Of a stored value."""
+        return int(self.number("BitsStored", 0))
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest that a stored value may be."""
+        half = 1 << self.bits - 1
+        return (-half, half - 1) if self.number("PixelRepresentation", 0) else (0, 2 * half - 1)
 
 
 def is_dicom(path: Path) -> bool:
@@ -96,13 +119,15 @@ def is_dicom(path: Path) -> bool:
 class Description(NamedTuple):
     """What a file's header says of how an image was made; None: it does not.
 
-    size: width and height   bits: of a stored value   spacing: mm between rows   make: the manufacturer, as stated.
+    size: width and height   bits: of a stored value   spacing: mm between rows   make: the manufacturer, as stated
+    square: the pixels are as high as wide, or the header does not say
     """
 
     size: tuple[int, int]
     bits: int
     spacing: float | None = None
     make: str | None = None
+    square: bool = True
 
 
 def described(path: Path) -> Description:
@@ -111,10 +136,12 @@ def described(path: Path) -> Description:
         from pydicom import dcmread
 
         tags = dcmread(path, specific_tags=list(_DESCRIPTION), stop_before_pixels=True)
-        frame = _Frame(tags, np.zeros(0))
+        frame = _Frame(tags, np.zeros(0, int))
         size = (int(frame.number("Columns", 0)), int(frame.number("Rows", 0)))
         spacing = next((frame.number(name, 0) for name in _SPACINGS if frame.get(name) not in (None, "")), None)
-        return Description(size, int(frame.number("BitsStored", 0)), spacing, str(frame.get("Manufacturer") or ""))
+        sides = [np.asarray(frame.get(name) or 1, dtype=float) for name in ("PixelAspectRatio", *_SPACINGS)]
+        square = all(pair.max() <= 1.01 * pair.min() for pair in sides)
+        return Description(size, frame.bits, spacing, str(frame.get("Manufacturer") or ""), square)
 
 
 def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:
@@ -128,15 +155,15 @@ def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:
         return np.rint(255 * (1 - shares if photometric == "MONOCHROME1" else shares)).astype(np.uint8)
 
 
-def stored(path: Path) -> tuple[NDArray[np.generic], int]:
+def stored(path: Path) -> tuple[NDArray[np.integer], int]:
     """Return what identifies an image: its stored values and their bits; colours as `rendered`, of 8 bits."""
     with without_contents():
         frame = _read(path)
         photometric = str(frame.get("PhotometricInterpretation"))
         if photometric not in _GREY:
             return _colours(frame, photometric), 8
-        signed, bits = int(frame.number("PixelRepresentation", 0)), int(frame.number("BitsStored", 16))
-        return frame.values, bits + 8 * signed if bits <= 8 else bits
+        signed = int(frame.number("PixelRepresentation", 0))
+        return frame.values, frame.bits + 8 * signed if frame.bits <= 8 else frame.bits
 
 
 @contextmanager
@@ -189,63 +216,138 @@ def _read(path: Path) -> _Frame:
         usable = False
     if not usable:
         raise UnreadableError(
-            f"DICOM in the transfer syntax {syntax.name!r}, which no installed decoder reads: export it uncompressed, "
-            "or install a decoder of pydicom for it"
+            f"DICOM in the transfer syntax {syntax.name!r}, which no installed decoder reads: {_EXPORT}"
         )
-    found = _Frame(dcmread(path, specific_tags=list(_TAGS)), np.zeros(0))
-    _check_form(found)
+    declared = _Frame(dcmread(path, specific_tags=list(_TAGS)), np.zeros(0, int))
+    _check_form(declared, syntax)
+    options: Any = {"correct_unused_bits": False}
     if syntax.is_encapsulated:
-        _check_encapsulated(found)
-    values, _ = decoder.as_array(found.tags, index=0)
-    wanted = (int(found.number("Rows", 0)), int(found.number("Columns", 0)))
-    if values.shape[:2] != wanted:
-        raise UnreadableError("DICOM whose pixels are not of the size that it declares: restore the file")
-    return _Frame(found.tags, values)
+        options |= _check_encapsulated(declared, syntax)
+    try:
+        values, _ = decoder.as_array(declared.tags, index=0, **options)
+    except RuntimeError:  # what pydicom raises when every plugin has failed
+        values = np.zeros((0, 0))
+    if not values.size:
+        raise UnreadableError(f"DICOM in the transfer syntax {syntax.name!r} that cannot be decoded: {_EXPORT}")
+    if values.shape[:2] != (declared.number("Rows", 0), declared.number("Columns", 0)):
+        raise UnreadableError(_ANOTHER_SIZE)
+    return _Frame(declared.tags, _stored_bits(declared, values, syntax in _LOSSY))
 
 
-def _check_form(frame: _Frame) -> None:
+def _stored_bits(frame: _Frame, values: NDArray[np.integer], lossy: bool) -> NDArray[np.integer]:
+    """Return the numbers in the stored bits, with their sign (PS3.5 8.1.1).
+
+    Values of a lossy compression run a little over the ends of their range, and become the ends.
+    """
+    allocated, high = 8 * values.dtype.itemsize, int(frame.number("HighBit", frame.bits - 1))
+    if lossy and high + 1 == frame.bits < allocated:
+        ends = frame.limits
+        within: NDArray[np.integer] = np.clip(values, *ends)
+        if np.abs(values.astype(np.int32) - within).max() > (ends[1] - ends[0]) / 16:
+            raise UnreadableError("DICOM compressed with loss whose unused bits are set: export it uncompressed")
+        return within
+    numbers: NDArray[np.integer] = values << (allocated - 1 - high) >> (allocated - frame.bits)
+    return numbers
+
+
+def _check_form(frame: _Frame, syntax: UID) -> None:
     if not hasattr(frame.tags, "PixelData"):
         raise UnreadableError("DICOM without an image (a report, a directory, or floating-point pixels): leave it out")
     if frame.number("NumberOfFrames", 1) != 1:
         raise UnreadableError("DICOM of several frames: export each frame that is an example as a file of its own")
     if any(hasattr(frame.tags, name) for name in _ENHANCED):
         raise UnreadableError("DICOM of an enhanced type, with values per frame: export it as single frames")
+    if missing := [name for name in _REQUIRED if frame.get(name) in (None, "")]:
+        raise UnreadableError(f"DICOM without the tag {missing[0]}: export it again")
     require_pixels(int(frame.number("Columns", 0)), int(frame.number("Rows", 0)))
     photometric, samples = str(frame.get("PhotometricInterpretation")), frame.number("SamplesPerPixel", 1)
-    known = {**dict.fromkeys((*_GREY, "PALETTE COLOR"), 1), **dict.fromkeys(_COLOUR, 3)}
+    colours = ("RGB", *_YBR, *_YBR_OF_JPEG2000)
+    known = {**dict.fromkeys((*_GREY, "PALETTE COLOR"), 1), **dict.fromkeys(colours, 3)}
     if known.get(photometric) != samples:
         raise UnreadableError(
             f"DICOM with {samples:g} samples per pixel that are not of {', '.join(known)}: convert it"
         )
     allocated, bits = frame.number("BitsAllocated", 0), frame.number("BitsStored", 0)
-    if allocated not in (8, 16) or not 1 <= bits <= allocated:
-        raise UnreadableError(f"DICOM of {allocated:g} bits per value, not of 8 or 16: convert it")
+    if allocated not in (8, 16):
+        raise UnreadableError(f"DICOM with {allocated:g} bits allocated to a value, and not 8 or 16: convert it")
+    if not 1 <= bits <= frame.number("HighBit", bits - 1) + 1 <= allocated:
+        raise UnreadableError("DICOM whose BitsStored, HighBit and BitsAllocated contradict each other: restore it")
+    native_422 = photometric == "YBR_FULL_422" and not syntax.is_encapsulated
+    if (
+        (photometric in _YBR_OF_JPEG2000 and syntax not in _JPEG2000)
+        or (photometric in _YBR and (allocated, bits) != (8, 8))
+        or (native_422 and (frame.number("PlanarConfiguration", 0) or frame.number("Columns", 0) % 2))
+    ):
+        raise UnreadableError(f"DICOM with colours of {photometric} in a form that they cannot have: convert it to RGB")
+    if (photometric, frame.get("PresentationLUTShape")) in (("MONOCHROME1", "IDENTITY"), ("MONOCHROME2", "INVERSE")):
+        raise UnreadableError("DICOM whose PresentationLUTShape contradicts which end of its grey is white: restore it")
 
 
-def _check_encapsulated(frame: _Frame) -> None:
-    """Compare the size that a compressed frame says with the declared one, before anything is allocated for it."""
+def _check_encapsulated(frame: _Frame, syntax: UID) -> dict[str, int]:
+    """Compare what a compressed frame says with the tags, before anything is allocated for it.
+
+    Return options for pydicom's decoder, which believes the tags about what Pillow has changed.
+    """
     from pydicom.encaps import get_frame
+    from pydicom.pixels.utils import get_j2k_parameters
 
     raw = get_frame(frame.tags.PixelData, 0, number_of_frames=1)
+    codestream, signed = get_j2k_parameters(raw), bool(frame.number("PixelRepresentation", 0))  # {} of others
+    high, another_sign = frame.number("HighBit", 0), codestream.get("is_signed", signed) != signed
+    too_shallow = high >= max(frame.bits, codestream.get("precision", 0)) and syntax != _RLE
+    if too_shallow or (another_sign and (not signed or syntax in _LOSSY)):
+        raise UnreadableError("DICOM compressed with another depth or sign than its tags say: export it uncompressed")
     try:
         with Image.open(io.BytesIO(raw), formats=("JPEG", "JPEG2000")) as image:
-            size = image.size
+            size, marks = image.size, image.info
     except Exception:  # another compression; its decoder is given the declared size
-        return
+        return {}
     if size != (frame.number("Columns", 0), frame.number("Rows", 0)):
-        raise UnreadableError("DICOM whose pixels are not of the size that it declares: restore the file")
+        raise UnreadableError(_ANOTHER_SIZE)
+    if frame.number("SamplesPerPixel", 1) == 1:
+        return {}
+    transform = marks.get("adobe_transform", 1 if "jfif" in marks else None)
+    if transform is not None and (transform == 1) != (frame.get("PhotometricInterpretation") in _YBR):
+        raise UnreadableError("DICOM whose JPEG has other colours than its PhotometricInterpretation: correct the tag")
+    as_rgb = "adobe_transform" not in marks  # by Adobe's mark Pillow converts to RGB itself
+    return {"planar_configuration": 0, "as_rgb": as_rgb}
 
 
 def _colours(frame: _Frame, photometric: str) -> NDArray[np.uint8]:
-    values, bits = frame.values, int(frame.number("BitsStored", 8))
+    values, bits = frame.values, frame.bits
     if photometric == "PALETTE COLOR":
-        from pydicom.pixels.processing import apply_color_lut
-
-        values = apply_color_lut(values, frame.tags)[..., :3]
-        bits = 8 * values.dtype.itemsize
+        channels = [_looked_up(frame, values, frame.limits, *_palette(frame, name)) for name in _CHANNELS]
+        return np.stack([v // ((most + 1) / 256) for v, most in channels], -1).astype(np.uint8)
     if frame.number("PixelRepresentation", 0) or values.ndim != 3:
         raise UnreadableError("DICOM with colours that have a sign: convert it")
-    return (values.astype(np.uint16) >> (bits - 8)).astype(np.uint8) if bits > 8 else values.astype(np.uint8)
+    eight = values >> (bits - 8) if bits >= 8 else np.rint(values * (255 / (2**bits - 1)))
+    return eight.astype(np.uint8)
+
+
+def _palette(frame: _Frame, channel: str) -> tuple[Sequence[int], object]:
+    """Return a channel's descriptor and its entries."""
+    table = f"{channel}PaletteColorLookupTable"
+    descriptor: Sequence[int] = frame.tags[f"{table}Descriptor"].value
+    data, segments = frame.get(f"{table}Data"), frame.get(f"Segmented{table}Data")
+    return descriptor, data if segments is None else _expanded(_words(frame, segments), descriptor)
+
+
+def _expanded(words: NDArray[np.uint16], descriptor: Sequence[int]) -> list[int]:
+    """Return the entries of a segmented palette (PS3.3 C.7.9.2) of discrete and linear segments."""
+    numbers = (words if descriptor[2] > 8 else words.view(np.uint8)).tolist()
+    entries: list[int] = []
+    at = 0
+    while len(entries) < (descriptor[0] & 0xFFFF or 1 << 16):
+        kind, n = numbers[at : at + 2]
+        if kind == 0:
+            entries += numbers[at + 2 : at + 2 + n]
+            at += 2 + n
+        elif kind == 1 and entries:
+            entries += np.rint(np.linspace(entries[-1], numbers[at + 2], n + 1))[1:].astype(int).tolist()
+            at += 3
+        else:
+            raise UnreadableError("DICOM with a palette whose segments point elsewhere: convert it to RGB")
+    return entries
 
 
 def _shares(frame: _Frame, window: Window | None) -> NDArray[np.float64]:
@@ -254,7 +356,7 @@ def _shares(frame: _Frame, window: Window | None) -> NDArray[np.float64]:
     if window is not None:
         return _windowed(values, window, "LINEAR")
     if table := _first(frame.get("VOILUTSequence")):
-        found, most = _looked_up(frame, values, table)
+        found, most = _looked_up(frame, values, (low, high), table.LUTDescriptor, table.LUTData)
         return found / most
     if frame.get("WindowCenter") is not None and frame.get("WindowWidth") is not None:
         own = Window(frame.number("WindowCenter", 0), frame.number("WindowWidth", 0))
@@ -266,10 +368,9 @@ def _modality(frame: _Frame) -> tuple[NDArray[np.float64], float, float]:
     """Return the values after the modality LUT, and the least and the greatest that the stored bits could give."""
     values: NDArray[np.float64] = frame.values.astype(np.float64)
     if table := _first(frame.get("ModalityLUTSequence")):
-        found, most = _looked_up(frame, values, table)
+        found, most = _looked_up(frame, values, frame.limits, table.LUTDescriptor, table.LUTData)
         return found, 0.0, most
-    bits, signed = frame.number("BitsStored", 16), frame.number("PixelRepresentation", 0)
-    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0.0, 2**bits - 1)
+    low, high = frame.limits
     slope, intercept = frame.number("RescaleSlope", 1), frame.number("RescaleIntercept", 0)
     if not abs(slope) > 1e-12 or not max(abs(slope), abs(intercept)) < 1e12:
         raise UnreadableError("DICOM with a rescale slope of 0, or out of all proportion: restore the file")
@@ -297,15 +398,32 @@ def _first(sequence: object) -> Dataset | None:
     return sequence[0] if sequence else None  # type: ignore[index]
 
 
-def _looked_up(frame: _Frame, values: NDArray[np.float64], table: Dataset) -> tuple[NDArray[np.float64], float]:
-    """Look values up in a LUT (PS3.3 C.11.1.1); return the entries, and the greatest that an entry may be."""
-    entries, first, bits = (int(n) for n in table.LUTDescriptor)
-    entries = entries or 1 << 16
-    raw = table.LUTData
-    if isinstance(raw, bytes):
-        order = "<" if frame.tags.file_meta.TransferSyntaxUID.is_little_endian else ">"
-        raw = np.frombuffer(raw, f"{order}u2" if len(raw) >= 2 * entries else "u1")
-    data = np.atleast_1d(np.asarray(raw, dtype=np.float64))
-    if len(data) < entries or not 8 <= bits <= 16 or data[:entries].max() >= 2**bits:
+def _looked_up(
+    frame: _Frame, values: NDArray[Any], limits: tuple[float, float], descriptor: Sequence[int], data: object
+) -> tuple[NDArray[np.float64], float]:
+    """Look values up in a LUT (PS3.3 C.11.1.1); return the entries, and the greatest that an entry may be.
+
+    limits: of the values. The first value of the table has their sign, whatever the type of its tag (C.11.2.1.1).
+    """
+    entries, first, bits = (int(n) & 0xFFFF for n in descriptor)
+    entries, words = entries or 1 << 16, _words(frame, data)
+    if first >> 15 and limits[0] < 0:
+        first -= 1 << 16
+    if bits <= 8 and len(words) < entries:
+        table: NDArray[Any] = words.view(np.uint8)  # two in a word, the lower byte first
+    else:
+        table = words & 0xFF if bits <= 8 and (words >> 8 == words & 0xFF).all() else words  # twice in a word, or once
+    if len(table) < entries or not 8 <= bits <= 16 or table[:entries].max() >= 2**bits:
         raise UnreadableError("DICOM with a lookup table that contradicts its descriptor: restore the file")
-    return data[np.clip(np.rint(values) - first, 0, entries - 1).astype(np.int64)], float(2**bits - 1)
+    if first > limits[1] or first + entries <= limits[0]:
+        raise UnreadableError("DICOM with a lookup table for none of the values that it may have: restore the file")
+    places = np.clip(np.rint(values.astype(np.float64)) - first, 0, entries - 1).astype(np.int64)
+    return table[places].astype(np.float64), 2.0**bits - 1
+
+
+def _words(frame: _Frame, data: object) -> NDArray[np.uint16]:
+    """Return the words of a lookup table, which pydicom leaves as bytes or makes numbers, by the type of their tag."""
+    if isinstance(data, bytes):
+        order = "<" if frame.tags.file_meta.TransferSyntaxUID.is_little_endian else ">"
+        return np.frombuffer(data, f"{order}u2").astype("<u2")
+    return (np.atleast_1d(np.asarray(data, dtype=np.int64)) & 0xFFFF).astype("<u2")

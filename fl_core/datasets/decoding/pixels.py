@@ -4,7 +4,7 @@
 |---------------------------------------|------------------------------------------------------------------------------|
 | 8 bits: grey, RGB, palette, CMYK, ... | RGB; an alpha channel is left out                                            |
 | grey of 9 to 16 bits (PNG, TIFF)      | 255 v / (2^bits - 1), rounded: the range of the type, not of the image       |
-| colour of 16 bits                     | the upper byte of each channel                                               |
+| 16 bits: colour, or grey with alpha   | the upper byte of each channel                                               |
 | grey of 32 bits, whole numbers        | as 16 bits where all lie in 0 to 65535, else refused: no range was declared  |
 | grey of 32 bits, floating point       | 255 v where all lie in 0 to 1, else refused                                  |
 | DICOM                                 | see `dicom`                                                                  |
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from fl_core.datasets.decoding import dicom
 from fl_core.datasets.decoding.dicom import Description, Window
@@ -35,7 +35,7 @@ _FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "TIFF", "WEBP")
 """Decoders that may see a file: others, such as PostScript's, would start a program."""
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 _DEEP = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
-_BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
+_BITS, _PHOTOMETRIC, _PLANES, _SAMPLE_FORMAT, _WHITE_IS_ZERO = 258, 262, 284, 339, 0
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, RuntimeError)
 """What Pillow raises on files that are none, or broken: SyntaxError on PNG chunks, ValueError on headers, ..."""
 
@@ -60,7 +60,7 @@ def open_image(path: Path, window: Window | None = None) -> Image.Image:
     """
     if dicom.is_dicom(path):
         return Image.fromarray(dicom.rendered(path, window)).convert("RGB")
-    with _decoded(path) as image:
+    with _decoded(path) as (image, _):
         upright = ImageOps.exif_transpose(image)
         return upright.convert("RGB") if image.mode in _EIGHT_BIT else _grey(upright, image)
 
@@ -69,8 +69,8 @@ def described(path: Path) -> Description:
     """Say what a header says of an image, as it is stored; no pixel is decoded. Raises UnreadableError."""
     if dicom.is_dicom(path):
         return dicom.described(path)
-    with _readable(path), Image.open(path, formats=_FORMATS) as file:
-        return Description((file.width, file.height), 8 if file.mode in _EIGHT_BIT else 16 if "16" in file.mode else 32)
+    with _opened(path) as file:
+        return Description((file.width, file.height), _depth(file))
 
 
 def content(path: Path) -> Content:
@@ -81,10 +81,10 @@ def content(path: Path) -> Content:
             return _content("values", (values.shape[1], values.shape[0]), values.astype("<i4").tobytes(), depth)
         image = Image.fromarray(values.astype(np.uint8)).convert("RGB")
         return _content("image", image.size, image.tobytes(), 8)
-    with _decoded(path) as image:
+    with _decoded(path) as (image, depth):
         upright = ImageOps.exif_transpose(image)
         if image.mode in _EIGHT_BIT:
-            return _content("image", upright.size, upright.convert("RGB").tobytes(), 8)
+            return _content("image", upright.size, upright.convert("RGB").tobytes(), depth)
         values = np.asarray(upright)
         return _content("values", upright.size, values.astype("<f4" if image.mode == "F" else "<i4").tobytes(), 16)
 
@@ -94,16 +94,39 @@ def _content(kind: str, size: tuple[int, int], numbers: bytes, depth: int) -> Co
 
 
 @contextmanager
-def _decoded(path: Path) -> Iterator[Image.Image]:
-    """Open a file, check what its header says, and decode it; errors inside become UnreadableError as well."""
-    with _readable(path), Image.open(path, formats=_FORMATS) as file:
+def _opened(path: Path) -> Iterator[ImageFile.ImageFile]:
+    """Open a file without a path: where Pillow has one it maps TIFF into memory, and shears images that are turned."""
+    with _readable(path), path.open("rb") as stream, Image.open(stream, formats=_FORMATS) as file:
+        yield file
+
+
+@contextmanager
+def _decoded(path: Path) -> Iterator[tuple[Image.Image, int]]:
+    """Check what a file's header says, and decode it; errors inside become UnreadableError as well.
+
+    Return the image, and the bits of a value in the file: Pillow's mode tells only what is left of them.
+    """
+    with _opened(path) as file:
+        depth, tags = _depth(file), getattr(file, "tag_v2", {})
         if file.mode not in _EIGHT_BIT | _DEEP:
             raise UnreadableError(f"pixels of mode {file.mode}, for which there is no rule: convert the file")
+        if depth == 8 and 2 in tags.get(_SAMPLE_FORMAT, ()):  # Pillow forgets the sign
+            raise UnreadableError("signed values of 8 bits, for which there is no rule: convert the file")
+        if depth > 8 and tags.get(_PLANES) == 2:  # Pillow takes the bytes of one value for two
+            raise UnreadableError("values of more than 8 bits stored channel by channel: store them pixel by pixel")
         require_pixels(file.width, file.height)
         if file.format != "MPO" and _has_second_frame(file):
             raise UnreadableError("several frames or pages: store each as a file of its own")
         file.load()
-        yield file
+        yield file, depth
+
+
+def _depth(file: ImageFile.ImageFile) -> int:
+    """Return 8, 16 or 32, of a file whose pixels are not decoded yet: then it still has their raw mode."""
+    if file.mode not in _EIGHT_BIT:
+        return 16 if "16" in file.mode else 32
+    deep_png = file.format == "PNG" and any(";16" in str(tile.args) for tile in file.tile)
+    return 16 if deep_png or max(getattr(file, "tag_v2", {}).get(_BITS, (8,))) > 8 else 8
 
 
 @contextmanager
