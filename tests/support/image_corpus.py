@@ -292,6 +292,15 @@ def _jpeg2000(pixels: Pixels, **options: object) -> bytes:
     return out.getvalue()
 
 
+_SMALL = np.arange(64).reshape(8, 8) * 65
+_SMALL_OF_12_BITS = bytes.fromhex(
+    "ff4fff5100290000000000080000000800000000000000000000000800000008000000000000000000010b0101ff52000c00000001000004040001"
+    "ff5c00044060ff90000a0000000000660001ff93dfe154122c42a79795b1430ed6283fdee829c548b8345612e1790e9891854f43d1987e129bce3b"
+    "c379bd7149c6853782625615b739ce75ea4a400cc02800074465d523cc53860b5c67daeb29ab84eb8070d86c361b0d86c3ffd9"
+)
+"""`_SMALL` as JPEG 2000 of 12 bits, which Pillow does not write; by OpenJPEG's opj_compress, without loss."""
+
+
 def _with_sign(codestream: bytes) -> bytes:
     """Declare signed values: those less half of the range, which an encoder of unsigned ones has subtracted."""
     at = codestream.index(b"\xff\x51") + 40
@@ -361,6 +370,13 @@ def compressed_dicom() -> Iterator[Case]:
     signed = _with_sign(_jpeg2000(WIDE.astype(np.uint16)))
     yield lossless("jpeg2000-signed", (WIDE - 32768).astype(np.int16), signed, scaled(WIDE, 0, 65535))
     yield lossless("jpeg2000-signed-alone", WIDE.astype(np.uint16), signed, why)
+    small, twelve = _SMALL.astype(np.uint16), _SMALL_OF_12_BITS
+    below = (_SMALL - 2048).astype(np.int16)
+    yield lossless("jpeg2000-12", small, twelve, scaled(_SMALL, 0, 4095), **TWELVE)
+    yield lossless("jpeg2000-12-of-16", small, twelve, scaled(_SMALL, 0, 65535))
+    yield lossless("jpeg2000-12-signed", below, _with_sign(twelve), scaled(_SMALL, 0, 4095), **TWELVE)
+    yield lossless("jpeg2000-12-signed-alone", small, _with_sign(twelve), why, **TWELVE)
+    yield lossless("jpeg2000-12-high-bit-15", small, twelve, why, HighBit=15, **TWELVE)
     unsigned = _jpeg2000((R - 2048 & 0xFFF).astype(np.uint16))
     yield lossless("jpeg2000-sign-lost", (R - 2048).astype(np.int16), unsigned, GREY, **TWELVE)
     eight = _jpeg2000(colours[..., 0])
@@ -427,6 +443,7 @@ def write_tiff(
     kind: int = 0,
     planes: bool = False,
     tile: int = 0,
+    palette: Sequence[int] = (),
 ) -> None:
     """Write strips of `rows` rows each. kind: TIFF's sample format, 0 to leave it out
 
@@ -456,6 +473,8 @@ def write_tiff(
         278: ("I", [rows]),
         279: ("I", [len(s) for s in strips]),
     }
+    if palette:
+        tags[320] = ("H", list(palette))
     if tile:
         tags[324], tags[325] = tags.pop(273), tags.pop(279)
         tags.pop(278)
@@ -515,6 +534,12 @@ def tiff() -> Iterator[Case]:
         partial(write_tiff, pixels=sixteen, photometric=0, orientation=6),
         turned(scaled(65535 - WIDE, 0, 65535), 6),
     )
+    table = np.stack([np.arange(256), 255 - np.arange(256), np.arange(256) // 2])
+    palette = [int(v) for v in table.ravel() * 257]
+    coloured = partial(write_tiff, pixels=eight, photometric=3, orientation=6, palette=palette)
+    yield Case("palette-turned-6.tif", coloured, turned(table.T[eight], 6))
+    black = partial(write_tiff, pixels=eight, photometric=3, palette=[int(v) for v in table.ravel()])
+    yield Case("palette-of-8-bits.tif", black, "a palette of 8 bits")
     shares = (WIDE / 65535).astype(np.float32)
     yield Case("grey-float.tif", partial(write_tiff, pixels=shares, kind=3), scaled(WIDE, 0, 65535))
     below = (ramp(255) - 128).astype(np.int8)

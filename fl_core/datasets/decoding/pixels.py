@@ -35,7 +35,7 @@ _FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "TIFF", "WEBP")
 """Decoders that may see a file: others, such as PostScript's, would start a program."""
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 _DEEP = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
-_BITS, _PHOTOMETRIC, _PLANES, _SAMPLE_FORMAT, _WHITE_IS_ZERO = 258, 262, 284, 339, 0
+_BITS, _PHOTOMETRIC, _PLANES, _PALETTE, _SAMPLE_FORMAT, _WHITE_IS_ZERO = 258, 262, 284, 320, 339, 0
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, RuntimeError)
 """What Pillow raises on files that are none, or broken: SyntaxError on PNG chunks, ValueError on headers, ..."""
 
@@ -112,6 +112,10 @@ def _decoded(path: Path) -> Iterator[tuple[Image.Image, int]]:
             raise UnreadableError(f"pixels of mode {file.mode}, for which there is no rule: convert the file")
         if depth == 8 and 2 in tags.get(_SAMPLE_FORMAT, ()):  # Pillow forgets the sign
             raise UnreadableError("signed values of 8 bits, for which there is no rule: convert the file")
+        if max(tags.get(_PALETTE, (65535,))) < 256:
+            raise UnreadableError(
+                "a palette of 8 bits where TIFF has 16, which makes the image black: convert the file"
+            )
         if depth > 8 and tags.get(_PLANES) == 2:  # Pillow takes the bytes of one value for two
             raise UnreadableError("values of more than 8 bits stored channel by channel: store them pixel by pixel")
         require_pixels(file.width, file.height)
