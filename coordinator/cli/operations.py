@@ -165,10 +165,17 @@ class _Coordinator:
         beside = [database, *(database.with_name(f"{database.name}-{end}") for end in ("wal", "shm"))]
         return found | {
             "modes": lambda: checks.closed_to_others(self.home, beside, [pki, pki / "ca.key", *self._pems()]),
-            "database": lambda: checks.database(database),
+            "database": lambda: checks.database(database, self._rehearse),
             "certificate": self._certificates,
             "service": self._service,
         }
+
+    def _rehearse(self) -> None:
+        """Open a copy of the database, and read what the service and its leads read."""
+        with closing(Store(self.home, rehearsal=True)) as store:
+            store.members.silos()
+            for run in store.runs.all():
+                store.runs.rounds(run.id)
 
     def _clock(self) -> Iterator[Finding]:
         made = {}

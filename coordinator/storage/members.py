@@ -372,8 +372,8 @@ def _silo(db: Connection, name: str, now: float) -> Silo | None:
 def _to_silo(row: RowMapping, now: float) -> Silo:
     """Read a silo; one that was seen in the future, by a clock that was ahead, was never seen."""
     raw = row["data"]
-    lists = ("shape", "classes", "holds", "metrics")
-    data = DataOffer(**raw | {name: tuple(raw[name]) for name in lists}) if raw else DataOffer()
+    lists = ("shape", "classes", "holds", "metrics")  # the first rows of 0.1.0 lack the last two
+    data = DataOffer(**raw | {name: tuple(raw.get(name, ())) for name in lists}) if raw else DataOffer()
     held = Certificate(**{c.name: row[f"certificate_{c.name}"] for c in certificates.c})
     proofs = tuple((previous, signature) for previous, signature in row["proofs"])
     own = {name: row[name] for name in ("name", "since", "software", "last_seen")}
@@ -408,6 +408,10 @@ def _bump(db: Connection) -> None:
 # ---- leads -----------------------------------------------------------------------------------------------------------
 
 
+UNLISTED_BEFORE = "leads_unlisted_before"
+"""When a database got its list of leads; until then a certificate of the authority was enough."""
+
+
 class LeadStore:
     """The leads of the consortium, revoked ones included."""
 
@@ -416,17 +420,24 @@ class LeadStore:
         self._clock = clock
 
     def status(self, peer: PeerCertificate) -> MembershipStatus:
-        """Return whether a lead's certificate is revoked, renewed, or in force; records its first use."""
+        """Return whether a lead's certificate is revoked, renewed, or in force; records its first use.
+
+        A lead from before the list is listed when it first calls, unless its name is listed with another certificate.
+        """
         name, now = peer.identity.name, self._clock()
         with self._db.read() as db:
             reason = why_revoked(db, peer.serial)
             held = db.execute(select(leads.c.first_used).where(leads.c.serial == peer.serial)).first()
+            listed = db.execute(select(leads.c.serial).where(leads.c.name == name)).first() is not None
+            unlisted_before = db.scalar(select(counters.c.value).where(counters.c.name == UNLISTED_BEFORE))
             renewed = None if held is None else renewed_at(db, leads, peer.serial, name, now)
         if reason is not None or renewed is not None:
             return MembershipStatus(reason, member=held is not None, renewed_at=renewed)
         if held is None:
-            return MembershipStatus(None, member=False)
-        if held.first_used is None:
+            if listed or unlisted_before is None or peer.not_before.timestamp() > unlisted_before:
+                return MembershipStatus(None, member=False)
+            self.add(Lead.of(peer))
+        if held is None or held.first_used is None:
             with self._db.write() as db:
                 db.execute(update(leads).where(leads.c.serial == peer.serial).values(first_used=now))
         return MembershipStatus(None, member=True)

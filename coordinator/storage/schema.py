@@ -7,8 +7,8 @@ import sqlite3
 
 import sqlalchemy as sa
 
-from service_core.storage.generation import incarnation_table
-from service_core.storage.migration import Step
+from service_core.storage.generation import FIRST_TABLE, incarnation_table
+from service_core.storage.migration import Step, sql
 
 metadata = sa.MetaData()
 incarnation = incarnation_table(metadata)
@@ -236,6 +236,56 @@ def row_values(table: sa.Table, record: object) -> dict[str, object]:
 
 # ---- files of earlier versions ---------------------------------------------------------------------------------------
 
+_TABLES_OF_VERSION_1 = """
+CREATE TABLE IF NOT EXISTS scores (
+    run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, personal JSON NOT NULL,
+    PRIMARY KEY (run_id, round));
+CREATE TABLE IF NOT EXISTS attestations (
+    id VARCHAR NOT NULL PRIMARY KEY, policy VARCHAR NOT NULL, seq INTEGER NOT NULL, head VARCHAR NOT NULL);
+CREATE TABLE IF NOT EXISTS policies (silo VARCHAR NOT NULL PRIMARY KEY, digest VARCHAR NOT NULL);
+"""
+
+
+def _scores_and_attestations(db: sqlite3.Connection) -> None:
+    """Complete a file of version 1, which was not counted up when tables and columns were added."""
+    sql(_TABLES_OF_VERSION_1)(db)
+    columns = {row[1] for row in db.execute("PRAGMA table_info(attestations)")}
+    for column, kind in (("sealed", "BLOB NOT NULL DEFAULT x''"), ("restored", "INTEGER NOT NULL DEFAULT 0")):
+        if column not in columns:
+            db.execute(f"ALTER TABLE attestations ADD COLUMN {column} {kind}")
+
+
+_LEADS_AND_ALARMS = """
+CREATE TABLE leads (
+    number INTEGER NOT NULL PRIMARY KEY, serial VARCHAR NOT NULL UNIQUE, name VARCHAR NOT NULL,
+    fingerprint VARCHAR NOT NULL, issued FLOAT NOT NULL, until FLOAT NOT NULL, first_used FLOAT);
+CREATE INDEX ix_leads_name ON leads (name);
+CREATE TABLE alarms (name VARCHAR NOT NULL PRIMARY KEY, at FLOAT NOT NULL, text TEXT NOT NULL);
+INSERT INTO counters VALUES ('leads_unlisted_before', CAST(strftime('%s', 'now') AS INTEGER));
+"""
+_STEERING = """
+CREATE TABLE steering (
+    run_id VARCHAR NOT NULL REFERENCES runs (id), attempt INTEGER NOT NULL, quorum INTEGER NOT NULL,
+    excluded JSON NOT NULL, extended_round INTEGER NOT NULL, extended_s FLOAT NOT NULL, holds JSON NOT NULL,
+    PRIMARY KEY (run_id));
+"""
+_JUDGEMENTS_AND_SIZES = """
+CREATE TABLE judgements (
+    run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, cut JSON NOT NULL, medians JSON NOT NULL,
+    PRIMARY KEY (run_id, round));
+CREATE TABLE declared_sizes (
+    run_id VARCHAR NOT NULL REFERENCES runs (id), silo VARCHAR NOT NULL, train FLOAT NOT NULL, test FLOAT NOT NULL,
+    PRIMARY KEY (run_id, silo));
+"""
+_CLINICAL = """
+CREATE TABLE clinical (
+    run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, metrics JSON NOT NULL,
+    PRIMARY KEY (run_id, round));
+"""
+_CUT_ROWS_AND_ROUNDS_WITHOUT_A_BOUND = """
+ALTER TABLE judgements ADD COLUMN cut_rows INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE judgements ADD COLUMN unbounded INTEGER NOT NULL DEFAULT 0;
+"""
 _CLOSED = """
 SELECT run_id, round, kind, correct, examples, included, missing, clipped, coalesce(personal, '{}') AS personal,
        coalesce(cut, '{}') AS cut, coalesce(medians, '{}') AS medians, coalesce(metrics, 'null') AS clinical,
@@ -267,11 +317,8 @@ _SEALS = """
 CREATE TABLE secagg_seals (
     run_id VARCHAR NOT NULL REFERENCES runs (id), round INTEGER NOT NULL, kind VARCHAR NOT NULL, seal BLOB NOT NULL,
     PRIMARY KEY (run_id, round, kind)
-)"""
-
-
-def _sets_of_masked_rounds(db: sqlite3.Connection) -> None:
-    db.execute(_SEALS)
+);
+"""
 
 
 def _validation_only_members(db: sqlite3.Connection) -> None:
@@ -280,6 +327,15 @@ def _validation_only_members(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN validation_only INTEGER NOT NULL DEFAULT 0")
 
 
-FIRST_VERSION = 8
-"""That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = (_one_record_of_a_round, _sets_of_masked_rounds, _validation_only_members)
+MIGRATIONS: tuple[Step, ...] = (
+    _scores_and_attestations,
+    sql(FIRST_TABLE),
+    sql(_LEADS_AND_ALARMS),
+    sql(_STEERING),
+    sql(_JUDGEMENTS_AND_SIZES),
+    sql(_CLINICAL),
+    sql(_CUT_ROWS_AND_ROUNDS_WITHOUT_A_BOUND),
+    _one_record_of_a_round,
+    sql(_SEALS),
+    _validation_only_members,
+)

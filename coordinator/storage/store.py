@@ -10,7 +10,7 @@ from coordinator.storage.attestations import AttestationStore
 from coordinator.storage.contributions import ContributionStore
 from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
-from coordinator.storage.schema import FIRST_VERSION, MIGRATIONS, metadata
+from coordinator.storage.schema import MIGRATIONS, metadata
 from coordinator.storage.secagg import SecaggStore
 from coordinator.storage.steering import SteeringStore
 from service_core.storage.object_store import count_objects
@@ -34,16 +34,23 @@ def lock_home(home: Path) -> FolderLock:
 class Store:
     """The coordinator's database, usable from many threads and beside a second process (the command line)."""
 
-    def __init__(self, home: Path, clock: Callable[[], float] = time.time, accept_loss: bool = False) -> None:
-        """Open the database of a home; raises as `Database`. accept_loss: go on with an older or new one."""
-        own_home(home)
+    def __init__(
+        self,
+        home: Path,
+        clock: Callable[[], float] = time.time,
+        accept_loss: bool = False,
+        rehearsal: bool = False,
+    ) -> None:
+        """Open the database of a home; as `Database`. accept_loss: go on with an older or new one."""
+        if not rehearsal:
+            own_home(home)
         self.database = Database(
             home / FILE,
             metadata,
-            FIRST_VERSION,
             MIGRATIONS,
             contents=lambda: count_objects(home / OBJECTS),
             accept_loss=accept_loss,
+            rehearsal=rehearsal,
         )
         self.members = MemberStore(self.database, clock)
         self.runs = RunStore(self.database, clock)

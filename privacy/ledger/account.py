@@ -193,9 +193,11 @@ class Account:
                 facts = json.loads(event.detail)
                 self.kept[event.subject, facts["name"]] = facts["value"], event.created_at
             elif event.state == "RESTORED":
-                seq, hash, times = event.detail.split()
+                seq, hash, *times = event.detail.split()  # version 1 wrote no count
                 self.forgiven.add(f"{seq} {hash}")
-                self.restored = max(self.restored + 1, int(times))
+                self.restored = max([self.restored + 1, *map(int, times)])
+            elif event.state == "MIGRATED":
+                self._load(json.loads(event.detail))
             elif event.state == "REFUSED":
                 refusal = Refusal.of(event.detail)
                 self.refusals[refusal.coordinator, refusal.code] = refusal.times
@@ -211,13 +213,16 @@ class Account:
         if event.state not in _NEXT.get(old, ()):
             raise UnsoundError(f"{id!r} cannot go from {old or 'nothing'} to {event.state}")
         if entry is None:
-            entry = Entry.of(event)
-            self.entries[id] = self._of_run[f"run {entry.run}"][id] = entry
-            if entry.manifest:
-                self._of_run[f"manifest {entry.manifest}"][id] = entry
+            entry = self._enter(Entry.of(event))
         self._tally(entry, -1)
         entry.state = event.state
         self._tally(entry, 1)
+
+    def _enter(self, entry: Entry) -> Entry:
+        self.entries[entry.id] = self._of_run[f"run {entry.run}"][entry.id] = entry
+        if entry.manifest:
+            self._of_run[f"manifest {entry.manifest}"][entry.id] = entry
+        return entry
 
     def _tally(self, entry: Entry, sign: int) -> None:
         if entry.charged:
@@ -231,6 +236,23 @@ class Account:
         version = Version(collection, int(facts["records"]), int(facts["units"]), at)
         self.versions.setdefault(facts["fingerprint"], version)
         self.units[collection] = facts["digests"]
+
+    def _load(self, facts: Mapping[str, Any]) -> None:
+        """Take over what a ledger said before it came under a key (`privacy.ledger.before_the_key`)."""
+        if self.entries or self.versions:
+            raise UnsoundError("a ledger comes under a key before anything else")
+        self.collections = {name: (unit, at) for name, (unit, at) in facts["collections"].items()}
+        self.single = {name for name, (unit, _) in self.collections.items() if unit == "record"}
+        self.versions = {fingerprint: Version(*row) for fingerprint, row in facts["versions"].items()}
+        self.units = dict(facts["units"])
+        for collection, detail, at in facts["budgets"]:
+            self.apply(Event(0, None, collection, "BUDGET", detail, at))
+        self.kept = {(fingerprint, name): (value, at) for fingerprint, name, value, at in facts["kept"]}
+        for id, state, detail, at in facts["entries"]:
+            entry = self._enter(Entry.of(Event(0, id, id, "", detail, at)))
+            entry.state = state
+            self._tally(entry, 1)
+        self.forgiven, self.restored = set(facts["forgiven"]), int(facts["restored"])
 
     # ---- what follows from it -----------------------------------------------------------------------------------
 

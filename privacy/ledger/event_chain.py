@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,18 +24,17 @@ from typing import NamedTuple
 from fl_core.errors import StateError
 from privacy.ledger import key as ledger_key
 from service_core.storage.disk import disk_error
-from service_core.storage.migration import migrate
+from service_core.storage.migration import migrate, statements
+from service_core.storage.private_files import sync_folder
 from service_core.storage.unfinished import require_finished
 
-FIRST_VERSION = 2
-"""That of Consilium 0.1.0: no older file is opened."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _CHAIN_VERSION = "2"
 """Of how events are chained, part of the chain's key; a later version of the schema leaves it as it is."""
 _TABLES = ("meta", "event", "unit_digest")
 GENESIS = "0" * 64
 _FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
-"""What `meta` holds; unkeyed is 0. The key of the chain is made of all but the version."""
+"""What `meta` holds. unkeyed: events of version 1, without a key. The chain's key is made of all but the version."""
 _BUSY_S = 60.0
 _OF_DISK = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")
 _PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", *_OF_DISK)
@@ -71,14 +70,15 @@ class EventChain:
     """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
 
     Guarantees: what a transaction wrote is on the disk when it ends; an event that was changed, removed from the middle
-    or written without the key is found by `follow`.
+    or written without the key is found by `follow`. A file from before the key is checked, and brought under one.
     """
 
-    def __init__(self, file: Path, key: Path | None = None) -> None:
-        """Open, make or migrate the file.
+    def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
+        """Open, make or migrate the file. older: also a copy from before the key, where the key has a later one.
 
-        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-STATE-22 on one of a newer
-        version, from before the first one, or of another form; E-STATE-26 in a home that a restore did not finish.
+        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-BUDGET-08 on one from before
+        the key that was put back, E-STATE-22 on one of a newer version or of another form; E-STATE-26 in a home that a
+        restore did not finish.
         """
         require_finished(file.parent)
         self.file, self.key_file = file, key or ledger_key.beside(file)
@@ -86,13 +86,14 @@ class EventChain:
         if not file.exists():
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
         with self.damage():
-            self._migrate()
+            self._migrate(older)
             with self.reading() as db:
                 facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
             if set(facts) != set(_FACTS):
                 raise self.changed(f"table meta holds {sorted(facts)}, not {sorted(_FACTS)}")
             self.secret = ledger_key.require(self.key_file)
             self.units_key = facts["key"].encode()
+            self.unkeyed = int(facts["unkeyed"])
             self._mac_key = derived(self.secret, facts)
 
     def changed(self, what: str) -> StateError:
@@ -119,11 +120,18 @@ class EventChain:
         head = after
         for *fields, previous, found in rows:
             event = Event(*fields)
-            right = keyed_hash(self._mac_key, head.hash, event) if event.seq == head.seq + 1 else None
+            right = self._hash(head.hash, event) if event.seq == head.seq + 1 else None
             if previous != head.hash or found != right:
                 raise self.changed(f"event {head.seq + 1} does not follow from event {head.seq}")
             head = ChainHead(event.seq, found)
             yield event, head
+        if 0 < self.unkeyed >= head.seq:
+            raise self.changed(f"it ends at event {head.seq}, before it came under its key")
+
+    def _hash(self, previous: str, event: Event) -> str:
+        return (
+            unkeyed_hash(previous, event) if event.seq <= self.unkeyed else keyed_hash(self._mac_key, previous, event)
+        )
 
     def write(
         self, db: sqlite3.Connection, entry: str | None, subject: str, state: str, detail: str, time: str = ""
@@ -138,19 +146,41 @@ class EventChain:
 
     # ---- the file -----------------------------------------------------------------------------------------------
 
-    def _migrate(self) -> None:
+    def _migrate(self, older: bool) -> None:
+        """Make or migrate the file, whose key is on the disk before that.
+
+        The key of a file from before the key has another name until the file is under it: once it has its own, such a
+        file is an older copy.
+        """
+        pending = self.key_file.with_name(f"{self.key_file.name}.new")
         with self.reading() as db:
-            if schema_version(db) == 0:
-                ledger_key.obtain(self.key_file)  # on the disk before a file that needs it
-            migrate(
-                db,
-                _create,
-                FIRST_VERSION,
-                (_rebuild,),
-                _TABLES,
-                version=schema_version,
-                set_version=_set_version,
-            )
+            version = schema_version(db)
+            first_key = version == 1 and not (older and self.key_file.exists())
+            if first_key and self.key_file.exists():
+                raise StateError(
+                    "E-BUDGET-08",
+                    f"expected a ledger under the key {self.key_file.name}, found a copy of {self.file.name} from "
+                    "before that: put the newer one back; if it is lost, accept the spending: silo ledger restore",
+                )
+            if version <= 1:
+                ledger_key.obtain(pending if first_key else self.key_file)
+            steps = (lambda db: self._bring_under(db, pending if first_key else self.key_file), _rebuild, _rebuild)
+            migrate(db, _create, steps, _TABLES, version=schema_version, set_version=_set_version)
+        if pending.exists():
+            pending.unlink() if self.key_file.exists() else pending.replace(self.key_file)
+            sync_folder(self.key_file.parent)
+
+    def _bring_under(self, db: sqlite3.Connection, key: Path) -> None:
+        from privacy.ledger.before_the_key import snapshot
+
+        said = snapshot(db, self.file.name)
+        head = head_of(db)
+        _rebuild(db)
+        db.execute("INSERT INTO meta VALUES('unkeyed',?)", (str(head.seq),))
+        if said:
+            facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
+            self._mac_key = derived(ledger_key.require(key), facts)
+            self.write(db, None, "from version 1", "MIGRATED", said)
 
     @contextmanager
     def damage(self) -> Iterator[None]:
@@ -200,6 +230,12 @@ def keyed_hash(key: bytes, previous: str, event: Event) -> str:
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
+def unkeyed_hash(previous: str, event: Event) -> str:
+    """Return the hash that events of version 1 have."""
+    fields = [previous, event.entry or "", event.subject, event.state, event.detail, event.created_at]
+    return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
+
+
 def head_of(db: sqlite3.Connection) -> ChainHead:
     row = db.execute("SELECT seq, hash FROM event ORDER BY seq DESC LIMIT 1").fetchone()
     return ChainHead(int(row[0]), str(row[1])) if row else START
@@ -223,7 +259,7 @@ def _set_version(db: sqlite3.Connection, version: int) -> None:
 
 
 def _create(db: sqlite3.Connection) -> None:
-    for statement in statements():
+    for statement in schema_statements():
         db.execute(statement)
     facts = (str(SCHEMA_VERSION), secrets.token_hex(16), secrets.token_hex(32), "0")
     db.executemany("INSERT INTO meta VALUES(?,?)", zip(_FACTS, facts, strict=True))
@@ -235,8 +271,8 @@ def _rebuild(db: sqlite3.Connection) -> None:
     for kind, name in db.execute("SELECT type, name FROM sqlite_master WHERE type IN('view','table')").fetchall():
         if not name.startswith("sqlite_"):
             db.execute(f'DROP {kind} "{name}"')
-    of_triggers = [statement for statement in statements() if statement.startswith("CREATE TRIGGER")]
-    for statement in statements():
+    of_triggers = [statement for statement in schema_statements() if statement.startswith("CREATE TRIGGER")]
+    for statement in schema_statements():
         if statement not in of_triggers:
             db.execute(statement)
     for name, rows in kept.items():
@@ -258,7 +294,7 @@ def schema_differences(db: sqlite3.Connection) -> Iterator[str]:
 @cache
 def _schema() -> Mapping[tuple[str, str], tuple[str, str]]:
     with closing(sqlite3.connect(":memory:")) as db:
-        for statement in statements():
+        for statement in schema_statements():
             db.execute(statement)
         return _schema_of(db)
 
@@ -273,17 +309,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat()
 
 
-def statements() -> Sequence[str]:
-    """Split the schema into statements: a trigger holds semicolons of its own."""
-    found, pending = [], ""
-    for line in files("privacy.ledger").joinpath("schema.sql").read_text().splitlines():
-        if line.startswith("--"):
-            continue
-        pending += line + "\n"
-        if sqlite3.complete_statement(pending):
-            found.append(pending)
-            pending = ""
-    return found
+def schema_statements() -> list[str]:
+    return statements(files("privacy.ledger").joinpath("schema.sql").read_text())
 
 
 def rolled_back(seen: int, own: int) -> StateError:

@@ -84,5 +84,6 @@ def _unusable(file: Path, found: str) -> StateError:
     return StateError(
         "E-BUDGET-14",
         f"expected the ledger's key in {file}, for its owner alone, found {found}: restore it from its own backup; if "
-        "it is lost, so is the ledger: move that away, register the data again and run silo ledger restore",
+        "it is lost, so is the ledger: move that away, register the data again and run silo ledger restore, which "
+        "charges what may have been spent",
     )

@@ -84,9 +84,9 @@ class Ledger:
     of its refusal; what is reserved is on the disk when `reserve` returns.
     """
 
-    def __init__(self, file: Path, key: Path | None = None) -> None:
-        """Open or make the file; raises as `EventChain`."""
-        self.chain = EventChain(file, key)
+    def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
+        """Open or make the file; as `EventChain`."""
+        self.chain = EventChain(file, key, older)
         self._lock = threading.RLock()
         self._account, self._seen = Account(), START
         self._refused: Counter[tuple[str, str]] = Counter()
@@ -190,6 +190,8 @@ class Ledger:
             self._seen = head
 
     def _apply(self, account: Account, event: Event) -> None:
+        if event.seq <= self.chain.unkeyed:
+            return  # the first event under the key repeats what these say
         try:
             account.apply(event)
         except UnsoundError as error:

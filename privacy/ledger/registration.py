@@ -104,22 +104,23 @@ def _register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool
     for split, examples in splits(dataset).items():
         to, contents = collection(name, split), list(content_names(examples))
         units = unit_names(examples) if examples.groups is not None else contents
+        former = list(_former_names(examples)) if ledger.chain.unkeyed and examples.groups is None else []
         try:
-            every = (*contents, *_other_names(examples))
+            every = (*contents, *_other_names(examples), *former)
             found[to] = ledger.register(to, unit_of(examples), version(dataset, split), len(examples), units, every)
         except RefusedError as error:
-            raise _naming_files(error, ledger, to, examples, contents) from error
+            raise _naming_files(error, ledger, to, examples, contents, former or contents) from error
     everything = len(dataset.train) + len(dataset.test)
     found[HOSPITAL] = ledger.register(HOSPITAL, HOSPITAL, version(dataset, HOSPITAL), everything, [HOSPITAL])
     return found
 
 
 def _naming_files(
-    error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str]
+    error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str], former: Sequence[str]
 ) -> RefusedError:
     paths = [path.name for path in getattr(examples, "paths", ())]
-    known = set(ledger.elsewhere(to, contents))
-    files = [path for path, name in zip(paths, contents, strict=bool(paths)) if name in known]
+    known = set(ledger.elsewhere(to, {*contents, *former}))
+    files = [path for path, *names in zip(paths, contents, former, strict=bool(paths)) if known & set(names)]
     shown = f" ({len(files)} files: {', '.join(files[:SHOWN])})" if files else ""
     return RefusedError(error.code, f"{error.message}{shown}")
 
@@ -135,6 +136,16 @@ def _image(path: Path) -> str:
 
 def _named(kind: str, shape: tuple[int, ...], numbers: bytes) -> str:
     return f"content {hashlib.sha256(f'{kind} {shape} '.encode() + numbers).hexdigest()}"
+
+
+def _former_names(examples: Examples) -> Iterator[str]:
+    """Name each record as ledgers of version 1 did: by the bytes of its file, or by its numbers alone."""
+    paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
+    for path in paths or ():
+        with path.open("rb") as file:
+            yield f"record {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    for x in () if paths is not None else _rows(examples):
+        yield f"record {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()}"
 
 
 def _rows(examples: Examples) -> Iterator[Tensor]:

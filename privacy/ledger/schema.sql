@@ -5,7 +5,7 @@ CREATE TABLE event(
   seq INTEGER PRIMARY KEY AUTOINCREMENT, entry TEXT, subject TEXT NOT NULL,
   state TEXT NOT NULL CHECK(state IN
     ('INTENT','RUNNING','SPENT','SPENT_ON_RECOVERY','REFUSED','RELEASED_UNUSED','BUDGET','REGISTERED','RESTORED',
-     'KEPT')),
+     'KEPT','MIGRATED')),
   detail TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL, created_at TEXT NOT NULL) STRICT;
 -- Keyed digests of units and of their contents, so that one unit cannot stand in two collections and be paid for once.
 -- The digest of a collection's digests is in the event of its registration.

@@ -23,7 +23,7 @@ from service_core.operations.health import Answer
 from service_core.pki.certificates import utc_now
 from service_core.pki.identity import Address, identity_of
 from service_core.storage.disk import RESERVE_BYTES, available
-from service_core.storage.generation import GenerationFile, read_only
+from service_core.storage.generation import GenerationFile, untouched
 from service_core.storage.private_files import OTHERS, Credentials
 from service_core.storage.unfinished import marker_of
 from service_core.tls import causes
@@ -38,8 +38,6 @@ _EXPIRES_SOON = timedelta(days=14)
 _OFFSET_WARNING_S, _OFFSET_PROBLEM_S = 30.0, 300.0
 _CHARACTERS = 1000
 _PORTS = 65536
-_HEADER = 20
-"""Bytes of a SQLite file up to those that say whether it has a log."""
 
 
 class Level(Enum):
@@ -167,12 +165,14 @@ def _is_open(path: Path) -> bool:
     return bool(stat.S_IMODE(path.stat().st_mode) & OTHERS)
 
 
-def database(path: Path) -> Iterator[Finding]:
+def database(path: Path, rehearse: Callable[[], object]) -> Iterator[Finding]:
     """Let SQLite look through a database, which a service may be using.
 
-    Raises StateError (E-STATE-23) on one that lacks what lies beside it.
+    rehearse: opens and reads a copy as the service does. Raises what that raises: what the service refuses is never
+    called sound.
     """
     if not path.exists() and GenerationFile(path).read() is None:
+        rehearse()
         yield warning("database", f"there is none yet at {path}", "the service makes it; if it was there: restore it")
         return
     try:
@@ -184,17 +184,8 @@ def database(path: Path) -> Iterator[Finding]:
     if wrong:
         yield problem("database", f"{path} is damaged: {'; '.join(wrong)}", "restore it from a backup")
     else:
+        rehearse()
         yield ok("database", f"{path} is sound")
-
-
-def untouched(path: Path) -> sqlite3.Connection:
-    """Open a database as `read_only` does, so that nothing is made beside it either."""
-    with path.open("rb") as file:
-        logs = file.read(_HEADER)[_HEADER - 2 :] == b"\2\2"
-    if logs and not path.with_name(f"{path.name}-wal").exists():
-        # Nobody has it open: SQLite would make a log, even to read.
-        return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
-    return read_only(path, TIMEOUT_S)
 
 
 def finished(home: Path) -> Iterator[Finding]:

@@ -26,10 +26,17 @@ from service_core.storage.private_files import replace_file
 
 TABLE = "incarnation"
 FIRST = "INSERT INTO incarnation VALUES (1, lower(hex(randomblob(16))), 1)"
+FIRST_TABLE = f"""
+CREATE TABLE incarnation (id INTEGER NOT NULL PRIMARY KEY, incarnation VARCHAR NOT NULL, generation INTEGER NOT NULL);
+{FIRST};
+"""
+"""The step with which a database begins to count."""
 READ = "SELECT incarnation, generation FROM incarnation"
 COUNT = "UPDATE incarnation SET generation = generation + 1 RETURNING incarnation, generation"
 BUSY_SECONDS = 30.0
 """How long a statement waits for another process."""
+_HEADER = 20
+"""Bytes of a SQLite file up to those that say whether it has a log."""
 _RECORD_BYTES = 256  # within one sector, which a disk writes whole
 
 
@@ -209,6 +216,16 @@ def read_only(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connecti
     """
     how = "rw" if _size(database, "-journal") else "ro"
     return sqlite3.connect(f"{database.absolute().as_uri()}?mode={how}", uri=True, timeout=timeout)
+
+
+def untouched(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
+    """Open a database as `read_only` does, so that nothing is made beside it either."""
+    with database.open("rb") as file:
+        logs = file.read(_HEADER)[_HEADER - 2 :] == b"\2\2"
+    if logs and not database.with_name(f"{database.name}-wal").exists():
+        # Nobody has it open: SQLite would make a log, even to read.
+        return sqlite3.connect(f"{database.absolute().as_uri()}?immutable=1", uri=True)
+    return read_only(database, timeout)
 
 
 def _require_sound(database: Path) -> None:

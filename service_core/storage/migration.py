@@ -23,24 +23,45 @@ def set_user_version(db: sqlite3.Connection, version: int) -> None:
     db.execute(f"PRAGMA user_version = {version}")
 
 
+def statements(script: str) -> list[str]:
+    """Split SQL into statements: a trigger holds semicolons of its own."""
+    complete, pending = [], ""
+    for line in script.splitlines():
+        if not line.startswith("--"):
+            pending += line + "\n"
+            if sqlite3.complete_statement(pending):
+                complete.append(pending)
+                pending = ""
+    return complete
+
+
+def sql(script: str) -> Step:
+    """Make a step of SQL alone."""
+
+    def step(db: sqlite3.Connection) -> None:
+        for statement in statements(script):
+            db.execute(statement)
+
+    return step
+
+
 def migrate(
     db: sqlite3.Connection,
     create: Step,
-    first: int,
     steps: Sequence[Step],
     tables: Collection[str],
     version: Callable[[sqlite3.Connection], int] = user_version,
     set_version: Callable[[sqlite3.Connection, int], object] = set_user_version,
 ) -> None:
-    """Bring a file to version `first + len(steps)`; `steps[n]` brings one of version `first + n` to the next.
+    """Bring a file to version `1 + len(steps)`; `steps[n]` brings one of version `1 + n` to the next.
 
     db: without a transaction (isolation_level=None)   create: makes a new file's tables, of the newest version
-    first: the version of Consilium 0.1.0   tables: that a file of the newest version has
+    tables: that a file of the newest version has
 
-    Guarantees: all steps are one transaction, so a crash leaves the old file; of two processes one migrates.
-    Raises StateError (E-STATE-22) on a file of a newer version, of one before the first, and on one of another form.
+    Guarantees: a file of every earlier version opens. All steps are one transaction, so a crash leaves the old file;
+    of two processes one migrates. Raises StateError (E-STATE-22) on a file of a newer version or of another form.
     """
-    newest = first + len(steps)
+    newest = 1 + len(steps)
     if version(db) == newest and set(tables) <= _tables(db):
         return
     db.execute("BEGIN IMMEDIATE")
@@ -52,17 +73,11 @@ def migrate(
                 f"expected {_file(db)} of version {newest} or older, found version {found}: a newer version of this "
                 "software wrote it; use that one, or a newer one still",
             )
-        if 0 < found < first:
-            raise StateError(
-                "E-STATE-22",
-                f"expected {_file(db)} of version {first} or newer, found version {found}, from before Consilium "
-                "0.1.0: use the software that wrote it, or begin with a new folder",
-            )
         if found < 0 or (found == 0 and _tables(db)):
             raise _another_file(db, found, tables)
         if found == 0:
             create(db)
-        for step in steps[found - first :] if found else ():
+        for step in steps[found - 1 :] if found else ():
             step(db)
         if not set(tables) <= _tables(db):
             raise _another_file(db, found, tables)
@@ -77,7 +92,7 @@ def _another_file(db: sqlite3.Connection, found: int, tables: Collection[str]) -
     return StateError(
         "E-STATE-22",
         f"expected a database with the tables {', '.join(sorted(tables))} in {_file(db)}, found another file "
-        f"(version {found}): restore the one that was there from a backup, or name another place",
+        f"(version {found}): restore the one that was there from a backup",
     )
 
 

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import RLock
 
 from sqlalchemy import URL, Connection, MetaData, create_engine, event
@@ -27,6 +28,7 @@ from service_core.storage.generation import (
     begin_incarnation,
     generation_of,
     read_only,
+    untouched,
 )
 from service_core.storage.migration import Step, migrate
 from service_core.storage.unfinished import require_finished
@@ -50,19 +52,24 @@ class Database:
         self,
         path: Path,
         tables: MetaData,
-        first: int,
         steps: Sequence[Step],
         contents: Callable[[], int] = lambda: 0,
         accept_loss: bool = False,
+        rehearsal: bool = False,
     ) -> None:
-        """Open, make or migrate the file; first, steps: see `migrate`   tables: with that of `incarnation_table`.
+        """Open, make or migrate the file; steps: see `migrate`   tables: with that of `incarnation_table`.
 
         contents: see `GenerationFile.require`   accept_loss: go on with what is there, whatever lies beside it.
+        rehearsal: open a copy, which goes when it is closed; raises what opening the file itself would raise.
         Raises StateError: E-STATE-22 on a damaged file, one of another form, or one of a newer version; E-STATE-23 on
         one that is missing, empty, older or another home's; E-STATE-26 in a folder that a command did not finish.
         """
         require_finished(path.parent)
         self.path = path
+        self._copy: TemporaryDirectory[str] | None = None
+        if rehearsal:
+            with self._storage_errors():
+                path = self._rehearsal_of(path, contents)
         # Threads of this process queue here: SQLite's own waiting is a sleep, meant for the rare other process.
         self._write_lock = RLock()
         self._file = GenerationFile(path)
@@ -82,14 +89,28 @@ class Database:
             db.execute(FIRST)
 
         with self._storage_errors():
-            if not accept_loss:
+            if not accept_loss and not rehearsal:
                 self._file.require_file()
                 with closing(read_only(path) if path.exists() else sqlite3.connect(":memory:")) as db:
                     self._file.require(db, contents)
             with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as db:
-                migrate(db, create, first, steps, tables.tables)
+                migrate(db, create, steps, tables.tables)
                 self.incarnation = self._begin(db, accept_loss)
         self.checkpoint()
+
+    def _rehearsal_of(self, path: Path, contents: Callable[[], int]) -> Path:
+        """Copy the file into a folder beside it, once it is as new as it must be."""
+        GenerationFile(path).require_file()
+        self._copy = TemporaryDirectory(prefix=".rehearsal-", suffix=".tmp", dir=path.parent)
+        copy = Path(self._copy.name, path.name)
+        with closing(untouched(path) if path.exists() else sqlite3.connect(":memory:")) as db:
+            GenerationFile(path).require(db, contents)
+            with closing(sqlite3.connect(copy)) as target:
+                db.backup(target)
+                generation = generation_of(target)
+        if generation is not None:
+            GenerationFile(copy).replace(generation)
+        return copy
 
     def _begin(self, db: sqlite3.Connection, anew: bool) -> str:
         """Note the generation that the file was opened with, of a new incarnation if it is to begin anew."""
@@ -170,6 +191,8 @@ class Database:
             self.checkpoint()
         finally:
             self._engine.dispose()
+            if self._copy is not None:
+                self._copy.cleanup()
 
     @contextmanager
     def _storage_errors(self) -> Iterator[None]:

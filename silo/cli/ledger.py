@@ -195,7 +195,9 @@ def restore(
                 LastSeen(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
                 for s in HospitalControls(home, store).all_attestations()
             ]
-        found = charge_unknown_spending(Ledger(home.ledger, home.ledger_key), seen, operator or getpass.getuser())
+        found = charge_unknown_spending(
+            Ledger(home.ledger, home.ledger_key, older=True), seen, operator or getpass.getuser()
+        )
     return Reply({"charged": found}, [Facts([(name, f"charged {what}") for name, what in found.items()])])
 
 

@@ -76,7 +76,8 @@ class SiloIdentity:
                 raise StateError(
                     "E-STATE-44",
                     f"expected {self.home} to be new, or to belong to {token.name!r} of {token.consortium!r}; found it "
-                    f"to belong to {own.identity} (of its own authority). Choose another home for another membership",
+                    f"to belong to {own.identity} (of its own authority). Choose another home for another membership, "
+                    "with the same ledger (silo ledger place)",
                 )
             proof = self._proof(own, key)
         csr = certificates.make_request(certificates.key_to_pem(key))

@@ -6,10 +6,12 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,11 +25,15 @@ from service_core.operations.health import Answer
 from service_core.pki import certificates
 from service_core.pki.identity import Address, identity_of
 from service_core.pki.invitation import InvitationToken
+from service_core.storage.generation import untouched
 from service_core.storage.private_files import Credentials
 from silo.connection.channel import connect_with
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.tasks import Attestation, ledger_position
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Examination:
             "identity": self._identity,
         }
         if SiloIdentity(self.home.path).joined:
-            found |= {"modes": self._modes, "database": lambda: checks.database(self.home.database)}
+            found |= {"modes": self._modes, "database": lambda: checks.database(self.home.database, self._rehearse)}
         found |= {"network": self._network} if self.network else {}
         found |= {
             "policy": self._policy,
@@ -95,6 +101,17 @@ class Examination:
         stopped = checks.warning("service", "it does not run", "silo serve --data REF")
         yield checks.ok("service", f"it runs on {self.home.path}") if running else stopped
 
+    def _rehearse(self) -> None:
+        """Open a copy of the database, and read what the service reads."""
+        from silo.storage.store import Store
+
+        store = Store(self.home.database, rehearsal=True)
+        try:
+            for read in (store.history, store.outbox, store.approvals.all):
+                read()
+        finally:
+            store.close_database()
+
     def _modes(self) -> Iterator[Finding]:
         database, ledger = self.home.database, self.home.ledger
         beside = [path.with_name(f"{path.name}{end}") for path in (database, ledger) for end in ("", "-wal", "-shm")]
@@ -126,11 +143,24 @@ class Examination:
         else:
             yield checks.ok("policy", f"only {policy.privacy.require}, {facts}")
 
-    def _ledger(self) -> Iterator[Finding]:
-        from privacy.ledger.event_chain import SCHEMA_VERSION, ChainHead, schema_version
+    @contextmanager
+    def _ledger_copy(self) -> Iterator[Ledger]:
+        """Open a copy of the ledger as the service opens the ledger, which a version may have to change for that."""
+        from privacy.ledger.event_chain import schema_version
         from privacy.ledger.ledger import Ledger
 
         file, key = self.home.ledger, self.home.ledger_key
+        with TemporaryDirectory(prefix=".rehearsal-", suffix=".tmp", dir=self.home.path) as folder:
+            copy = Path(folder, file.name)
+            with closing(untouched(file)) as live, closing(sqlite3.connect(copy)) as target:
+                live.backup(target)
+                first_key = schema_version(live) == 1 and not key.exists()
+            yield Ledger(copy, None if first_key else key)
+
+    def _ledger(self) -> Iterator[Finding]:
+        from privacy.ledger.event_chain import ChainHead
+
+        file = self.home.ledger
         seen = self._attested()
         if not file.exists():
             found = f"there is none in {file}"
@@ -139,28 +169,17 @@ class Examination:
             else:
                 yield checks.ok("ledger", f"{found}; private runs need one: silo ledger register")
             return
-        if not key.exists():
-            yield checks.problem("ledger", f"its key {key} is missing", "put it back from its own backup")
-            return
-        with closing(checks.untouched(file)) as db:
-            version = schema_version(db)
-        if version != SCHEMA_VERSION:
-            found = f"{file} is of version {version}, and this software's is {SCHEMA_VERSION}"
-            yield checks.warning("ledger", found, "the next `silo serve` brings an older one up to date")
-            return
-        count = Ledger(file, key).verify(ChainHead(seen.seq, seen.head))
+        with self._ledger_copy() as ledger:
+            count = ledger.verify(ChainHead(seen.seq, seen.head))
         yield checks.ok("ledger", f"{count} events, unbroken; others saw event {seen.seq}")
 
     def _private_runs(self) -> Iterator[Finding]:
         """List everything that a private run would still lack here, each with the command that brings it."""
-        from privacy.ledger.ledger import Ledger
         from privacy.policy import Policy
         from silo.training.private_readiness import lacking
 
-        there = self.home.ledger.exists() and self.home.ledger_key.exists()
-        ledger = Ledger(self.home.ledger, self.home.ledger_key) if there else None
-        declared = self.classes or ()
-        found = lacking(Policy.read(self.home.policy), ledger, declared)
+        with self._ledger_copy() if self.home.ledger.exists() else nullcontext() as ledger:
+            found = lacking(Policy.read(self.home.policy), ledger, self.classes or ())
         for what, remedy in found:
             if what == "classes declared":
                 remedy += ", or silo serve --holds A,B,..."
@@ -193,7 +212,7 @@ class Examination:
         if self.home.database.exists():
             with (
                 suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database tells
-                closing(checks.untouched(self.home.database)) as db,
+                closing(untouched(self.home.database)) as db,
             ):
                 rows = db.execute("SELECT attested FROM tasks WHERE attested <> ''").fetchall()
                 found += [Attestation(*json.loads(row[0])) for row in rows]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, MetaData, String, Table
 
-from service_core.storage.generation import incarnation_table
-from service_core.storage.migration import Step
+from service_core.storage.generation import FIRST_TABLE, incarnation_table
+from service_core.storage.migration import Step, sql
 
 metadata = MetaData()
 incarnation = incarnation_table(metadata)
@@ -163,31 +161,66 @@ surveys = Table(  # answered without noise: about which patients, as digests, fo
 )
 
 
-def _tables_of_masked_runs(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE secagg_runs (run_id VARCHAR NOT NULL, state VARCHAR NOT NULL, terms VARCHAR NOT NULL, "
-        "entry BLOB NOT NULL, agree BLOB, sign BLOB, keys_object VARCHAR NOT NULL, keys_digest BLOB, place INTEGER, "
-        "peers BLOB, chains BLOB, position INTEGER NOT NULL, holders VARCHAR, PRIMARY KEY (run_id))"
-    )
-    db.execute(
-        "CREATE TABLE secagg_rounds (run_id VARCHAR NOT NULL, kind VARCHAR NOT NULL, round INTEGER NOT NULL, "
-        "base_digest BLOB NOT NULL, object_digest BLOB NOT NULL, seal_hash BLOB NOT NULL, inside VARCHAR NOT NULL, "
-        "PRIMARY KEY (run_id, kind, round))"
-    )
-
-
-def _table_of_surveys(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE surveys (number INTEGER NOT NULL, run VARCHAR NOT NULL, salt BLOB NOT NULL, names BLOB NOT NULL, "
-        "contents BLOB NOT NULL, questions VARCHAR NOT NULL, answered DOUBLE NOT NULL, PRIMARY KEY (number))"
-    )
-
-
-def _broken_records(db: sqlite3.Connection) -> None:
-    db.execute("ALTER TABLE run_data ADD COLUMN files BLOB")
-    db.execute("ALTER TABLE run_data ADD COLUMN broken VARCHAR NOT NULL DEFAULT '[]'")
-
-
-FIRST_VERSION = 7
-"""That of Consilium 0.1.0: no older file is opened."""
-MIGRATIONS: tuple[Step, ...] = (_tables_of_masked_runs, _table_of_surveys, _broken_records)
+_ATTESTED_AND_APPROVALS = """
+ALTER TABLE tasks ADD COLUMN attested VARCHAR NOT NULL DEFAULT '';
+CREATE TABLE approvals (
+    run_id VARCHAR NOT NULL, manifest_digest VARCHAR NOT NULL, name VARCHAR NOT NULL, about VARCHAR NOT NULL,
+    asked DOUBLE NOT NULL, decided BOOLEAN, PRIMARY KEY (run_id, manifest_digest));
+"""
+_STATES = """
+CREATE TABLE states (
+    run_id VARCHAR NOT NULL, round INTEGER NOT NULL, digest VARCHAR NOT NULL, coordinator VARCHAR NOT NULL DEFAULT '',
+    PRIMARY KEY (run_id, round));
+INSERT INTO states SELECT run_id, state_round, state_digest, '' FROM runs
+    WHERE state_digest IS NOT NULL AND state_round IS NOT NULL;
+ALTER TABLE runs DROP COLUMN state_digest;
+ALTER TABLE runs DROP COLUMN state_round;
+ALTER TABLE tasks ADD COLUMN coordinator VARCHAR NOT NULL DEFAULT '';
+"""
+_REQUESTS_AND_WHAT_LEAVES = """
+ALTER TABLE approvals ADD COLUMN request VARCHAR NOT NULL DEFAULT '';
+ALTER TABLE runs ADD COLUMN leaves VARCHAR NOT NULL DEFAULT '';
+"""
+# Every update that was made before is taken over: whether anything protected it, the ledger says.
+_UNPROTECTED_AND_TRAININGS = """
+ALTER TABLE runs ADD COLUMN privacy VARCHAR NOT NULL DEFAULT '';
+CREATE TABLE unprotected (
+    run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, object_digest VARCHAR NOT NULL,
+    fingerprint VARCHAR NOT NULL DEFAULT '', splits VARCHAR, PRIMARY KEY (run_id, round, kind, object_digest));
+INSERT INTO unprotected SELECT t.run_id, t.round, t.kind, t.object_digest,
+    coalesce(substr(d.fingerprint, 1, instr(d.fingerprint || ':', ':') - 1), ''), NULL
+    FROM tasks t LEFT JOIN run_data d ON d.run_id = t.run_id WHERE t.object_digest <> '';
+CREATE TABLE trainings (
+    run_id VARCHAR NOT NULL, round INTEGER NOT NULL, kind VARCHAR NOT NULL, attempt INTEGER NOT NULL DEFAULT 0,
+    under_way BOOLEAN NOT NULL DEFAULT 1, kills INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (run_id, round, kind));
+"""
+_TABLES_OF_MASKED_RUNS = """
+CREATE TABLE secagg_runs (
+    run_id VARCHAR NOT NULL, state VARCHAR NOT NULL, terms VARCHAR NOT NULL, entry BLOB NOT NULL, agree BLOB, sign BLOB,
+    keys_object VARCHAR NOT NULL, keys_digest BLOB, place INTEGER, peers BLOB, chains BLOB, position INTEGER NOT NULL,
+    holders VARCHAR, PRIMARY KEY (run_id));
+CREATE TABLE secagg_rounds (
+    run_id VARCHAR NOT NULL, kind VARCHAR NOT NULL, round INTEGER NOT NULL, base_digest BLOB NOT NULL,
+    object_digest BLOB NOT NULL, seal_hash BLOB NOT NULL, inside VARCHAR NOT NULL, PRIMARY KEY (run_id, kind, round));
+"""
+_TABLE_OF_SURVEYS = """
+CREATE TABLE surveys (
+    number INTEGER NOT NULL, run VARCHAR NOT NULL, salt BLOB NOT NULL, names BLOB NOT NULL, contents BLOB NOT NULL,
+    questions VARCHAR NOT NULL, answered DOUBLE NOT NULL, PRIMARY KEY (number));
+"""
+_BROKEN_RECORDS = """
+ALTER TABLE run_data ADD COLUMN files BLOB;
+ALTER TABLE run_data ADD COLUMN broken VARCHAR NOT NULL DEFAULT '[]';
+"""
+MIGRATIONS: tuple[Step, ...] = (
+    # States are told apart: what was staged before is discarded unless it is included.
+    sql("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1;"),
+    sql(_ATTESTED_AND_APPROVALS),
+    sql(FIRST_TABLE + _STATES),
+    sql("CREATE TABLE run_data (run_id VARCHAR NOT NULL, fingerprint VARCHAR NOT NULL, PRIMARY KEY (run_id));"),
+    sql(_REQUESTS_AND_WHAT_LEAVES),
+    sql(_UNPROTECTED_AND_TRAININGS),
+    sql(_TABLES_OF_MASKED_RUNS),
+    sql(_TABLE_OF_SURVEYS),
+    sql(_BROKEN_RECORDS),
+)

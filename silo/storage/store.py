@@ -7,6 +7,7 @@ receipt is here), `close` (the state is committed or discarded, the outbox entry
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +41,6 @@ from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.run_data import RunDataStore
 from silo.storage.schema import (
-    FIRST_VERSION,
     MIGRATIONS,
     bases,
     contact,
@@ -117,15 +117,21 @@ class RunRecord:
 class Store:
     """The silo's database, usable from every thread, and read by `silo status` while a service runs."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time, accept_loss: bool = False) -> None:
-        """Open the database of a home; raises as `Database`. accept_loss: go on with an older or new one."""
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.time,
+        accept_loss: bool = False,
+        rehearsal: bool = False,
+    ) -> None:
+        """Open the database of a home; as `Database`. accept_loss: go on with an older or new one."""
         self.database = Database(
             path,
             metadata,
-            FIRST_VERSION,
             MIGRATIONS,
             contents=lambda: count_objects(path.with_name(OBJECTS)),
             accept_loss=accept_loss,
+            rehearsal=rehearsal,
         )
         self.approvals = Approvals(self.database, clock)
         self.secagg = SecaggStore(self.database)
@@ -508,10 +514,14 @@ def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
 
 
 def _evaluation(raw: Mapping[str, Any]) -> Evaluation:
+    """Read an evaluation. The first ones of 0.1.0 say nothing of noise: what is no count had some."""
+    counts = all(float(value).is_integer() for value in (*raw["correct"], *raw["examples"]))
+    noise = raw.get("noise", None if counts else {"std": math.inf})
+    clinical = raw.get("clinical")
     return Evaluation(
         tuple(raw["classes"]),
         tuple(raw["correct"]),
         tuple(raw["examples"]),
-        noise=raw["noise"] and EvaluationNoise(**raw["noise"]),
-        clinical=raw["clinical"] and ClinicalMetrics.of(raw["clinical"]),
+        noise=noise and EvaluationNoise(**noise),
+        clinical=clinical and ClinicalMetrics.of(clinical),
     )

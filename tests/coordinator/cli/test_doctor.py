@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli.main import build
+from coordinator.storage.store import OBJECTS, Store
+from fl_core.errors import StateError
 from service_core.storage.digests import file_digest
 from tests.support.coordinator import World
+from tests.support.older_homes import AGES, older_file
 
 
 def call(*words):
@@ -95,3 +99,60 @@ def test_a_key_that_others_may_read_is_a_problem(tmp_path):
     status, found = findings(world.home)
     assert status == 1
     assert level(found, "modes") == ["problem"]
+
+
+def opened_and_read(home: Path) -> None:
+    with closing(Store(home)) as store:
+        store.members.silos()
+        for made in store.runs.all():
+            store.runs.rounds(made.id)
+
+
+@pytest.mark.parametrize(
+    ("change", "ages"),
+    [
+        ("PRAGMA user_version = 99", AGES),
+        ("DROP TABLE silos", AGES),
+        ("DROP TABLE counters", AGES),
+        ("UPDATE silos SET data = '{'", AGES),
+        ("UPDATE incarnation SET generation = 7", ("last",)),
+        ("UPDATE rounds SET record = '{}'", ("last",)),
+    ],
+)
+def test_it_never_calls_sound_what_the_service_refuses(tmp_path, change, ages):
+    world = World.create(tmp_path / "home", ["north"])
+    for age in ages:
+        for file in world.home.glob("coordinator.sqlite*"):
+            file.unlink()
+        file = older_file(age, "coordinator", world.home / "coordinator.sqlite", f"{change};")
+        before = file_digest(file)
+        _, found = findings(world.home)
+        assert level(found, "database") == ["problem"], found
+        assert file_digest(file) == before
+        with pytest.raises(StateError):
+            opened_and_read(world.home)
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_it_calls_a_home_of_0_1_0_sound_which_the_service_opens_and_leaves_the_migration_to_it(tmp_path, age):
+    world = World.create(tmp_path / "home", ["north"])
+    for file in world.home.glob("coordinator.sqlite*"):
+        file.unlink()
+    file = older_file(age, "coordinator", world.home / "coordinator.sqlite")
+    before = tree(world.home)
+    _, found = findings(world.home)
+    assert level(found, "database") == ["ok"], found
+    assert tree(world.home) == before
+    Store(world.home).close()
+    assert file_digest(file) != before["coordinator.sqlite"][0]
+
+
+def test_a_missing_database_beside_stored_files_is_a_problem(tmp_path):
+    world = World.create(tmp_path / "home", ["north"])
+    for file in world.home.glob("coordinator.sqlite*"):
+        file.unlink()
+    (world.home / OBJECTS / "00").mkdir(parents=True)
+    (world.home / OBJECTS / "00" / ("0" * 64)).write_bytes(b"x")
+    assert level(findings(world.home)[1], "database") == ["problem"]
+    with pytest.raises(StateError, match="E-STATE-23"):
+        Store(world.home)

@@ -14,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.pki.authority import Authority
+from coordinator.storage import store as stores
 from coordinator.storage.records import RunState, Steering
 from coordinator.storage.store import FILE, Store
 from fl_core.errors import StateError
+from service_core.pki.identity import identity_of
+from tests.support.older_homes import AGES, older_file
 
 DUMP = Path(__file__).resolve().parents[2] / "data" / "coordinator_v8.sql"
 NOW = 1795581400.0
@@ -104,6 +108,67 @@ def test_every_number_of_a_closed_round_is_kept_to_its_last_bit(tmp_path: Path) 
             assert kept["clinical"] == (clinical and clinical | {"labels": []}), "which no run of version 8 had"
 
 
+@pytest.mark.parametrize("age", AGES)
+def test_a_home_of_any_0_1_0_opens_with_members_runs_and_rounds(tmp_path: Path, age: str) -> None:
+    older_file(age, "coordinator", tmp_path / FILE)
+    first, silos = ("plain", 2) if age == "first" else ("masked", 3)
+    for _ in range(2):
+        with closing(Store(tmp_path)) as store:
+            members = store.members.silos()
+            assert [(s.name, s.revoked, s.data.name) for s in members] == [
+                (f"h{k}", False, "digits") for k in range(silos)
+            ]
+            assert all(store.members.membership_status(s.name, s.certificate.serial).member for s in members)
+            runs = {run.name: run for run in store.runs.all()}
+            assert {name: (run.state, run.closed) for name, run in runs.items()} == dict.fromkeys(
+                (first, "private"), (RunState.FINISHED, 2)
+            )
+            closed = store.runs.rounds(runs[first].id)
+            assert [(r.round, r.record.kind.value, len(r.record.included)) for r in closed] == [
+                (0, "train", silos),
+                (1, "train", silos),
+                (2, "evaluate", silos),
+            ]
+            assert sum(closed[-1].record.correct) > 0
+            stated = store.attestations.newest("h0")
+            assert stated is not None
+            assert stated.ledger_seq == 20
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_a_home_of_any_0_1_0_gets_the_tables_of_a_new_one(tmp_path: Path, age: str) -> None:
+    (tmp_path / "new").mkdir()
+    older_file(age, "coordinator", tmp_path / FILE)
+    assert columns(tmp_path) == columns(tmp_path / "new")
+
+
+def test_a_lead_from_before_the_list_of_leads_keeps_working(tmp_path: Path) -> None:
+    ca = Authority.create(tmp_path, "test", ["127.0.0.1:8443"])
+    elsewhere = identity_of(ca.make_lead("elsewhere").cert_pem)  # whose file is on a lead's own machine
+    older_file("first", "coordinator", tmp_path / FILE)
+    with closing(Store(tmp_path)) as store:
+        assert store.members.leads.status(elsewhere).member
+        again = identity_of(ca.make_lead("elsewhere").cert_pem)
+        assert not store.members.leads.status(again).member  # a second one under that name
+    with closing(Store(tmp_path)) as store:
+        assert [lead.name for lead in store.members.leads.all()] == ["elsewhere"]
+
+
+def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(db: sqlite3.Connection) -> None:
+        db.execute("DROP TABLE silos")
+        raise KeyboardInterrupt
+
+    before = older_file("first", "coordinator", tmp_path / FILE).read_bytes()
+    monkeypatch.setattr(stores, "MIGRATIONS", (*stores.MIGRATIONS[:-1], killed))
+    with pytest.raises(KeyboardInterrupt):
+        Store(tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / FILE).read_bytes() == before
+    with closing(Store(tmp_path)) as store:
+        assert len(store.members.silos()) == 2
+
+
 def test_a_run_under_way_goes_on(tmp_path: Path) -> None:
     with closing(Store(written(tmp_path), lambda: NOW)) as store:
         store.runs.end(WAITS, RunState.PAUSED, "too few", [RunState.RUNNING])
@@ -125,7 +190,6 @@ def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
     ("made", "said"),
     [
         ("PRAGMA user_version = 99", "found version 99.*use that one"),
-        ("PRAGMA user_version = 7", "found version 7, from before Consilium 0.1.0: use the software that wrote it"),
         ("DROP TABLE silos", "found another file .version 8.: restore the one that was there from a backup"),
     ],
 )

@@ -119,7 +119,7 @@ def rechained(tmp_path: Path, change: Callable[[Event], Event], secret: bytes) -
             (*new, head.hash, found),
         )
         head = event_chain.ChainHead(new.seq, found)
-    for statement in event_chain.statements():
+    for statement in event_chain.schema_statements():
         if statement.startswith("CREATE TRIGGER"):
             db.execute(statement)
     db.commit()
@@ -183,7 +183,7 @@ def test_an_event_or_a_fact_that_was_changed_is_found(tmp_path: Path, statement:
         db.execute("UPDATE event SET seq=-seq WHERE seq>=4")
         statement = "UPDATE event SET seq=1-seq WHERE seq<0"
     db.execute(statement)
-    for schema in event_chain.statements():
+    for schema in event_chain.schema_statements():
         if schema.startswith(("CREATE TRIGGER event_noupd", "CREATE TRIGGER event_nodel")):
             db.execute(schema)
     db.commit()

@@ -88,18 +88,18 @@ def test_a_key_that_others_may_read_is_a_problem_and_a_file_in_a_closed_home_is_
 
 def test_a_database_is_looked_through_without_a_trace(tmp_path):
     file = tmp_path / "a ?%.db"
-    assert levels(checks.database(file)) == [Level.WARNING]
+    assert levels(checks.database(file, list)) == [Level.WARNING]
     with closing(sqlite3.connect(file)) as db:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("CREATE TABLE t (x)")
         db.executemany("INSERT INTO t VALUES (?)", [("x" * 500,)] * 100)
         db.commit()
-        assert levels(checks.database(file)) == [Level.OK]
+        assert levels(checks.database(file, list)) == [Level.OK]
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert levels(checks.database(file)) == [Level.OK]
+    assert levels(checks.database(file, list)) == [Level.OK]
     assert sorted(path.name for path in tmp_path.iterdir()) == before == [file.name]
     file.write_bytes(file.read_bytes()[:6000] + b"\xff" * 9000)
-    assert levels(checks.database(file)) == [Level.PROBLEM]
+    assert levels(checks.database(file, list)) == [Level.PROBLEM]
 
 
 def test_a_transaction_that_a_crash_interrupted_is_no_damage(tmp_path):
@@ -115,9 +115,9 @@ def test_a_transaction_that_a_crash_interrupted_is_no_damage(tmp_path):
         content = file.read_bytes()
         (copy / "db").write_bytes(content[:8192] + b"\xff" * 2048 + content[10240:])  # one is half written
         shutil.copy(tmp_path / "db-journal", copy)
-    assert levels(checks.database(copy / "db")) == [Level.OK]
+    assert levels(checks.database(copy / "db", list)) == [Level.OK]
     (copy / "db").write_bytes(b"\xff" * 4096 + (copy / "db").read_bytes()[4096:])
-    assert levels(checks.database(copy / "db")) == [Level.PROBLEM]
+    assert levels(checks.database(copy / "db", list)) == [Level.PROBLEM]
 
 
 def test_a_certificate_is_called_old_before_it_is_over(tmp_path):

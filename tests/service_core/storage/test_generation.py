@@ -32,7 +32,7 @@ stored = Table("stored", metadata, Column("id", Integer, primary_key=True), Colu
 
 
 def opened(path: Path) -> Database:
-    return Database(path, metadata, 1, ())
+    return Database(path, metadata, ())
 
 
 def fill(database: Database, rows: int = 30, size: int = 400) -> None:
@@ -103,7 +103,7 @@ def test_a_home_opens_with_all_that_was_written_wherever_a_checkpoint_was_interr
     number = 0
     for place in interrupted(made, tmp_path, torn):
         number += 1
-        assert [f.level for f in checks.database(place)] == [Level.OK]
+        assert [f.level for f in checks.database(place, list)] == [Level.OK]
         with closing(opened(place)) as again:
             assert rows(again) == 90
             if number % 8 == 1:  # and it goes on
@@ -184,7 +184,7 @@ def test_a_file_that_is_damaged_beyond_what_its_log_holds_is_refused(
     with pytest.raises(StateError, match=r"E-STATE-22.*restore it from a backup"):
         opened(place)
     assert [file.read_bytes() for file in files(place)] == before
-    assert [f.level for f in checks.database(place)] == [Level.PROBLEM]
+    assert [f.level for f in checks.database(place, list)] == [Level.PROBLEM]
 
 
 def test_a_damaged_file_is_refused_where_a_checkpoint_left_it_half_done_too(made: Database, tmp_path: Path) -> None:

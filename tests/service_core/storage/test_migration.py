@@ -28,7 +28,6 @@ def add_made(db: sqlite3.Connection) -> None:
 
 
 STEPS: tuple[Step, ...] = (add_size, add_made)
-FIRST = 2
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -37,16 +36,16 @@ def connect(path: Path) -> sqlite3.Connection:
 
 def open_file(path: Path, steps: tuple[Step, ...] = STEPS) -> list[tuple[object, ...]]:
     with closing(connect(path)) as db:
-        migrate(db, create, FIRST, steps, ("things",))
-        assert db.execute("PRAGMA user_version").fetchone() == (FIRST + len(steps),)
+        migrate(db, create, steps, ("things",))
+        assert db.execute("PRAGMA user_version").fetchone() == (1 + len(steps),)
         return db.execute("SELECT name, size, made FROM things").fetchall()
 
 
-def older(path: Path, version: int = FIRST) -> Path:
+def older(path: Path, version: int = 1) -> Path:
     with closing(connect(path)) as db:
         db.execute("CREATE TABLE things (name TEXT)")
         db.execute("INSERT INTO things VALUES ('a')")
-        for step in STEPS[: version - FIRST]:
+        for step in STEPS[: version - 1]:
             step(db)
         db.execute(f"PRAGMA user_version = {version}")
     return path
@@ -57,7 +56,7 @@ def test_a_new_file_is_made_as_the_newest_version(tmp_path: Path) -> None:
     assert open_file(tmp_path / "db") == []
 
 
-@pytest.mark.parametrize("version", [2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_file_of_any_version_goes_through_the_steps_that_it_lacks(tmp_path: Path, version: int) -> None:
     assert open_file(older(tmp_path / "db", version)) == [("a", 7, 14.0)]
     assert open_file(tmp_path / "db") == [("a", 7, 14.0)]
@@ -91,15 +90,14 @@ def test_of_many_that_open_a_file_at_once_one_migrates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ("PRAGMA user_version = 5; CREATE TABLE things (name)", "newer version.*use that one"),
-        ("PRAGMA user_version = 1; CREATE TABLE things (name)", "version 1, from before Consilium 0.1.0: use the soft"),
+        ("PRAGMA user_version = 4; CREATE TABLE things (name)", "newer version.*use that one"),
         ("CREATE TABLE things (name)", "found another file .version 0.: restore"),
         ("CREATE TABLE letters (name)", "with the tables things .*found another file .version 0.: restore"),
-        ("PRAGMA user_version = 4; CREATE TABLE letters (name)", "found another file .version 4.: restore"),
+        ("PRAGMA user_version = 3; CREATE TABLE letters (name)", "found another file .version 3.: restore"),
         ("PRAGMA user_version = -1; CREATE TABLE things (name)", "found another file .version -1.: restore"),
     ],
 )
-def test_a_newer_file_one_from_before_the_first_or_another_one_is_left_alone_and_the_error_says_what_to_do(
+def test_a_newer_file_or_another_one_is_left_alone_and_the_error_says_what_to_do(
     tmp_path: Path, made: str, said: str
 ) -> None:
     with closing(connect(tmp_path / "db")) as db:

@@ -33,7 +33,7 @@ os._exit(0)
 
 
 def opened(path: Path) -> Database:
-    return Database(path, counts.metadata, 1, ())
+    return Database(path, counts.metadata, ())
 
 
 def add(database: Database) -> None:
@@ -120,7 +120,7 @@ def test_a_damaged_row_is_an_error_of_ours(tmp_path: Path) -> None:
     incarnation_table(tables)
     columns = Column("id", Integer, primary_key=True), Column("data", JSON)
     table = Table("many", tables, *columns)
-    with closing(Database(tmp_path / "db", tables, 1, ())) as database:
+    with closing(Database(tmp_path / "db", tables, ())) as database:
         with database.write() as db:
             db.execute(insert(table).values(id=1, data={}))
             db.execute(text("UPDATE many SET data = '{'"))

@@ -11,12 +11,15 @@ import pytest
 
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
+from fl_core.errors import StateError
 from privacy.ledger.ledger import Ledger
 from service_core.pki.identity import Address
 from silo.cli.service import run
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
+from silo.storage.store import Store as SiloStore
 from tests.support.coordinator import World, enrolled
+from tests.support.older_homes import AGES, older_file, older_ledger
 
 STRICT = '[privacy]\nrequire = "dp_record"\n'
 
@@ -147,3 +150,61 @@ def test_features_that_are_kept_are_counted_and_damaged_ones_named(capsys, home)
     _, found = examine(capsys, home.path)
     assert path.name in found["features"][0]["found"]
     assert len(found["features"]) == 2
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_a_home_of_0_1_0_is_sound_and_is_left_as_it_is(capsys, home, age):
+    for file in home.path.glob("silo.db*"):
+        file.unlink()
+    older_file(age, "silo", home.database)
+    older_ledger(age, home.path)
+    before = {p: p.read_bytes() for p in home.path.rglob("*") if p.is_file()}
+    _, found = examine(capsys, home.path)
+    assert level(found, "database") == ["ok"], found["database"]
+    assert level(found, "ledger") == ["ok"], found["ledger"]
+    assert "21 events" in found["ledger"][0]["found"] or "22 events" in found["ledger"][0]["found"]
+    assert {p: p.read_bytes() for p in home.path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["PRAGMA user_version = 99", "DROP TABLE tasks", "DROP TABLE runs", "UPDATE tasks SET evaluation = '{'"],
+)
+@pytest.mark.parametrize("age", AGES)
+def test_it_never_calls_a_database_sound_that_the_service_refuses(capsys, home, age, change):
+    for file in home.path.glob("silo.db*"):
+        file.unlink()
+    older_file(age, "silo", home.database, f"{change};")
+    _, found = examine(capsys, home.path)
+    assert level(found, "database") == ["problem"], found["database"]
+    with pytest.raises(StateError):
+        SiloStore(home.database).history()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE meta SET value='99' WHERE key='schema_version'",
+        "DROP TABLE unit_digest",
+        "DELETE FROM meta",
+        "DROP TRIGGER event_noupd; UPDATE event SET detail='x' WHERE seq=9",
+    ],
+)
+@pytest.mark.parametrize("age", AGES)
+def test_it_never_calls_a_ledger_sound_that_the_service_refuses(capsys, home, age, change):
+    older_ledger(age, home.path, f"{change};")
+    _, found = examine(capsys, home.path)
+    assert level(found, "ledger") == ["problem"], found["ledger"]
+    with pytest.raises(StateError):
+        Ledger(home.ledger, home.ledger_key).verify()
+
+
+def test_no_message_about_an_older_or_foreign_ledger_advises_a_new_one(capsys, home):
+    """An empty ledger would forget what was spent."""
+    for change in ("UPDATE meta SET value='99' WHERE key='schema_version'", "DROP TABLE meta"):
+        home.ledger.unlink(missing_ok=True)
+        older_ledger("last", home.path, f"{change};")
+        with pytest.raises(StateError) as refused:
+            Ledger(home.ledger, home.ledger_key)
+        for word in ("new folder", "new ledger", "another place", "begin"):
+            assert word not in str(refused.value)

@@ -18,6 +18,7 @@ from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.wire.tasks import TaskKey
 from silo.storage.store import Store
+from tests.support.older_homes import AGES, older_file
 
 DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v7.sql"
 PLAIN, PERSONAL, PRIVATE, ASKS = "plain-b6c1", "personal-4bc4", "private-1534", "asks-ca29"
@@ -79,6 +80,36 @@ def test_runs_questions_and_outbox_are_there_and_the_run_under_way_goes_on(tmp_p
         assert again.committed(OPEN.run_id) == (entry.state_digest, 0)
 
 
+@pytest.mark.parametrize("age", AGES)
+def test_a_hospital_of_any_0_1_0_opens_with_its_runs(tmp_path: Path, age: str) -> None:
+    file = older_file(age, "silo", tmp_path / "silo.db")
+    for _ in range(2):
+        with opened(file) as store:
+            runs = {run.name: run for run in store.history()}
+            assert list(runs) == ["plain" if age == "first" else "masked", "private"]
+            for run in runs.values():
+                assert (run.state, run.state_round) == ("finished", 1)
+                assert [(t.key.kind.value, t.receipt, t.included) for t in run.tasks] == [
+                    ("train", True, True),
+                    ("train", True, True),
+                    ("evaluate", True, True),
+                ]
+                assert run.tasks[0].evaluation is not None
+            noise = [task.evaluation and task.evaluation.noise for task in runs["private"].tasks]
+            assert all(noise) is (age == "first")  # which noted none: what is no count had some
+            assert store.outbox() == []
+            assert store.latest_attestation_sent().seq == 20
+            assert len(store.receipts()) == 6
+            expected = {"first": {None}, "last": {("train",), ("test", "train"), ("test",)}}[age]
+            assert {update.splits for update in store.unprotected()} <= expected
+            assert len(store.unprotected()) == (6 if age == "first" else 3)
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_a_hospital_of_any_0_1_0_gets_the_tables_of_a_new_one(tmp_path: Path, age: str) -> None:
+    assert columns(older_file(age, "silo", tmp_path / "silo.db")) == columns(tmp_path / "new.db")
+
+
 def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
     assert columns(written(tmp_path / "silo.db")) == columns(tmp_path / "new.db")
 
@@ -87,7 +118,6 @@ def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
     ("made", "said"),
     [
         ("PRAGMA user_version = 99", "found version 99.*use that one"),
-        ("PRAGMA user_version = 6", "found version 6, from before Consilium 0.1.0: use the software that wrote it"),
         ("DROP TABLE tasks", "found another file .version 7.: restore the one that was there from a backup"),
     ],
 )
