@@ -1,4 +1,9 @@
-"""The connection to the coordinator: one channel, its three services, and its replacement during transfers."""
+"""The connection to the coordinator: one channel, its three services, and its replacement during transfers.
+
+A connection keeps the certificate that it was made with. Once this hospital has renewed it, the next session makes a
+new connection, and all else goes over that one as soon as the session is there: the coordinator ends the old
+certificate half a minute after it first saw the new one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from fl_core.errors import FederationError, UnavailableError
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.channel_options import CLIENT_OPTIONS
 from service_core.pki.identity import Address
@@ -16,6 +22,8 @@ from service_core.tls.causes import Diagnosis
 from service_core.tls.connect import diagnose
 
 Connect = Callable[[Address], grpc.Channel]
+_ENDED = frozenset({"E-ID-12", "E-ID-13", "E-ID-28"})
+"""Refusals of a certificate. Of one that this home has replaced they say nothing: not that somebody else did."""
 
 
 def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
@@ -29,26 +37,40 @@ def connect_with(credentials: Callable[[], Credentials]) -> Connect:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open channel and what can be called over it."""
+    """An open channel and what can be called over it. outdated: tells whether the home has another certificate now."""
 
     address: Address
     channel: grpc.Channel = field(repr=False)
     control: rpc.ControlStub = field(repr=False)
     transfer: rpc.TransferStub = field(repr=False)
     enrolment: rpc.EnrolmentStub = field(repr=False)
+    outdated: Callable[[], bool] = field(repr=False, default=lambda: False)
 
     @classmethod
-    def over(cls, address: Address, channel: grpc.Channel) -> Connection:
+    def over(cls, address: Address, channel: grpc.Channel, outdated: Callable[[], bool] = lambda: False) -> Connection:
         stubs = rpc.ControlStub(channel), rpc.TransferStub(channel), rpc.EnrolmentStub(channel)
-        return cls(address, channel, *stubs)
+        return cls(address, channel, *stubs, outdated)
+
+    def explained(self, error: FederationError) -> FederationError:
+        """Return UnavailableError for a refusal of a certificate that this home has replaced; other errors as they are.
+
+        A home whose certificate is still that of the connection keeps the refusal: another party holds its identity.
+        """
+        if error.code in _ENDED and self.outdated():
+            return UnavailableError(error.code, "this hospital has a newer certificate: connecting again with that one")
+        return error
 
 
 class ConnectionManager:
     """The current connection, and replaced ones still in use; closing a connection cancels the calls over it."""
 
-    def __init__(self, addresses: Sequence[Address], connect: Connect) -> None:
+    def __init__(
+        self, addresses: Sequence[Address], connect: Connect, certificate: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Connect at the first call. certificate: names the one that the home has now, which `connect` uses."""
         self._addresses = tuple(addresses)
         self._connect = connect
+        self._certificate = certificate
         self._lock = threading.Lock()
         self._address_index = 0
         self._current: Connection | None = None
@@ -57,9 +79,26 @@ class ConnectionManager:
     def current(self) -> Connection:
         with self._lock:
             if self._current is None:
-                address = self._addresses[self._address_index % len(self._addresses)]
-                self._current = Connection.over(address, self._connect(address))
+                self._current = self._made()
             return self._current
+
+    def for_session(self) -> Connection:
+        """Return the connection of the next session: another one than the current once the certificate was renewed."""
+        current = self.current()
+        return self._made() if current.outdated() else current
+
+    def use(self, connection: Connection) -> None:
+        """Let all calls from now on go over a connection whose session is open, and close the others."""
+        with self._lock:
+            if self._current is not None and self._current is not connection:
+                self._retired.append(self._current)
+            self._current = connection
+        self.close_replaced(used=connection)
+
+    def _made(self) -> Connection:
+        address, made_with = self._addresses[self._address_index % len(self._addresses)], self._certificate()
+        # Read before the channel reads it: one that is renewed in between counts as outdated, and is made once more.
+        return Connection.over(address, self._connect(address), lambda: self._certificate() != made_with)
 
     def replace(self, next_address: bool = False) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import Address
 from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL
-from silo.connection.channel import ConnectionManager
+from silo.connection.channel import Connection, ConnectionManager
 from silo.connection.retry import Backoff, CancelToken
 from silo.connection.session import PULSE_FLOOR_S, Handler, Session
 from silo.connection.transfer import RetryPolicy
@@ -43,8 +43,10 @@ class ControlClient:
     pulse_floor: float = PULSE_FLOOR_S
     _session: Session | None = None
     _opening: Session | None = None
+    _used: Connection | None = None
     _wake: threading.Event = field(default_factory=threading.Event)
     _recycle: bool = False
+    _renewed: bool = False
     _was_connected: bool = False
 
     @property
@@ -68,8 +70,9 @@ class ControlClient:
         self._wake.set()
 
     def renewed(self) -> None:
-        self.connections.replace()
-        self.recycle()
+        """Replace session and connection at once: the certificate of these ends when the new one is used."""
+        self._renewed = True
+        self._wake.set()
 
     def run(self, handler: Handler, stop: CancelToken) -> None:
         """Hold a session until `stop`.
@@ -89,8 +92,8 @@ class ControlClient:
             self._close(stop.reason)
 
     def _connect(self, handler: Handler, backoff: Backoff) -> bool:
-        self._recycle = False  # before the connection is read: a renewal that comes meanwhile asks again
-        connection = self.connections.current()
+        self._recycle = self._renewed = False  # before the connection is made: a renewal meanwhile asks again
+        connection = self.connections.for_session()
         session = Session(
             connection.control,
             handler,
@@ -107,20 +110,22 @@ class ControlClient:
                     "E-WIRE-01", f"expected protocol {PROTOCOL}, found {welcome.protocol}: upgrade the older side"
                 )
             self.on_welcome(welcome)
-        except UnavailableError as error:
+        except FederationError as refused:
             self._opening = None
             session.drop()
+            if connection is not self.connections.current():
+                connection.channel.close()
+            error = connection.explained(refused)
+            if not isinstance(error, UnavailableError):
+                raise
             self._on_failure(connection.address, error)
             return False
-        except FederationError:
-            self._opening = None
-            session.drop()
-            raise
         old, self._session = self._session, session
         self._opening = None
         if old is not None:
             old.drop()
-        self.connections.close_replaced(used=connection)
+        self._used = connection
+        self.connections.use(connection)
         backoff.reset()
         if old is None:
             text = f"connected to {connection.address} ({welcome.software or 'no version given'})"
@@ -150,6 +155,7 @@ class ControlClient:
         session = self._session
         assert session is not None
         assert session.welcome is not None
+        assert self._used is not None
         opened, asked = self.clock(), session.welcome.recycle_seconds
         period = max(asked, self.pulse_floor) if asked > 0 else float("inf")  # also of NaN: never
         while not stop.is_cancelled:
@@ -158,6 +164,7 @@ class ControlClient:
                 if session.was_silent:
                     self.connections.replace()  # a lost connection is noticed by gRPC itself only after 40 s
                 error = session.error or UnavailableError("E-NET-12", "the session ended")
+                error = self._used.explained(error)
                 self.store.record_departure(str(error))
                 if not isinstance(error, UnavailableError):
                     raise error
@@ -165,6 +172,7 @@ class ControlClient:
                 return
             age = self.clock() - opened
             due = min(period, self.retry_policy.backoff_cap_s) if self._recycle else period
+            due = 0.0 if self._renewed else due
             if age >= due:
                 return
             self._wake.wait(min(due - age, 3600.0))

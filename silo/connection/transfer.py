@@ -22,6 +22,7 @@ from protos.wire.chunks import append_chunk, read_chunks
 from protos.wire.size_limits import MANIFEST_BYTES
 from service_core.storage import disk
 from service_core.storage.object_store import ObjectStore, open_partial, partial_size
+from silo.connection.channel import Connection
 from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, to_federation_error
 from silo.storage.tasks import Attestation, OutboxEntry
 
@@ -90,7 +91,7 @@ class Transfer:
 
     def __init__(
         self,
-        stub: Callable[[], rpc.TransferStub],
+        connection: Callable[[], Connection],
         objects: ObjectStore,
         retry_policy: RetryPolicy,
         report: Callable[[FederationError], None],
@@ -105,7 +106,7 @@ class Transfer:
         self._on_sent = on_sent
         self._on_received = on_received
         self._log_head = log_head
-        self._stub = stub
+        self._connection = connection
         self._objects = objects
         self._retry_policy = retry_policy
         self._report = report
@@ -139,7 +140,9 @@ class Transfer:
                     if have < entry.size:
                         self._put(entry, file, have, stop, progress)
                     ready()
-                    receipt = self._unary(self._stub().Commit, pb.CommitRequest(contribution_id=entry.contribution_id))
+                    receipt = self._unary(
+                        lambda stub: stub.Commit, pb.CommitRequest(contribution_id=entry.contribution_id)
+                    )
             except ProtocolError as error:
                 damage.note(error)
                 raise
@@ -171,7 +174,7 @@ class Transfer:
             attestation=entry.attested.message() if any(entry.attested) else None,
             log_head=self._log_head(),
         )
-        reply = self._unary(self._stub().Open, request)
+        reply = self._unary(lambda stub: stub.Open, request)
         if reply.have > entry.size:
             raise ProtocolError("E-WIRE-06", f"expected at most {entry.size} bytes to be there, found {reply.have}")
         return reply.have, reply.receipt if reply.HasField("receipt") else None
@@ -193,7 +196,8 @@ class Transfer:
                 broken.append(error)
                 raise
 
-        call = self._begun(lambda: self._stub().Put.future(chunks()))
+        connection = self._connection()
+        call = self._begun(lambda: connection.transfer.Put.future(chunks()))
         with IdleWatch(call, self._retry_policy.idle_s) as idle, stop.on_cancel(call.cancel):
             idle_watch.append(idle)
             armed.set()
@@ -203,7 +207,7 @@ class Transfer:
                 if broken:
                     raise broken[0] from error
                 if isinstance(error, grpc.RpcError):
-                    raise to_federation_error(error, idle) from error
+                    raise connection.explained(to_federation_error(error, idle)) from error
                 raise UnavailableError("E-NET-12", f"no byte moved for {self._retry_policy.idle_s:g} s") from error
         if there < entry.size:
             raise ProtocolError("E-WIRE-04", f"expected {entry.size} bytes to be there, found {there}")
@@ -245,7 +249,8 @@ class Transfer:
         self, digest: str, partial: Path, size: int, most: int, stop: CancelToken, progress: ProgressFn
     ) -> str | None:
         _require_room(partial, size - partial_size(partial))
-        call = self._begun(lambda: self._stub().Get(pb.GetRequest(digest=digest, offset=partial_size(partial))))
+        connection = self._connection()
+        call = self._begun(lambda: connection.transfer.Get(pb.GetRequest(digest=digest, offset=partial_size(partial))))
         with (
             IdleWatch(call, self._retry_policy.idle_s) as idle,
             stop.on_cancel(call.cancel),
@@ -264,18 +269,23 @@ class Transfer:
                     progress(file.size, size)
                     del chunk  # before the next one comes
             except grpc.RpcError as error:
-                raise to_federation_error(error, idle) from error
+                raise connection.explained(to_federation_error(error, idle)) from error
             finally:
                 call.cancel()
         if size and file.size < size:
             raise UnavailableError("E-NET-12", f"the stream ended after {file.size} of {size} bytes")
         return file.digest()
 
-    def _unary(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request) -> Reply:
+    def _unary(
+        self,
+        method: Callable[[rpc.TransferStub], grpc.UnaryUnaryMultiCallable[Request, Reply]],
+        request: Request,
+    ) -> Reply:
+        connection = self._connection()
         try:
-            return self._begun(lambda: call(request, timeout=self._retry_policy.idle_s))
+            return self._begun(lambda: method(connection.transfer)(request, timeout=self._retry_policy.idle_s))
         except grpc.RpcError as error:
-            raise to_federation_error(error) from error
+            raise connection.explained(to_federation_error(error)) from error
 
     @staticmethod
     def _begun(begin: Callable[[], Reply]) -> Reply:

@@ -153,7 +153,8 @@ class Service:
         self.store = Store(settings.home.database)
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
-        connections = ConnectionManager(settings.home.addresses(), connect or connect_with(credentials))
+        serial = lambda: self._identity.load().serial  # noqa: E731
+        connections = ConnectionManager(settings.home.addresses(), connect or connect_with(credentials), serial)
         session_opened = threading.Event()
         self._client = ControlClient(
             connections,
@@ -246,7 +247,7 @@ class Service:
 
     def _transfer(self, connections: ConnectionManager, objects: ObjectStore) -> Transfer:
         return Transfer(
-            lambda: connections.current().transfer,
+            connections.current,
             objects,
             self._retry_policy,
             lambda error: self._emit(error_event(error)),

@@ -282,6 +282,7 @@ class Site:
     notices: list[Event] = field(default_factory=list)
     service: Service | None = None
     run_round: RunRound = run_silo_round
+    retry_policy: RetryPolicy = PATIENCE
 
     @property
     def ledger(self) -> Ledger:
@@ -299,13 +300,13 @@ class Site:
         return [(entry, state) for c in ledger.collections() for entry, state, _ in ledger.entries(c)]
 
     def start(self) -> None:
-        own = SiloIdentity(self.home.path).current_credentials()
+        own = SiloIdentity(self.home.path).current_credentials
         well = Diagnosis(None, "works", "all is well")
         self.service = Service(
             SiloSettings(self.home, self.data, device="cpu"),
             self.notices.append,
-            PATIENCE,
-            lambda _: channel(self.world.port, own),
+            self.retry_policy,
+            lambda _: channel(self.world.port, own()),
             lambda _: well,
             self.run_round,
         )
@@ -320,14 +321,20 @@ class Site:
         return [n.text for n in self.notices if n.event == event]
 
 
-def enrolled(world: World, name: str, folder: Path, validation_only: bool = False) -> Home:
-    """Enrol a hospital without a connection, its home ready to serve."""
+def enrolled(
+    world: World,
+    name: str,
+    folder: Path,
+    validation_only: bool = False,
+    clock: certificates.Clock = certificates.utc_now,
+) -> Home:
+    """Enrol a hospital without a connection, its home ready to serve. clock: by which its certificate is made."""
     home = Home(folder).make()
-    identity = SiloIdentity(home.path)
-    store = Store(world.home)
+    identity = SiloIdentity(home.path, clock)
+    store = Store(world.home, lambda: clock().timestamp())
     try:
-        membership = Membership(world.home, store)
-        token = InvitationToken.decode(membership.invite(name, validation_only=validation_only).token)
+        membership = Membership(world.home, store, clock)
+        token = InvitationToken.decode(membership.invite(name, validation_only=validation_only).token, clock())
         material = identity.join_material(token)
         made = membership.join(identity_of(token.cert_pem), material.csr_pem)
     finally:
@@ -336,6 +343,11 @@ def enrolled(world: World, name: str, folder: Path, validation_only: bool = Fals
     identity.install(made.certificate_pem, made.authority_pem)
     home.write_addresses(material.addresses)
     return home
+
+
+def when_due() -> datetime:
+    """Tell the time when a certificate was made that is to be renewed now."""
+    return certificates.utc_now() - timedelta(days=61)
 
 
 @contextmanager

@@ -39,11 +39,13 @@ from protos.wire import receipts
 from protos.wire.chunks import CHUNK_BYTES, append_chunk, read_chunks
 from protos.wire.codec import pack_state
 from protos.wire.tasks import TaskKey, contribution_id
+from service_core.pki.identity import Address
 from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, version
+from silo.connection.channel import Connection
 from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.events import Event
@@ -265,7 +267,8 @@ class Rig:
         self.objects = ObjectStore(folder / "objects")
         self.stop = CancelToken()
         self.verifier = ReceiptVerifier(authority().ca_pem, CONSORTIUM, "center1")
-        self.transfer = Transfer(lambda: rpc.TransferStub(self.channel), self.objects, retry_policy, self.told.append)
+        self.line = Connection.over(Address("127.0.0.1", 1), self.channel)
+        self.transfer = Transfer(lambda: self.line, self.objects, retry_policy, self.told.append)
 
     def entry(self, data=BYTES):
         name = contribution_id(*KEY, "center1", "b" * 64)

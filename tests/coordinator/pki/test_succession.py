@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 from sqlalchemy import func, select
 
 from coordinator.pki.membership import Membership
+from coordinator.storage import members as member_storage
 from coordinator.storage.schema import rosters
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError
+from fl_core.rounds.manifest import make_members
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.consilium.v1 import federation_pb2_grpc as rpc
 from service_core.pki import certificates
 from service_core.pki.identity import identity_of
 from service_core.pki.invitation import InvitationToken
 from service_core.pki.roster import SignedRoster
+from service_core.storage.private_files import Credentials
+from silo.connection.transfer import RetryPolicy
 from silo.identity.identity import SiloIdentity
+from silo.service.enrolment import join
+from tests.support import until
+from tests.support.coordinator import Site, channel, enrolled, online, when_due
+from tests.support.coordinator import World as RealWorld
+from tests.support.fake_coordinator import manifest
 from tests.support.pki import Clock, authority, today
 
 
@@ -89,11 +102,6 @@ def test_a_predecessor_counts_until_its_successor_is_used(world: Consortium) -> 
     assert world.status(silo) == "member"
 
 
-@pytest.mark.fault(
-    "a thief of a hospital's key",
-    "renews its certificate first",
-    "the hospital is refused with E-ID-28, the lead is shown it, and a new invitation shuts the thief out",
-)
 def test_a_thief_who_renews_first_is_noticed_and_shut_out(world: Consortium) -> None:
     silo = world.join("n")
     assert world.status(silo) == "member"
@@ -164,3 +172,136 @@ def test_renewals_without_end_make_the_roster_no_longer(world: Consortium) -> No
     assert pinned is not None
     with world.store.database.read() as db:
         assert db.scalar(select(func.count()).select_from(rosters)) <= 8
+
+
+# ---- real calls, over mutual TLS -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Wire:
+    """A coordinator that listens, and one hospital. GRACE_S is short."""
+
+    coordinator: RealWorld
+    site: Site
+
+    def credentials(self, folder: Path) -> Credentials:
+        return SiloIdentity(folder).current_credentials()
+
+    def renewed(self, folder: Path) -> None:
+        """Renew the certificate of an identity, whoever has it."""
+        identity = SiloIdentity(folder)
+        asked = identity.renewal_request()
+        line = rpc.EnrolmentStub(channel(self.coordinator.port, identity.current_credentials()))
+        made = line.Renew(pb.RenewRequest(csr_pem=asked.csr_pem, renewal_proof=asked.proof), timeout=60)
+        identity.install(made.certificate_pem, made.authority_pem)
+
+    def refusals(self, own: Credentials) -> dict[str, str]:
+        """Make every kind of call with a certificate; return the code with which each is refused."""
+        line = channel(self.coordinator.port, own)
+        found = {}
+        for name, call in {
+            "Open": lambda: rpc.TransferStub(line).Open(pb.OpenRequest(), timeout=60),
+            "Commit": lambda: rpc.TransferStub(line).Commit(pb.CommitRequest(), timeout=60),
+            "Get": lambda: list(rpc.TransferStub(line).Get(pb.GetRequest(digest="0" * 64), timeout=60)),
+            "Put": lambda: rpc.TransferStub(line).Put(iter([pb.Chunk()]), timeout=60),
+            "Renew": lambda: rpc.EnrolmentStub(line).Renew(pb.RenewRequest(), timeout=60),
+            "Session": lambda: list(rpc.ControlStub(line).Session(iter([]), timeout=60)),
+        }.items():
+            with pytest.raises(grpc.RpcError) as refused:
+                call()
+            found[name] = refused.value.details().split(":")[0]
+        return found
+
+
+@pytest.fixture
+def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    monkeypatch.setattr(member_storage, "GRACE_S", 0.5)
+    coordinator = RealWorld.create(tmp_path / "coordinator", ())
+    home = enrolled(coordinator, "north", tmp_path / "north")
+    made = Wire(coordinator, Site(coordinator, home, "digits/p3c4/0"))
+    coordinator.start()
+    try:
+        yield made
+    finally:
+        made.site.stop()
+        coordinator.stop()
+
+
+@pytest.mark.integration
+@pytest.mark.fault(
+    "a thief of a hospital's key",
+    "renews its certificate first",
+    "the hospital is refused with E-ID-28, the lead is shown it, and a new invitation shuts the thief out",
+)
+def test_a_hospital_whose_key_a_thief_renews_first_is_refused_at_every_call(wire: Wire, tmp_path: Path) -> None:
+    wire.site.start()
+    until(online(wire.coordinator, "north"))
+    shutil.copytree(tmp_path / "north", tmp_path / "thief")
+    wire.renewed(tmp_path / "thief")
+    assert "E-ID-28" not in wire.refusals(wire.credentials(tmp_path / "thief")).values()  # is in use from now on
+    assert wire.site.service.wait(60)  # an open session ends, not only the next call
+    assert wire.site.service.error.code == "E-ID-28"
+    assert set(wire.refusals(wire.credentials(tmp_path / "north")).values()) == {"E-ID-28"}
+    members = wire.coordinator.server.store.members
+    assert "E-ID-28" in members.alarm("north")
+    wire.site.stop()
+    token = Membership(wire.coordinator.home, wire.coordinator.server.store).invite("north").token
+    join(token, wire.site.home, again=True, connect=lambda own: lambda _: channel(wire.coordinator.port, own))
+    wire.site.start()
+    until(online(wire.coordinator, "north"))
+    assert set(wire.refusals(wire.credentials(tmp_path / "thief")).values()) == {"E-ID-12"}
+    assert members.alarm("north") == ""
+
+
+@pytest.mark.integration
+def test_a_thief_with_a_superseded_certificate_is_refused_at_every_call_and_the_lead_is_told(
+    wire: Wire, tmp_path: Path
+) -> None:
+    shutil.copytree(tmp_path / "north", tmp_path / "thief")
+    thief = wire.credentials(tmp_path / "thief")
+    assert "E-ID-28" not in wire.refusals(thief).values()
+    wire.renewed(tmp_path / "north")
+    wire.site.start()
+    until(online(wire.coordinator, "north"))
+    members, serial = wire.coordinator.server.store.members, identity_of(thief.cert_pem).serial
+    until(lambda: members.membership_status("north", serial).renewed_at is not None, "the end of the grace", 60)
+    assert set(wire.refusals(thief).values()) == {"E-ID-28"}
+    assert "E-ID-28" in members.alarm("north")
+    assert wire.site.service.error is None
+    assert wire.site.service.lives()
+
+
+@pytest.mark.integration
+def test_a_hospital_that_starts_when_its_certificate_is_due_takes_part_without_an_alarm(
+    wire: Wire, tmp_path: Path
+) -> None:
+    home = enrolled(wire.coordinator, "due", tmp_path / "due", clock=when_due)
+    first = SiloIdentity(home.path).load().serial
+    members, sessions = wire.coordinator.server.store.members, wire.coordinator.server.dispatcher._sessions
+    wire.site = Site(wire.coordinator, home, "digits/p3c4/0", retry_policy=RetryPolicy())
+    wire.site.start()
+    until(lambda: wire.site.told("renewed"), "the renewal", 60)
+    due = make_members(("due",), 3, 1.0)
+    wire.coordinator.finished(wire.coordinator.submit(manifest(members=due), "first").id, 60)
+    until(lambda: members.membership_status("due", first).renewed_at is not None, "the end of the grace", 30)
+    # Its session is of the new certificate by then: one of the old would last a minute by the default back-off.
+    until(lambda: "due" in sessions and sessions["due"].peer.serial != first, "the new session", 20)
+    wire.coordinator.finished(wire.coordinator.submit(manifest(members=due), "second").id, 60)
+    assert wire.site.service.error is None
+    assert wire.site.service.lives()
+    assert members.alarm("due") == ""
+
+
+@pytest.mark.integration
+def test_a_hospital_that_joins_again_while_it_serves_connects_with_its_new_certificate(wire: Wire) -> None:
+    wire.site.start()
+    until(online(wire.coordinator, "north"))
+    first = SiloIdentity(wire.site.home.path).load().serial
+    token = Membership(wire.coordinator.home, wire.coordinator.server.store).invite("north").token
+    join(token, wire.site.home, again=True, connect=lambda own: lambda _: channel(wire.coordinator.port, own))
+    own = wire.credentials(wire.site.home.path)
+    wire.refusals(own)  # a first use, which revokes the certificate of the session
+    sessions = wire.coordinator.server.dispatcher._sessions
+    until(lambda: "north" in sessions and sessions["north"].peer.serial != first, "the new session", 60)
+    assert wire.site.service.error is None
+    assert wire.site.service.lives()

@@ -6,9 +6,9 @@ import pytest
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.chunks import CHUNK_BYTES
 from service_core.storage import digests, disk
+from silo.connection.channel import Connection
 from silo.connection.transfer import RetryPolicy, Transfer
 from tests.support.fake_coordinator import BYTES, CUTS, IDS, PATIENCE, Rig, still
 
@@ -26,10 +26,10 @@ def test_after_a_cut_only_the_missing_bytes_are_fetched(rig, at, size):
 @pytest.mark.parametrize("call", ["Get", "Open", "Put"])
 def test_a_channel_that_is_closed_for_a_newer_one_before_a_call_begins_is_no_failure_of_the_task(rig, call):
     closed = rig.host.channel()
-    old, new = rpc.TransferStub(closed), rpc.TransferStub(rig.channel)
+    old, new = Connection.over(rig.line.address, closed), rig.line
     closed.close()
-    stubs = iter([new, old] if call == "Put" else [old])
-    transfer = Transfer(lambda: next(stubs, new), rig.objects, PATIENCE, rig.told.append)
+    lines = iter([new, old] if call == "Put" else [old])
+    transfer = Transfer(lambda: next(lines, new), rig.objects, PATIENCE, rig.told.append)
     if call == "Get":
         digest = rig.fake.offer(BYTES)
         assert transfer.fetch(digest, 0, rig.stop, still).read_bytes() == BYTES

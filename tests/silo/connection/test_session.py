@@ -53,12 +53,14 @@ class Rig:
         self.handler, self.stop, self.notices = Handler(), CancelToken(), []
         self.store = Store(folder / "silo.db")
         self.session_opened = threading.Event()
+        self.certificate = "first"
+        self.hellos = []
         self.explained = []
         self.staged = []
         self.client = ControlClient(
-            ConnectionManager([Address("127.0.0.1", 1)], lambda _: self.host.channel()),
+            ConnectionManager([Address("127.0.0.1", 1)], lambda _: self.host.channel(), lambda: self.certificate),
             self.store,
-            lambda: pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, staged=self.staged),
+            self.hello,
             lambda welcome: None,
             lambda address: (self.explained.append(address), finding)[1],
             self.notices.append,
@@ -68,6 +70,10 @@ class Rig:
         )
         self.error = None
         self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def hello(self):
+        self.hellos.append(1)
+        return pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, staged=self.staged)
 
     def _run(self):
         try:
@@ -303,14 +309,52 @@ def test_leaving_says_so_and_closes_the_stream(make):
     assert rig.error is None
 
 
-def test_a_new_line_is_used_after_a_renewal(make):
-    rig = make().start()
+def refused(rig, code):
+    """End the session as the coordinator ends that of a certificate that counts no longer."""
+    rig.control.last.send(refusal=pb.Refusal(code=code, reason="its successor is in use"))
+    rig.control.last.end()
+
+
+PATIENT = RetryPolicy(idle_s=5.0, backoff_s=0.001, backoff_cap_s=3600.0)
+"""A new session that is only due is opened after an hour."""
+
+
+def test_a_renewal_replaces_session_and_connection_together_and_at_once(make):
+    rig = make(retry_policy=PATIENT).start()
     before = rig.client.connections.current()
+    rig.certificate = "second"
+    held, welcome = threading.Event(), rig.control.welcome
+    rig.control.welcome = lambda hello: held.wait(20) and welcome(hello)
+    asked = len(rig.hellos)
     rig.client.renewed()
-    until(lambda: len(rig.control.sessions) >= 2)
-    assert rig.client.connections.current() is not before
+    until(lambda: len(rig.hellos) > asked)
+    assert rig.client.connections.current() is before  # uploads stay with the session that there is
+    held.set()
+    until(lambda: rig.client.connections.current() is not before)
     until(lambda: rig.control.sessions[0].over.is_set())
     assert "disconnected" not in [n.event for n in rig.notices]
+
+
+@pytest.mark.parametrize("code", ["E-ID-12", "E-ID-28"])
+def test_a_certificate_that_ended_is_no_alarm_where_the_home_has_a_newer_one(make, code):
+    rig = make(retry_policy=PATIENT).start()
+    rig.certificate = "second"  # by a command, or by a renewal whose session could not be opened in time
+    refused(rig, code)
+    until(lambda: len(rig.control.sessions) >= 2)
+    assert rig.error is None
+    assert "newer certificate" in next(n.text for n in rig.notices if n.event == "disconnected")
+    refused(rig, code)  # and of the newest one it is one
+    rig.thread.join(20)
+    assert rig.error.code == code
+
+
+@pytest.mark.parametrize("code", ["E-ID-12", "E-ID-28"])
+def test_a_certificate_that_ended_ends_the_service_where_the_home_has_no_other(make, code):
+    rig = make(retry_policy=PATIENT).start()
+    refused(rig, code)
+    rig.thread.join(20)
+    assert rig.error.code == code
+    assert len(rig.control.sessions) == 1
 
 
 def test_the_channel_options_refuse_large_messages():
