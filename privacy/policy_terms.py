@@ -220,12 +220,14 @@ class Surveys:
     """[survey] allow: questions about the records that are answered; all others are held back (empty: every one).
 
     min_patients: of the smallest number that leaves without noise; fewer than 10 are never told
-    by_hospital: also answers that the coordinator keeps apart, and not in a sum alone.
+    by_hospital: also answers that the coordinator keeps apart, and not in a sum alone
+    records_are_patients: where the data name no patients, each record is another one's: numbers are called patients.
     """
 
     allow: tuple[str, ...] = ()
     min_patients: Annotated[int, bounded(between, MIN_PATIENTS, 1_000_000)] = MIN_PATIENTS
     by_hospital: bool = False
+    records_are_patients: bool = False
 
     def __post_init__(self) -> None:
         validate.declared("E-POLICY-01", "survey", self)

@@ -142,7 +142,7 @@ def _draw_answer(axes: Axes, answer: Answer, noisy: bool) -> None:
     for label in axes.get_xticklabels():
         label.set_parse_math(False)  # a name is no formula
     axes.set_title(f"{answer.title}, {answer.unit}" if answer.unit else answer.title)
-    axes.set_ylabel("patients")
+    axes.set_ylabel(answer.counts)
     axes.spines[["top", "right"]].set_visible(False)
 
 

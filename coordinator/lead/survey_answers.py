@@ -37,6 +37,7 @@ class SurveyAnswers:
         epsilon, delta: promised to each patient, or record where the data name no patients; None without noise
         answers: of all together   by_hospital: of each by itself, in a run that asked so
         implausible: cells whose numbers no records give: a hospital sent others
+        records: what they are called, "images" or "rows"
     """
 
     document: str
@@ -46,6 +47,7 @@ class SurveyAnswers:
     answers: tuple[Answer, ...]
     by_hospital: Mapping[str, tuple[Answer, ...]]
     implausible: tuple[str, ...] = ()
+    records: str = "images"
 
     def as_json(self) -> dict[str, object]:
         """Return plain values: a number that nobody told is null, and never 0."""
@@ -64,9 +66,12 @@ class SurveyAnswers:
         )
         if self.epsilon is not None:
             yield (
-                f"with noise: epsilon {self.epsilon:g} at delta {self.delta:g}, spent once by each hospital; numbers "
-                "of patients with their 95 % interval"
+                f"with noise: epsilon {self.epsilon:g} at delta {self.delta:g} for each patient, or each record where "
+                "patients are not named, spent once by each hospital; numbers with their 95 % interval"
             )
+        if unnamed := max((cell.unnamed for answer in self.answers for cell in answer.cells), default=0):
+            whose = "No hospital names" if unnamed == self.hospitals else f"{unnamed} of {self.hospitals} do not name"
+            yield f"{whose} patients: there each record counts as one, also for the least number that is told."
         yield from self._tables(self.answers, self.hospitals, "")
         for name, answers in sorted(self.by_hospital.items()):
             yield from self._tables(answers, 1, f", {name}")
@@ -76,7 +81,8 @@ class SurveyAnswers:
     def _tables(self, answers: Sequence[Answer], hospitals: int, whose: str) -> Iterator[str | AnswerTable]:
         for answer in answers:
             unit = f", {answer.unit}" if answer.unit else ""
-            images = () if self.epsilon is not None else ("images",)
+            images = () if self.epsilon is not None else (self.records,)
+            counts = f"{answer.counts} counted" if answer.counts == self.records and images else answer.counts
             shown = [cell for cell in answer.cells if cell.held or cell.images or cell.patients or not answer.unit]
             rows = [
                 (
@@ -91,7 +97,7 @@ class SurveyAnswers:
             if all(cell.held == hospitals for cell in answer.cells):
                 yield f"{title}: held back by {'all hospitals' if hospitals > 1 else 'it'}"
                 continue
-            yield AnswerTable(title, ("", *images, "patients", "held back by"), rows)
+            yield AnswerTable(title, ("", *images, counts, "held back by"), rows)
             if answer.quantiles:
                 shares = sorted(answer.quantiles.items(), key=lambda each: float(each[0].rstrip(" %")))
                 said = ", ".join(f"{name} {text}" for name, text in shares)

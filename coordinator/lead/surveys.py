@@ -14,10 +14,10 @@ import fl_core.methods  # noqa: F401 - the registry first: it imports the survey
 from coordinator.lead.survey_answers import ROUNDING, SurveyAnswers
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.survey.answers import HELD, IMAGES, PATIENTS, VARIANCE, blank_answers, places
+from fl_core.survey.answers import HELD, IMAGES, PATIENTS, UNNAMED, VARIANCE, blank_answers, places
 from fl_core.survey.method import ANSWERS, HOSPITALS, Survey
 from fl_core.types import tensor_maps
-from fl_core.types.survey import NOT_STATED, Answer, Cell, Question, document_digest
+from fl_core.types.survey import NOT_STATED, Answer, Cell, Question, document_digest, records_word
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting.record_config import RecordDpConfig
@@ -77,15 +77,17 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
     terms = None
     if profiles.is_private(manifest.privacy):
         terms = RecordDpConfig.of(manifest.privacy.options)
-    answers = tuple(_answers(method, classes, together))
+    records = records_word(manifest.schema.columns)
+    answers = tuple(_answers(method, classes, together, records))
     return SurveyAnswers(
         document_digest(method.asked),
         round(float(together[HOSPITALS])),
         None if terms is None else terms.epsilon,
         None if terms is None else terms.delta,
         answers,
-        {name: tuple(_answers(method, classes, own)) for name, own in each.items()},
+        {name: tuple(_answers(method, classes, own, records)) for name, own in each.items()},
         tuple(_implausible(answers)),
+        records,
     )
 
 
@@ -93,12 +95,14 @@ def _checked(state: State, method: Survey, n_classes: int) -> Mapping[str, Tenso
     blank, found = blank_answers(method.query(n_classes)), state.get(ANSWERS, {})
     lead = (len(found.get(HOSPITALS, ())),) if method.by_hospital and found else ()
     shapes = {name: (*lead, *value.shape) for name, value in blank.items()} | {HOSPITALS: lead}
+    if UNNAMED not in found:  # 0.1.0 did not say what its numbers are of
+        del shapes[UNNAMED]
     if {name: tuple(value.shape) for name, value in found.items()} != shapes or not tensor_maps.all_finite(found):
         raise ProtocolError("E-WIRE-06", "expected the answers to a survey, found a state of another form: update")
     return found
 
 
-def _answers(method: Survey, classes: Sequence[str], found: Mapping[str, Tensor]) -> Iterator[Answer]:
+def _answers(method: Survey, classes: Sequence[str], found: Mapping[str, Tensor], records: str) -> Iterator[Answer]:
     hospitals = round(float(found[HOSPITALS]))
     for question, place in places(method.asked, len(classes)):
         cells = []
@@ -113,9 +117,14 @@ def _answers(method: Survey, classes: Sequence[str], found: Mapping[str, Tensor]
                     float(found[PATIENTS][k]) if told > 0 else None,
                     _NORMAL_95 * math.sqrt(max(0.0, variance)),
                     held,
+                    round(float(found[UNNAMED][k])) if UNNAMED in found else 0,
                 )
             )
-        yield Answer(str(question), question.kind.title, question.kind.unit, tuple(cells), _quantiles(question, cells))
+        unnamed, told = sum(cell.unnamed for cell in cells), sum(hospitals - cell.held for cell in cells)
+        same = {0: "patients", told: records} if UNNAMED in found else {}
+        counts = same.get(unnamed, f"patients or {records}")
+        kind, quantiles = question.kind, _quantiles(question, cells)
+        yield Answer(str(question), kind.title, kind.unit, tuple(cells), quantiles, counts)
 
 
 def _quantiles(question: Question, cells: Sequence[Cell]) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ Without noise, of each cell
     images     sum of the records' shares: how many records, or of how many records' pixels
     patients   patients with a record that has a share in the cell
     held       1 where the number is held back; both numbers are 0 then, and tell nothing
+    unnamed    1 where the data name no patients, so that each record counts as one, in cells that are not held back
 
 A cell of 1 to `least` - 1 patients is held back. So that what is held back cannot be subtracted from the sum of a
 question, which other questions have too, more cells are: those of the fewest patients, until the cells that are held
@@ -21,6 +22,7 @@ counts once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,20 +31,34 @@ from fl_core.survey.facts import SurveyedRecords
 from fl_core.types.survey import Question
 from fl_core.types.values import SurveySums, Tensors
 
-IMAGES, PATIENTS, HELD, VARIANCE = "images", "patients", "held", "variance"
+IMAGES, PATIENTS, HELD, UNNAMED, VARIANCE = "images", "patients", "held", "unnamed", "variance"
 
 
 def exact_answers(query: SurveySums, records: SurveyedRecords) -> Tensors:
-    """Answer without noise: images, patients, held (cells,), float64."""
-    found: dict[str, list[Tensor]] = {IMAGES: [], PATIENTS: [], HELD: []}
+    """Answer without noise: images, patients, held, unnamed (cells,), float64."""
+    images, patients, held = list[Tensor](), list[Tensor](), list[Tensor]()
+    query = known_patients(query, records.named)
     for question, shares in zip(query.questions, records.shares, strict=True):
-        touched = _touched(records, shares)
-        patients = touched.sum(0).double()
-        held = held_back(touched, query.least) if query.answers(question) else torch.ones_like(patients).bool()
-        found[HELD].append(held.double())
-        found[IMAGES].append(shares.sum(0).masked_fill(held, 0.0))
-        found[PATIENTS].append(patients.masked_fill(held, 0.0))
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        touched = records.of_patients(shares) > 0
+        images.append(shares.sum(0))
+        patients.append(touched.sum(0).double())
+        held.append(held_back(touched, query.least) if query.answers(question) else touched.new_ones(shares.shape[1]))
+    none = torch.zeros(query.cells, dtype=torch.float64)
+    found = {IMAGES: torch.cat(images), PATIENTS: torch.cat(patients), HELD: none, UNNAMED: none + query.unnamed}
+    return withhold(found, torch.cat(held))
+
+
+def withhold(found: Tensors, cells: Tensor) -> Tensors:
+    """Hold cells (cells,) bool of an answer back as well."""
+    return {n: value if n == VARIANCE else value.masked_fill(cells, float(n == HELD)) for n, value in found.items()}
+
+
+def known_patients(query: SurveySums, named: bool) -> SurveySums:
+    """Return what is answered of data that name patients, or do not: then nothing about how many images one has."""
+    if named or query.records_are_patients:
+        return query
+    answered = frozenset(q.name for q in query.questions if query.answers(q))
+    return replace(query, unnamed=True, allowed=answered - {"patients"})
 
 
 def held_back(touched: Tensor, least: int) -> Tensor:
@@ -67,7 +83,7 @@ def patient_vectors(query: SurveySums, records: SurveyedRecords) -> Tensor:
     number = torch.bincount(records.patient, minlength=records.patients).double().unsqueeze(1)
     parts = []
     for question, shares in zip(query.questions, records.shares, strict=True):
-        total = shares.new_zeros(records.patients, shares.shape[1]).index_add_(0, records.patient, shares)
+        total = records.of_patients(shares)
         parts.append(total / number if query.answers(question) else torch.zeros_like(total))
     return torch.cat(parts, dim=1)
 
@@ -80,13 +96,12 @@ def refused_cells(query: SurveySums) -> Tensor:
 
 def nothing_told(query: SurveySums) -> Tensors:
     """Return an answer that holds everything back."""
-    found = blank_answers(query)
-    return {**found, HELD: torch.ones_like(found[HELD])}
+    return withhold(blank_answers(query), torch.ones(query.cells, dtype=torch.bool))
 
 
 def blank_answers(query: SurveySums) -> Tensors:
     """Return the form of an answer, as zeros."""
-    names = (PATIENTS, HELD) if query.private else (IMAGES, PATIENTS, HELD)
+    names = (PATIENTS, HELD, UNNAMED) if query.private else (IMAGES, PATIENTS, HELD, UNNAMED)
     found = {name: torch.zeros(query.cells, dtype=torch.float64) for name in names}
     return found | ({VARIANCE: torch.zeros((), dtype=torch.float64)} if query.private else {})
 
@@ -98,8 +113,3 @@ def places(questions: tuple[Question, ...], n_classes: int) -> Iterator[tuple[Qu
         stop = start + question.count(n_classes)
         yield question, slice(start, stop)
         start = stop
-
-
-def _touched(records: SurveyedRecords, shares: Tensor) -> Tensor:
-    total = shares.new_zeros(records.patients, shares.shape[1]).index_add_(0, records.patient, shares)
-    return total > 0

@@ -61,16 +61,21 @@ class RecordFacts:
 class SurveyedRecords:
     """Records of both splits as the questions divide them.
 
-    patient: (n,) whose each is; a record of its own where the data name no groups   shares: of each question (n, cells)
-    in float64, whole multiples of `STEP`.
+    patient: (n,) whose each is; a record of its own where the data name no groups, not `named`   shares: of each
+    question (n, cells) in float64, whole multiples of `STEP`.
     """
 
     patient: Tensor
     shares: tuple[Tensor, ...]
+    named: bool = True
 
     @property
     def patients(self) -> int:
         return int(self.patient.max()) + 1 if len(self.patient) else 0
+
+    def of_patients(self, shares: Tensor) -> Tensor:
+        """Add up shares of records (n, cells) by patient (patients, cells)."""
+        return shares.new_zeros(self.patients, shares.shape[1]).index_add_(0, self.patient, shares)
 
 
 def surveyed(
@@ -87,7 +92,12 @@ def surveyed(
                 progress(len(facts), total)
     images = torch.bincount(patient)[patient].tolist() if total else []
     shares = (_shares(question, facts, images, n_classes) for question in questions)
-    return SurveyedRecords(patient, tuple(shares))
+    return SurveyedRecords(patient, tuple(shares), names_patients(train, test))
+
+
+def names_patients(*splits: Examples) -> bool:
+    """Tell whether data name patients; where they do not, each record counts as one."""
+    return all(examples.groups is not None for examples in splits)
 
 
 def patient_names(splits: Sequence[Examples]) -> list[str]:

@@ -139,6 +139,18 @@ class Question:
         edges = range(bins.low, bins.high, self.width)
         return (*(f"{low} to {low + self.width}" for low in edges), f"{bins.high} or more", NOT_STATED)
 
+    @property
+    def least(self) -> Question:
+        """The question with the narrowest bins that its own are made of; shares of pixels are rounded in each."""
+        bins = self.kind.bins
+        return self if bins is None or self.name == "intensity" else Question(self.name, bins.least)
+
+    def within(self, classes: Sequence[str]) -> dict[str, str]:
+        """Return in which of its cells each cell of `least` lies."""
+        least, cells = self.least.cells(classes), self.cells(classes)
+        times, ends = (self.width // self.least.width, 2) if self.width else (1, 0)  # two cells are no bins
+        return {cell: cells[k // times if k < len(least) - ends else k - len(least)] for k, cell in enumerate(least)}
+
     def edges(self) -> tuple[int, ...]:
         """Return the ends of its bins; empty where it has none."""
         bins = self.kind.bins
@@ -177,8 +189,9 @@ def document_digest(questions: Sequence[Question]) -> str:
 class Cell:
     """The numbers of one cell, of the hospitals that told theirs; None where none did.
 
-    images: of an answer without noise   half_width: of the 95 % interval of patients, 0 without noise   held: hospitals
-    that held the cell back.
+    images: of an answer without noise   patients: records, of hospitals whose data name no patients   half_width: of
+    the 95 % interval of patients, 0 without noise   held: hospitals that held the cell back   unnamed: hospitals that
+    counted records.
     """
 
     name: str
@@ -186,14 +199,25 @@ class Cell:
     patients: float | None
     half_width: float
     held: int
+    unnamed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known of one question. quantiles: the bin of each quantile; empty without bins or numbers."""
+    """What is known of one question.
+
+    quantiles: the bin of each quantile; empty without bins or numbers   counts: what the numbers called patients are
+    of: patients, records by their name (images, rows), or either, where hospitals differ.
+    """
 
     question: str
     title: str
     unit: str
     cells: tuple[Cell, ...]
     quantiles: Mapping[str, str]
+    counts: str = "patients"
+
+
+def records_word(columns: Sequence[object]) -> str:
+    """Return what records are called. columns: of a table, none of images."""
+    return "rows" if columns else "images"

@@ -230,8 +230,10 @@ class SurveySums:
     """A `sum` query over all records of a hospital, of both splits: how they divide among the cells of questions.
 
     allowed: names of the questions that are answered, None: all   least: patients of the smallest number that leaves
-    without noise. Cells of all questions lie one behind the other (cells,). Result in float64, plain:
-    {"images", "patients", "held"}, in private data {"patients", "held", "variance"}: see `fl_core.survey.answers`.
+    without noise   records_are_patients: the hospital says that each record is another patient's   unnamed: the data
+    name no patients, and it does not. Cells of all questions lie one behind the other (cells,). Result in float64,
+    plain: {"images", "patients", "held", "unnamed"}, in private data {"patients", "held", "unnamed", "variance"}: see
+    `fl_core.survey.answers`.
     """
 
     questions: tuple[Question, ...]
@@ -239,6 +241,8 @@ class SurveySums:
     allowed: frozenset[str] | None = None
     least: int = MIN_PATIENTS
     private: bool = False
+    records_are_patients: bool = False
+    unnamed: bool = False
 
     @property
     def cells(self) -> int:

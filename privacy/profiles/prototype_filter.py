@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fl_core.survey.answers import known_patients
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import DataFactory, LocalData
@@ -27,6 +28,7 @@ class Withheld:
         noise_leaves: rows of hidden classes keep their noise, which the other silos count on
         answered: names of a survey's questions that are answered; None: all. Hidden classes keep back `classes`
         least_patients: of the smallest number that a survey tells without noise
+        named: the data name patients   records_are_patients: each record is another one's, as the hospital says
     """
 
     hidden: frozenset[int] = frozenset()
@@ -35,6 +37,8 @@ class Withheld:
     noise_leaves: bool = False
     answered: frozenset[str] | None = None
     least_patients: int = MIN_PATIENTS
+    named: bool = True
+    records_are_patients: bool = False
 
     def of(self, query: SurveySums) -> SurveySums:
         """Return what of a survey is answered."""
@@ -43,7 +47,9 @@ class Withheld:
             answered &= self.answered
         if self.hidden:
             answered -= {"classes"}
-        return replace(query, allowed=answered, least=max(query.least, self.least_patients))
+        least = max(query.least, self.least_patients)
+        query = replace(query, allowed=answered, least=least, records_are_patients=self.records_are_patients)
+        return known_patients(query, self.named)
 
 
 NOTHING_WITHHELD = Withheld()

@@ -133,7 +133,7 @@ def surveyed(card: Card) -> list[Sentence]:
         told = [_cell(cell) for cell in answer.cells if cell.patients or cell.held or not answer.unit]
         unit = f", {answer.unit}" if answer.unit else ""
         if told:
-            said.append(Sentence(f"{answer.title}{unit}, in patients: {'; '.join(told)}.", ("survey.answers",)))
+            said.append(Sentence(f"{answer.title}{unit}, in {answer.counts}: {'; '.join(told)}.", ("survey.answers",)))
     return said
 
 

@@ -68,6 +68,12 @@ def describe(reference: Reference, data_root: DataRootOption = None, classes: Cl
     return _reply(report, loaded.schema)
 
 
+UNNAMED = (
+    "none: patients are not named, so each record counts as one. Name them in the column group of a list of images, "
+    "or in the column that a table's schema calls group"
+)
+
+
 def _reply(report: CheckReport, schema: Schema | None = None) -> Reply:
     return Reply(report_json(report, schema), _shown(report, schema))
 
@@ -94,8 +100,7 @@ def _shown(report: CheckReport, schema: Schema | None) -> Iterator[Facts | Rows]
     facts = [("data", report.origin)]
     if schema is not None:
         facts.append(("shape", " x ".join(map(str, schema.shape))))
-    if report.groups is not None:
-        facts.append(("groups", str(report.groups)))
+    facts.append(("groups", UNNAMED if report.groups is None else str(report.groups)))
     facts.append(("fingerprint", report.fingerprint))
     facts += [("note", note) for note in report.notes]
     if report.unread:

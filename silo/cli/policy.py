@@ -127,6 +127,5 @@ def approve(
 
 def _survey(run: str, found: SurveyPreview) -> list[str | Rows]:
     """Show what would leave of a survey, cell by cell."""
-    head = ("question", "cell", "images", "patients", "becomes")
     title = f"What would leave of {run}"
-    return [Rows(title, head, found.cells(), headings=True, titled=True), found.sentence()]
+    return [Rows(title, found.head, found.cells(), headings=True, titled=True), found.sentence()]

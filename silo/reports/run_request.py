@@ -26,7 +26,7 @@ class Comparison(NamedTuple):
     policy: str
 
 
-LEAVES, HELD_BACK, NOT_ANSWERED = "leaves", "held back: too few patients", "held back: not answered"
+LEAVES, HELD_BACK, NOT_ANSWERED = "leaves", "held back: too few", "held back: not answered"
 """What becomes of a number of a survey."""
 
 
@@ -46,24 +46,39 @@ class SurveyPreview:
     """What of a survey would leave. noise: standard deviation of what is added to each number of patients; 0: none.
 
     digest: of the numbers, which are held to it when they leave; empty where noise makes others   least: patients of
-    the smallest number that leaves without noise.
+    the smallest number that leaves without noise   records: their word   named: the data name patients; else numbers of
+    patients are numbers of records.
     """
 
     rows: tuple[SurveyRow, ...]
     digest: str = ""
     noise: float = 0.0
     least: int = 0
+    records: str = "images"
+    named: bool = True
+
+    @property
+    def counts(self) -> str:
+        return "patients" if self.named else self.records
+
+    @property
+    def head(self) -> tuple[str, str, str, str, str]:
+        return "question", "cell", self.records, self.counts if self.named else f"{self.records} counted", "becomes"
+
+    def floor(self, least: int) -> str:
+        """Say of how many a number must be."""
+        return f"at least {least} {self.counts}" + ("" if self.named else "; patients are not known here")
 
     def sentence(self) -> str:
         if self.noise:
             return (
-                f"Numbers of patients leave with noise of standard deviation {self.noise:.3g} on each; what is shown "
-                "here are the true ones, which stay."
+                f"Numbers of {self.counts} leave with noise of standard deviation {self.noise:.3g} on each; what is "
+                "shown here are the true ones, which stay."
             )
-        return f"Exactly these numbers leave; none is of 1 to {self.least - 1} patients."
+        return f"Exactly these numbers leave. A number that is not 0 is of {self.floor(self.least)}."
 
     def cells(self) -> list[tuple[str, str, str, str, str]]:
-        """Return the rows as text: question, cell, images, patients, what becomes of them."""
+        """Return the rows as text, as `head` names them."""
         found = []
         for row in self.rows:
             there = row.becomes == LEAVES
@@ -165,7 +180,7 @@ class RunRequest:
         if self.sums_of or policy.secagg.require:
             rows.append(self._sums(policy, confirmed))
         if self.survey is not None:
-            allowed = f"{', '.join(policy.survey.allow) or 'none'}, from {policy.survey.min_patients} patients on"
+            allowed = f"{', '.join(policy.survey.allow) or 'none'}; {self.survey.floor(policy.survey.min_patients)}"
             asked = ", ".join(dict.fromkeys(row.question for row in self.survey.rows))
             rows.append(Comparison("Questions", asked, allowed))
         if self.extensions:

@@ -148,16 +148,25 @@ secagg_rounds = Table(  # of open rounds: the one update that was masked, and th
     Column("inside", String, nullable=False, default="[]"),  # members of that set, as JSON
 )
 
-surveys = Table(  # answered without noise: about which patients, as digests, for ever (`silo.storage.surveys`)
+surveys = Table(  # answered without noise, for ever (`silo.storage.surveys`): a version of the data each
     "surveys",
     metadata,
     Column("number", Integer, primary_key=True, autoincrement=True),
     Column("run", String, nullable=False, default=""),
     Column("salt", LargeBinary, nullable=False),
-    Column("names", LargeBinary, nullable=False),
+    Column("names", LargeBinary, nullable=False),  # digests of who was in it, of a row of 0.1.0; else empty
     Column("contents", LargeBinary, nullable=False),
-    Column("questions", String, nullable=False),  # name -> as it was asked, as JSON
+    Column("questions", String, nullable=False),  # name -> what was answered, as JSON
     Column("answered", Double, nullable=False, default=0.0),
+)
+
+survey_people = Table(  # everybody who was ever counted in an answer without noise
+    "survey_people",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    Column("keys", LargeBinary, nullable=False),  # digests of names and records
+    Column("seen", String, nullable=False),  # versions, as JSON
+    Column("counts", String, nullable=False),  # question -> how, as JSON
 )
 
 
@@ -212,6 +221,10 @@ _BROKEN_RECORDS = """
 ALTER TABLE run_data ADD COLUMN files BLOB;
 ALTER TABLE run_data ADD COLUMN broken VARCHAR NOT NULL DEFAULT '[]';
 """
+_PEOPLE_OF_SURVEYS = """
+CREATE TABLE survey_people (
+    number INTEGER NOT NULL, keys BLOB NOT NULL, seen VARCHAR NOT NULL, counts VARCHAR NOT NULL, PRIMARY KEY (number));
+"""
 MIGRATIONS: tuple[Step, ...] = (
     # States are told apart: what was staged before is discarded unless it is included.
     sql("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1;"),
@@ -223,4 +236,5 @@ MIGRATIONS: tuple[Step, ...] = (
     sql(_TABLES_OF_MASKED_RUNS),
     sql(_TABLE_OF_SURVEYS),
     sql(_BROKEN_RECORDS),
+    sql(_PEOPLE_OF_SURVEYS),
 )

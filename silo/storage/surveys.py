@@ -1,11 +1,14 @@
-"""Which surveys this hospital answered without noise, of which patients: so that two answers tell nobody's record.
+"""Which surveys this hospital answered without noise, of whom: so that no answers together tell of few people.
 
-The difference of two answers about data that differ by a few patients is an answer about these few. So the hospital
-remembers of each version of its data that it answered about who was in it, as digests under a salt of its own: names
-(whose records) and contents (what records, of which class, in which split). A survey of data in which fewer than
-`least` patients differ from a version that was answered before, by name or else by content, is held back as a whole,
-whatever it asks and whoever asks; so is another form of a question (other bins) about the same data. The same questions
-about the same data have the same answer.
+Answers are sums over people. People whom all answers so far count alike, cell by cell and version by version, are a
+*group*: whatever is added to and subtracted from these answers counts all of a group or none of it. So a new answer may
+divide groups only into parts of at least `least` people, and may add no smaller one. Cells that would are held back
+together with others, else the question is; a version of the data whose mere size would is not answered at all. Beside
+that no number differs by 1 to `least` - 1 from the one that the same cell had in another version.
+
+Who is who is found by content, so that renamed, regrouped, reordered and divided data are known again: by all records
+of a patient with their classes, by single records, and by name. Of everybody who was ever counted the hospital keeps
+digests of these under a salt of its own, the versions that had him, and the cells that he was counted in.
 """
 
 from __future__ import annotations
@@ -15,30 +18,55 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select
 
-from fl_core.types.survey import Question
 from service_core.storage.sqlite import Database
-from silo.storage.schema import surveys
+from silo.storage.schema import survey_people, surveys
 
 _BYTES = 16
+Shares = Mapping[str, float]
+"""Least cell -> how much of somebody's records is in it."""
+Group = tuple[tuple[int, ...], str, tuple[str, ...]]
+"""People whom all answers count alike: the versions that had them, how they were counted before, and in which cells."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyedPatients:
-    """Who is in a hospital's data, name by name, and a digest of the records of each."""
+    """Who is in a hospital's data, in order: a name, and of each record its content, and that with class and split.
 
-    contents: Mapping[str, bytes]
+    grouped: the data name patients; else everybody is a record, whose name is that of a file, and tells less.
+    """
 
-    def digests(self, salt: bytes) -> tuple[frozenset[bytes], frozenset[bytes]]:
-        """Return digests of names and of contents under a salt."""
-        names = frozenset(_digest(salt, b"name", name.encode()) for name in self.contents)
-        return names, frozenset(_digest(salt, b"records", n.encode(), c) for n, c in self.contents.items())
+    names: Sequence[str]
+    contents: Sequence[Sequence[str]]
+    labelled: Sequence[Sequence[str]]
+    grouped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Countable:
+    """A question as it can be answered, patient by patient.
+
+    form: as it was asked   cells: least cell -> the cell of that form   shares: of each patient
+    patients: number of each cell   free: cells that may leave as far as this version alone is concerned.
+    """
+
+    name: str
+    form: str
+    cells: Mapping[str, str]
+    shares: Sequence[Shares]
+    patients: Mapping[str, int]
+    free: frozenset[str]
+
+
+Told = dict[str, frozenset[str]]
+"""Question -> the cells that may leave; a question that is not there is held back as a whole."""
 
 
 class SurveyMemory:
@@ -47,65 +75,347 @@ class SurveyMemory:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
 
-    def answerable(self, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> frozenset[str]:
-        """Name the questions whose answers would tell of no fewer than `least` patients beside what was answered."""
+    def answerable(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
+        """Name the cells whose numbers tell of no fewer than `least` people beside all that was answered."""
         with self._database.read() as db:
-            return _looked_up(db, patients, questions, least).answerable
+            return _History(db).decide(patients, questions, least).told
 
-    def claim(self, run: str, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> frozenset[str]:
-        """Note that those that `answerable` names are answered, and name them: before any number is made."""
+    def claim(self, run: str, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
+        """Note that those that `answerable` names are answered, and name them: before any number leaves."""
         with self._database.write() as db:
-            known = _looked_up(db, patients, questions, least)
-            asked = {question.name: str(question) for question in questions if question.name in known.answerable}
-            if known.same is not None:
-                answered = json.loads(known.same.questions) | asked
-                this = surveys.c.number == known.same.number
-                db.execute(update(surveys).where(this).values(questions=_text(answered)))
-            elif asked:
-                salt = os.urandom(_BYTES) if known.salt is None else known.salt
-                names, contents = patients.digests(salt)
-                row = {"names": _joined(names), "contents": _joined(contents), "questions": _text(asked)}
-                db.execute(insert(surveys).values(run=run, salt=salt, answered=self._clock(), **row))
-        return known.answerable
+            history = _History(db)
+            decision = history.decide(patients, questions, least)
+            if decision.told:
+                history.write(db, decision, run, self._clock())
+        return decision.told
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is remembered of data. same: the row of an equal version   salt: of earlier rows, None without any."""
+class _Keys(NamedTuple):
+    """What somebody is known by again, each in as many copies as the data have."""
 
-    answerable: frozenset[str]
-    same: Row[Any] | None = None
-    salt: bytes | None = None
+    whole: tuple[bytes]
+    records: tuple[bytes, ...]
+    name: tuple[bytes]
 
 
-def _looked_up(db: Connection, patients: SurveyedPatients, questions: Sequence[Question], least: int) -> _Known:
-    same, salt, near = None, None, False
-    names, contents = frozenset[bytes](), frozenset[bytes]()
-    for row in db.execute(select(surveys)):
-        if row.salt != salt:  # one for all rows
-            salt = row.salt
-            names, contents = patients.digests(row.salt)
-        others = len(names ^ _split(row.names))
-        changed = (len(contents ^ _split(row.contents)) - others) // 2  # one digest before and one after
-        if others == changed == 0:
-            same = row
-        elif others < least if others else changed < least:
-            near = True
-            log.warning(
-                "a survey is held back: %d patients are others than in data that were surveyed before, and the "
-                "difference of two answers would tell of so few",
-                others or changed,
+class _Count(NamedTuple):
+    """How somebody was counted in a question. path: digest of earlier, other counts   since: in which version."""
+
+    path: str
+    since: int
+    shares: Shares
+
+
+@dataclass(slots=True)
+class _Person:
+    """Somebody who was counted, or is to be. seen: versions   counts: by question   now: shares in the new version."""
+
+    keys: set[bytes] = field(default_factory=set)
+    seen: tuple[int, ...] = ()
+    counts: dict[str, _Count] = field(default_factory=dict)
+    now: dict[str, dict[str, float]] | None = None
+    rows: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Decision:
+    """digest: of who and what is in the data   states: digests of the shares of each question."""
+
+    told: Told
+    questions: Mapping[str, Countable]
+    people: Mapping[int, _Person]
+    digest: bytes
+    states: Mapping[str, str]
+
+    def answer(self, name: str, told: frozenset[str]) -> dict[str, object]:
+        """Return what is kept of an answer: all numbers, of which `told` leave."""
+        question = self.questions[name]
+        cells = {cell: asked for cell, asked in question.cells.items() if cell != asked}
+        return {
+            "form": question.form,
+            "state": self.states[name],
+            "told": sorted(told),
+            "numbers": dict(question.patients),
+            "cells": cells,
+        }
+
+
+class _History:
+    """What was answered so far, read in one transaction."""
+
+    def __init__(self, db: Connection) -> None:
+        rows = db.execute(select(surveys).order_by(surveys.c.number)).all()
+        self._salt = rows[0].salt if rows else os.urandom(_BYTES)
+        self._older = frozenset(name for row in rows if row.names for name in _split(row.names))
+        self._digests = {row.number: row.contents for row in rows if not row.names}
+        self._answers = {row.number: json.loads(row.questions) for row in rows if not row.names}
+        self._next = max((row.number for row in rows), default=0) + 1
+        self._people, self._cache = dict[int, _Person](), dict[Hashable, tuple[str, ...]]()
+        for row in db.execute(select(survey_people).order_by(survey_people.c.number)):
+            counts = {name: _Count(*count) for name, count in json.loads(row.counts).items()}
+            self._people[row.number] = _Person(
+                set(_split(row.keys)), tuple(json.loads(row.seen)), counts, rows={row.number}
             )
-    answered = {} if same is None else json.loads(same.questions)
-    free = {q.name for q in questions if answered.get(q.name, str(q)) == str(q)}
-    for question in questions:
-        if question.name not in free:
+
+    def decide(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> _Decision:
+        """Decide which cells leave; see the module."""
+        sizes = [{"": float(len(records))} for records in patients.contents]
+        everybody = Countable("", "", {"": ""}, sizes, {"": len(sizes)}, frozenset({""}))
+        asked = {question.name: question for question in (everybody, *questions)}
+        keys = _keys(self._salt, patients)
+        states = {name: _state(keys, question.shares) for name, question in asked.items()}
+        digest = _digest(self._salt, b"version", *sorted(key.whole[0] for key in keys))
+        units = self._linked(keys, patients.grouped)
+        decision = _Decision({}, asked, self._people, digest, states)
+        if any(key.name[0] in self._older for key in keys):
+            log.warning("a survey is held back: an earlier version of this software surveyed these data")
+            return decision
+        for k, person in enumerate(units):
+            person.now = person.now or {name: {} for name in asked}
+            for name, question in asked.items():
+                person.now[name] = _added(person.now[name], question.shares[k])
+        before = self._same(decision)
+        if "" not in before and not self._free(decision, everybody, least):
             log.warning(
-                "%s is held back: the same records were surveyed as %s, and other bins would tell of fewer patients",
-                question,
-                answered[question.name],
+                "a survey is held back: fewer than %d people are others than in data that were surveyed before", least
             )
-    return _Known(frozenset() if near else frozenset(free), same, salt)
+            return decision
+        for question in questions:
+            answer = before.get(question.name)
+            if answer is None:
+                cells = self._free(decision, question, least)
+            else:
+                cells = frozenset(answer["told"] if answer["form"] == question.form else ())
+            if cells:
+                decision.told[question.name] = cells
+            if cells < question.free:
+                log.warning(
+                    "%s: numbers are held back that would tell of fewer than %d people beside earlier answers",
+                    question.form,
+                    least,
+                )
+        return decision
+
+    def _same(self, decision: _Decision) -> dict[str, Any]:
+        """Return what was answered about just these people, records and shares, by question."""
+        answers = [self._answers[n] for n, digest in self._digests.items() if digest == decision.digest]
+        states = decision.states
+        return {n: answer[n] for answer in answers for n in states if n in answer and answer[n]["state"] == states[n]}
+
+    def _linked(self, keys: Sequence[_Keys], grouped: bool) -> list[_Person]:
+        """Find who each one is; those that turn out to be one person become one."""
+        index = {key: number for number, person in self._people.items() for key in person.keys}
+        matches = [set[int]() for _ in keys]
+        for tier in ("whole", "name", "records") if grouped else ("whole", "records", "name"):
+            taken = set[int]().union(*matches) if tier == "name" else set[int]()
+            for match, key in zip(matches, keys, strict=True):
+                if not match:
+                    match |= {index[k] for k in getattr(key, tier) if k in index} - taken
+        joined = dict[int, set[int]]()
+        for match in matches:
+            everyone = match.union(*(joined.get(number, ()) for number in match))
+            joined.update(dict.fromkeys(everyone, everyone))
+        for number, everyone in joined.items():
+            if len(everyone) > 1 and number == min(everyone):
+                self._people[number] = self._merged([self._people[n] for n in sorted(everyone)])
+        units, last = list[_Person](), max(self._people, default=0)
+        for k, (match, key) in enumerate(zip(matches, keys, strict=True), start=last + 1):
+            number = min(joined[min(match)]) if match else k
+            person = self._people.setdefault(number, _Person())
+            person.keys.update(*key)
+            units.append(person)
+        for number, everyone in joined.items():
+            if number != min(everyone):
+                self._people.pop(number, None)
+        return units
+
+    def _merged(self, people: Sequence[_Person]) -> _Person:
+        """Make one of several; its counts are theirs where these have one path, else a path of its own."""
+        whole = _Person(set().union(*(p.keys for p in people)), tuple(sorted({n for p in people for n in p.seen})))
+        whole.rows = set[int]().union(*(p.rows for p in people))
+        for name in {name for person in people for name in person.counts}:
+            parts = [person.counts.get(name) for person in people]
+            paths = {(p.seen, c and (c.path, c.since)) for p, c in zip(people, parts, strict=True)}
+            shares = dict[str, float]()
+            for part in parts:
+                shares = _added(shares, part.shares if part else {})
+            if len(paths) == 1 and parts[0]:
+                whole.counts[name] = _Count(parts[0].path, parts[0].since, shares)
+            else:
+                groups = {group for person in people for group, _ in self._groups(name, person)}
+                whole.counts[name] = _Count(_path(groups), self._next, shares)
+        return whole
+
+    def _groups(self, name: str, person: _Person) -> set[tuple[Group, str]]:
+        """Return the groups that somebody is in, by the least cells that put him there."""
+        count = person.counts.get(name)
+        if count is None:
+            return {((person.seen, "", ()), "")}
+        return {
+            ((person.seen, count.path, self._places(name, person.seen, count.since, cell)), cell)
+            for cell in count.shares
+        }
+
+    def _places(self, name: str, seen: tuple[int, ...], since: int, cell: str) -> tuple[str, ...]:
+        """Return where a least cell was counted in each version: in a cell that was told, or in the rest."""
+        key = name, seen, since, cell
+        if key not in self._cache:
+            answers = [(n, self._answers[n][name]) for n in seen if n >= since and name in self._answers[n]]
+            cells = [(n, answer["cells"].get(cell, cell), answer["told"]) for n, answer in answers]
+            self._cache[key] = tuple(f"{n} {asked if asked in told else ''}" for n, asked, told in cells)
+        return self._cache[key]
+
+    def _free(self, decision: _Decision, question: Countable, least: int) -> frozenset[str]:
+        """Return the cells of a question that may leave; the others are held back together."""
+        told = set(question.free)
+        versions = {n for person in decision.people.values() if person.now is not None for n in person.seen}
+        answers = [self._answers[n].get(question.name) for n in versions]
+        earlier = [answer for answer in answers if answer and answer["form"] == question.form]
+        while told:
+            more = self._too_near(question, told, earlier, least) or self._too_few(decision, question, told, least)
+            if not more:
+                break
+            told -= more
+        return frozenset(told if any(question.patients.get(cell) for cell in told) else ())
+
+    def _too_near(
+        self, question: Countable, told: set[str], earlier: Sequence[Mapping[str, Any]], least: int
+    ) -> set[str]:
+        """Name cells to hold back since a number, or that of the rest, would be a little other than in a version."""
+
+        def near(cells: Iterable[str], numbers: Mapping[str, int]) -> bool:
+            return 0 < abs(sum(question.patients.get(c, 0) - numbers.get(c, 0) for c in cells)) < least
+
+        for answer in earlier:
+            numbers, rest = answer["numbers"], {*question.patients, *answer["numbers"]} - (told & {*answer["told"]})
+            if more := {cell for cell in told - rest if near([cell], numbers)}:
+                return more
+            if near(rest, numbers):
+                return _fewest(question, told)
+        return set()
+
+    def _too_few(self, decision: _Decision, question: Countable, told: set[str], least: int) -> set[str]:
+        """Name cells to hold back since people who are counted in them would be a group of too few."""
+        blocks = {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
+        inside, parts = Counter[tuple[Group, str]](), defaultdict[Group, set[str]](set)
+        gone, related = defaultdict[Group, set[int]](set), defaultdict[Group, set[str]](set)
+        for number, person in decision.people.items():
+            groups = self._groups(question.name, person)
+            if person.now is None:
+                for group, _ in groups:
+                    gone[group].add(number)
+                continue
+            now, count = person.now[question.name], person.counts.get(question.name)
+            places = {blocks.get(cell, "") for cell in now}
+            if count is None:
+                parted = {(group, place) for group, _ in groups for place in places}
+            elif _in_blocks(count.shares, blocks) == _in_blocks(now, blocks):
+                parted = {(group, blocks.get(cell, "")) for group, cell in groups}
+            else:
+                path: Group = (), _path(group for group, _ in groups), ()
+                parted = {(path, place) for place in places}
+                related[path] |= {blocks.get(cell, "") for _, cell in groups} | places
+            inside.update(parted)
+            for group, _ in groups if person.seen else ():
+                parts[group] |= places
+        more = set[str]()
+        for (group, place), n in inside.items():
+            if n < least:
+                cells = ({place} | related[group]) - {""}
+                more |= cells or _fewest(question, told & {other for one, other in inside if one == group}) or told
+        left = defaultdict[str, set[int]](set)
+        for group, places in parts.items():
+            for place in places:
+                left[place] |= gone[group]
+        for place, people in left.items():
+            if 0 < len(people) < least:
+                more |= {place} if place else _fewest(question, told) or told
+        return more
+
+    def write(self, db: Connection, decision: _Decision, run: str, now: float) -> None:
+        """Note what is told, and how everybody is counted in it."""
+        before = self._same(decision)
+        told = {name: cells for name, cells in decision.told.items() if name not in before}
+        if not told:
+            return
+        told[""] = frozenset({""})
+        present = {number: person for number, person in decision.people.items() if person.now is not None}
+        for person in present.values():
+            person.counts.update({name: self._count(person, decision, name, told[name]) for name in told})
+            person.seen = (*person.seen, self._next)
+        answers = json.dumps({name: decision.answer(name, cells) for name, cells in told.items()})
+        row = {"number": self._next, "run": run, "answered": now, "salt": self._salt, "names": b""}
+        db.execute(insert(surveys).values(**row, contents=decision.digest, questions=answers))
+        rows = [{"row": row} for person in present.values() for row in person.rows]
+        if rows:
+            db.execute(delete(survey_people).where(survey_people.c.number == bindparam("row")), rows)
+        db.execute(
+            insert(survey_people),
+            [
+                {
+                    "number": number,
+                    "keys": b"".join(sorted(person.keys)),
+                    "seen": json.dumps(person.seen),
+                    "counts": json.dumps(person.counts),
+                }
+                for number, person in present.items()
+            ],
+        )
+
+    def _count(self, person: _Person, decision: _Decision, name: str, told: frozenset[str]) -> _Count:
+        """Say how somebody is counted from now on: as before, where no number shows that he is counted otherwise."""
+        assert person.now is not None
+        question, now, count = decision.questions[name], person.now[name], person.counts.get(name)
+        blocks = {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
+        if count is None:
+            return _Count("", self._next, now)
+        if _in_blocks(count.shares, blocks) == _in_blocks(now, blocks):
+            return count
+        return _Count(_path(group for group, _ in self._groups(name, person)), self._next, now)
+
+
+def _fewest(question: Countable, cells: set[str]) -> set[str]:
+    """Return the cell of the fewest people, of those that have any."""
+    some = [(question.patients[cell], cell) for cell in cells if question.patients.get(cell, 0)]
+    return {min(some)[1]} if some else set()
+
+
+def _in_blocks(shares: Shares, blocks: Mapping[str, str]) -> dict[str, float]:
+    return _added({}, *({blocks.get(cell, ""): share} for cell, share in shares.items()))
+
+
+def _added(*parts: Shares) -> dict[str, float]:
+    total = dict[str, float]()
+    for part in parts:
+        for cell, share in part.items():
+            total[cell] = total.get(cell, 0.0) + share
+    return total
+
+
+def _path(groups: Iterable[Group]) -> str:
+    return hashlib.blake2b(repr(sorted(groups)).encode(), digest_size=8).hexdigest()
+
+
+def _keys(salt: bytes, patients: SurveyedPatients) -> list[_Keys]:
+    copies = Counter[bytes]()
+
+    def key(kind: bytes, *texts: str) -> bytes:
+        digest = _digest(salt, kind, *(text.encode() for text in texts))
+        copies[digest] += 1
+        return digest if copies[digest] == 1 else _digest(salt, digest, str(copies[digest]).encode())
+
+    each = zip(patients.names, patients.contents, patients.labelled, strict=True)
+    return [
+        _Keys(
+            (key(b"whole", *sorted(labelled)),), tuple(key(b"record", one) for one in contents), (key(b"name", name),)
+        )
+        for name, contents, labelled in each
+    ]
+
+
+def _state(keys: Sequence[_Keys], shares: Sequence[Shares]) -> str:
+    rows = sorted((key.whole[0].hex(), sorted(cells.items())) for key, cells in zip(keys, shares, strict=True))
+    return hashlib.blake2b(repr(rows).encode(), digest_size=_BYTES).hexdigest()
 
 
 def _digest(salt: bytes, *parts: bytes) -> bytes:
@@ -115,13 +425,5 @@ def _digest(salt: bytes, *parts: bytes) -> bytes:
     return h.digest()
 
 
-def _joined(digests: frozenset[bytes]) -> bytes:
-    return b"".join(sorted(digests))
-
-
 def _split(joined: bytes) -> frozenset[bytes]:
     return frozenset(joined[i : i + _BYTES] for i in range(0, len(joined), _BYTES))
-
-
-def _text(answered: Mapping[str, str]) -> str:
-    return json.dumps(answered, sort_keys=True)

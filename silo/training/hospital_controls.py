@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,15 @@ from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
+from fl_core.survey.facts import names_patients
 from fl_core.survey.method import Survey
 from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import Capability
-from fl_core.types.interfaces import DataFactory
+from fl_core.types.interfaces import DataFactory, RoundData
 from fl_core.types.targets import classes_in
+from fl_core.types.values import SurveySums, Tensors
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
@@ -37,10 +39,11 @@ from silo.identity.identity import SiloIdentity
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
 from silo.storage.store import Store
+from silo.storage.surveys import Countable, SurveyedPatients, Told
 from silo.storage.tasks import Attestation, ledger_position
 from silo.training import policy_in_force, private_readiness
 from silo.training.run_request import request_of
-from silo.training.surveys import RememberedSurvey, survey_preview, surveyed_patients
+from silo.training.surveys import RememberedSurvey, remembered_answers, survey_preview
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -219,7 +222,7 @@ class HospitalControls:
         silo = SiloIdentity(self.home.path).load().identity.name
         survey = None
         if data_of is not None and isinstance(run.method, Survey):
-            survey = self._survey_preview(run, run.method, data_of(run), policy)
+            survey = self._survey_preview(run, data_of(run), policy)
         request = request_of(run, silo, policy.prototypes.submit, survey).to_json()
         return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
 
@@ -237,11 +240,11 @@ class HospitalControls:
         not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
-        withheld = _withheld(policy, run)
+        withheld = _withheld(policy, run, dataset)
         if not run.private:
             factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
             if isinstance(run.method, Survey):
-                factory = self._remembered(run, run.method, dataset, factory, policy)
+                factory = self._remembered(run, dataset, factory, policy)
             else:
                 _warn_of_few(run, len(dataset.train))
             return factory, None, policy.prototypes.submit
@@ -262,16 +265,13 @@ class HospitalControls:
             raise
         return factory, ledger, policy.prototypes.submit
 
-    def _remembered(
-        self, run: CompiledRun, method: Survey, dataset: SiloDataset, factory: DataFactory, policy: Policy
-    ) -> DataFactory:
+    def _remembered(self, run: CompiledRun, dataset: SiloDataset, factory: DataFactory, policy: Policy) -> DataFactory:
         """Hold a survey without noise to what was answered before, and to what was approved."""
-        name, digest, patients = run.manifest.name, run.manifest.digest(), surveyed_patients(dataset)
-        answered = policy.survey.answered(method.by_hospital)
-        asked = [question for question in method.asked if question.name in answered]
+        name, digest, least = run.manifest.name, run.manifest.digest(), policy.survey.min_patients
+        withheld, classes = _withheld(policy, run, dataset), run.manifest.schema.classes
 
-        def claim() -> frozenset[str]:
-            return self.store.surveys.claim(name, patients, asked, policy.survey.min_patients)
+        def claim(patients: SurveyedPatients, asked: Sequence[Countable]) -> Told:
+            return self.store.surveys.claim(name, patients, asked, least)
 
         def approved() -> frozenset[str] | None:
             if policy.runs.approve != BY_HAND:
@@ -279,15 +279,21 @@ class HospitalControls:
             found = [RunRequest.from_json(approval.request) for approval in self.store.approvals.approved(digest)]
             return frozenset(r.survey.digest for r in found if r is not None and r.survey is not None)
 
-        return lambda data: RememberedSurvey(factory(data), claim, approved)
+        def opened(data: RoundData) -> RememberedSurvey:
+            def answers(query: SurveySums) -> Tensors:
+                return remembered_answers(withheld.of(query), data.train, data.test, classes, claim, data.progress)
 
-    def _survey_preview(self, run: CompiledRun, method: Survey, dataset: SiloDataset, policy: Policy) -> SurveyPreview:
+            return RememberedSurvey(factory(data), answers, approved)
+
+        return opened
+
+    def _survey_preview(self, run: CompiledRun, dataset: SiloDataset, policy: Policy) -> SurveyPreview:
         """Compute what would leave of a survey; nothing is noted as answered."""
-        answerable = None
-        if not run.private:
-            patients = surveyed_patients(dataset)
-            answerable = self.store.surveys.answerable(patients, method.asked, policy.survey.min_patients)
-        return survey_preview(run, dataset, _withheld(policy, run), answerable)
+
+        def decide(patients: SurveyedPatients, asked: Sequence[Countable]) -> Told:
+            return self.store.surveys.answerable(patients, asked, policy.survey.min_patients)
+
+        return survey_preview(run, dataset, _withheld(policy, run, dataset), decide)
 
     def require_labels(self, run: CompiledRun, declared: Iterable[str]) -> None:
         """Hold a private run's label space against the declared one, and never against records.
@@ -391,7 +397,7 @@ def _warn_of_few(run: CompiledRun, examples: int) -> None:
         )
 
 
-def _withheld(policy: Policy, run: CompiledRun) -> Withheld:
+def _withheld(policy: Policy, run: CompiledRun, dataset: SiloDataset) -> Withheld:
     least, survey = policy.prototypes, policy.survey
     return Withheld(
         _hidden_classes(policy, run.manifest),
@@ -399,6 +405,8 @@ def _withheld(policy: Policy, run: CompiledRun) -> Withheld:
         least.min_examples,
         answered=survey.answered(isinstance(run.method, Survey) and run.method.by_hospital),
         least_patients=survey.min_patients,
+        named=names_patients(dataset.train, dataset.test),
+        records_are_patients=survey.records_are_patients,
     )
 
 

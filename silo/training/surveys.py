@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from blake3 import blake3
+import torch
 
 from fl_core.datasets import SiloDataset
+from fl_core.datasets.decoding.limits import UnreadableError
+from fl_core.datasets.decoding.pixels import content
+from fl_core.datasets.image_loader import cores
 from fl_core.survey.answers import (
     HELD,
     IMAGES,
@@ -19,51 +23,105 @@ from fl_core.survey.answers import (
     patient_vectors,
     places,
     refused_cells,
+    withhold,
 )
-from fl_core.survey.facts import patient_names, surveyed
+from fl_core.survey.facts import names_patients, patient_names, surveyed
 from fl_core.survey.method import Survey
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
-from fl_core.types.values import Examples, Query, SurveySums, Tensors
+from fl_core.types.survey import records_word
+from fl_core.types.targets import is_multi_label
+from fl_core.types.values import Examples, Progress, Query, SurveySums, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.registration import content_names
 from privacy.mechanisms.record.survey import sensitivity
 from privacy.profiles.prototype_filter import Withheld
 from privacy.profiles.record import RecordProfile
-from service_core.storage.digests import file_digest
 from silo.reports.run_request import HELD_BACK, LEAVES, NOT_ANSWERED, SurveyPreview, SurveyRow
-from silo.storage.surveys import SurveyedPatients
+from silo.storage.surveys import Countable, SurveyedPatients, Told
 
 log = logging.getLogger(__name__)
 
 
-def surveyed_patients(dataset: SiloDataset) -> SurveyedPatients:
-    """Name who is in the data, and digest the records of each: bytes, class and split.
+Decide = Callable[[SurveyedPatients, Sequence[Countable]], Told]
+"""Names the cells that may leave beside all that was answered before."""
 
-    A record of no patient is known by its file's name in its folder, or by what it is.
+
+def surveyed_patients(train: Examples, test: Examples, classes: Sequence[str]) -> SurveyedPatients:
+    """Name who is in the data, in the order of `surveyed`, and what each record is: pixels or cells, class and split.
+
+    A record of no patient has the name of its file in its folder.
     """
-    splits, classes = (dataset.train, dataset.test), dataset.schema.classes
-    names = iter(patient_names(splits))
-    records: dict[str, list[str]] = {}
-    for examples, split in zip(splits, ("train", "test"), strict=True):
-        for (own, content), label in zip(_records(examples), examples.labels.tolist(), strict=True):
-            patient = next(names)
-            patient = own if examples.groups is None else patient
-            records.setdefault(patient, []).append(f"{content} {classes[label]} {split}")
-    digests = {name: blake3("\n".join(sorted(found)).encode()).digest() for name, found in records.items()}
-    return SurveyedPatients(digests)
+    names, contents, labelled = list[str](), list[list[str]](), list[list[str]]()
+    places = dict[str, int]()
+    whose = iter(patient_names((train, test)))
+    for examples, split in ((train, "train"), (test, "test")):
+        labels = ("" if is_multi_label(examples.labels) or k < 0 else classes[k] for k in examples.labels.tolist())
+        for (file, what), label in zip(_records(examples), labels, strict=True):
+            patient = next(whose)
+            if patient not in places:
+                places[patient] = len(names)
+                names.append(file if examples.groups is None else patient)
+                contents.append([])
+                labelled.append([])
+            contents[places[patient]].append(what)
+            labelled[places[patient]].append(f"{what} {label} {split}")
+    return SurveyedPatients(names, contents, labelled, names_patients(train, test))
 
 
 def _records(examples: Examples) -> Iterator[tuple[str, str]]:
-    """Yield a name and a digest of the content of each record."""
+    """Yield a name and the content of each record; what cannot be decoded is its file."""
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is None:
         yield from ((name, name) for name in content_names(examples))
         return
-    for path in paths:
-        yield f"file {'/'.join(path.parts[-2:])}", file_digest(path)
+    with ThreadPoolExecutor(cores()) as pool:
+        for path, what in zip(paths, pool.map(_content, paths), strict=True):
+            yield f"file {'/'.join(path.parts[-2:])}", what
+
+
+def _content(path: Path) -> str:
+    try:
+        return content(path).key
+    except UnreadableError:
+        return f"broken {'/'.join(path.parts[-2:])}"
+
+
+def remembered_answers(
+    query: SurveySums,
+    train: Examples,
+    test: Examples,
+    classes: Sequence[str],
+    decide: Decide,
+    progress: Progress | None = None,
+) -> Tensors:
+    """Answer without noise what the hospital's memory allows; records are told apart by the least bins."""
+    least = tuple(question.least for question in query.questions)
+    records = surveyed((*query.questions, *least), train, test, query.n_classes, progress)
+    found = exact_answers(query, replace(records, shares=records.shares[: len(least)]))
+    countable, start = list[Countable](), len(least)
+    for k, (question, place) in enumerate(places(query.questions, query.n_classes)):
+        if not query.answers(question):
+            continue
+        cells, within = question.cells(classes), question.within(classes)
+        rows = records.of_patients(records.shares[start + k]).tolist()
+        shares = [{cell: share for cell, share in zip(within, row, strict=True) if share} for row in rows]
+        if question.name == "classes":  # a coarse label is in no cell, and in the sum of all
+            whole = torch.bincount(records.patient, minlength=len(rows)).tolist()
+            shares = [
+                {**own, "": rest} if (rest := n - sum(own.values())) else own
+                for own, n in zip(shares, whole, strict=True)
+            ]
+        numbers = (records.of_patients(records.shares[k]) > 0).sum(0).tolist()
+        free = frozenset(cell for cell, held in zip(cells, found[HELD][place], strict=True) if not held)
+        countable.append(
+            Countable(question.name, str(question), within, shares, dict(zip(cells, numbers, strict=True)), free)
+        )
+    told = decide(surveyed_patients(train, test, classes), countable)
+    leave = [cell in told.get(question.name, ()) for question in query.questions for cell in question.cells(classes)]
+    return withhold(found, ~torch.tensor(leave))
 
 
 def answers_digest(found: Tensors) -> str:
@@ -73,46 +131,39 @@ def answers_digest(found: Tensors) -> str:
 class RememberedSurvey(LocalDataWrapper):
     """Answers of a survey without noise what the hospital's memory allows, and nothing that was not approved.
 
-    claim: names the questions that may be answered, and notes that they are   approved: digests of the numbers that
-    the hospital approved, None where nobody is asked.
+    answers: of a query   approved: digests of the numbers that the hospital approved, None where nobody is asked.
     """
 
     def __init__(
-        self, data: LocalData, claim: Callable[[], frozenset[str]], approved: Callable[[], frozenset[str] | None]
+        self, data: LocalData, answers: Callable[[SurveySums], Tensors], approved: Callable[[], frozenset[str] | None]
     ) -> None:
         super().__init__(data)
-        self._claim, self._approved = claim, approved
+        self._answers, self._approved = answers, approved
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Sum a query; numbers of a survey that are others than the approved ones are all held back."""
         if not isinstance(query, SurveySums):
             return super().sum(query, bound=bound, split=split)
-        found = super().sum(replace(query, allowed=self._claim()))
-        approved = self._approved()
+        found, approved = self._answers(query), self._approved()
         if approved is None or answers_digest(found) in approved:
             return found
         log.warning("a survey is held back: its numbers are others than this hospital approved; ask in a new survey")
         return nothing_told(query)
 
 
-def survey_preview(
-    run: CompiledRun, dataset: SiloDataset, withheld: Withheld, answerable: frozenset[str] | None
-) -> SurveyPreview:
-    """Compute what would leave, cell by cell. With noise the numbers are the true ones, of which nothing leaves.
-
-    answerable: the questions that the hospital's memory leaves; None: all.
-    """
+def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: Withheld, decide: Decide) -> SurveyPreview:
+    """Compute what would leave, cell by cell. With noise the numbers are the true ones, of which nothing leaves."""
     method, profile = run.method, run.profile
     assert isinstance(method, Survey)
     classes = run.manifest.schema.classes
-    query = withheld.of(replace(method.query(len(classes)), allowed=answerable))
-    records = surveyed(query.questions, dataset.train, dataset.test, query.n_classes)
+    query = withheld.of(method.query(len(classes)))
     if isinstance(profile, RecordProfile):
+        records = surveyed(query.questions, dataset.train, dataset.test, query.n_classes)
         patients, held = patient_vectors(query, records).sum(0), refused_cells(query)
         images, digest = None, ""
         noise = profile.plan(0).survey[0].mechanism.noise * sensitivity(query)
     else:
-        found = exact_answers(query, records)
+        found = remembered_answers(query, dataset.train, dataset.test, classes, decide)
         images, patients, held, digest, noise = found[IMAGES], found[PATIENTS], found[HELD], answers_digest(found), 0.0
     rows = list[SurveyRow]()
     for question, place in places(query.questions, query.n_classes):
@@ -121,4 +172,5 @@ def survey_preview(
             what = NOT_ANSWERED if refused else HELD_BACK if held[k] else LEAVES
             number = 0.0 if images is None else float(images[k])
             rows.append(SurveyRow(str(question), cell, number, float(patients[k]), what))
-    return SurveyPreview(tuple(rows), digest, noise, query.least)
+    word = records_word(run.manifest.schema.columns)
+    return SurveyPreview(tuple(rows), digest, noise, query.least, word, not query.unnamed)

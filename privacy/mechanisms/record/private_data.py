@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import RefusedError
+from fl_core.survey.answers import known_patients
+from fl_core.survey.facts import names_patients
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import correct_gradient, effective_steps, make_optimizers
 from fl_core.types.enums import Split
@@ -246,12 +248,13 @@ class DpSgdLocalData:
     def _survey(self, query: SurveySums) -> Tensors:
         """Answer a survey once: what was released of these data is given again, and costs nothing."""
         planned, noise = self._plan.survey, self._plan.survey[0].mechanism.noise
+        train, test = self._split[Split.TRAIN], self._split[Split.TEST]
+        query = known_patients(query, names_patients(train, test))
         name = survey.release_name(query, noise)
         found = self._log.cached(name, torch.float64)
         if found is None:
             for release in planned:
                 self._allowance.take(release)
-            train, test = self._split[Split.TRAIN], self._split[Split.TEST]
             found = survey.survey_release(query, train, test, noise, self._noise, self._progress)
             self._log.cache(name, found)
         return survey.as_answers(query, found, noise)

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from fl_core.survey.answers import HELD, PATIENTS, VARIANCE, patient_vectors, refused_cells
+from fl_core.survey.answers import HELD, PATIENTS, UNNAMED, VARIANCE, patient_vectors, refused_cells
 from fl_core.survey.facts import surveyed
 from fl_core.types.survey import document_digest
 from fl_core.types.values import Examples, Progress, SurveySums, Tensors
@@ -57,4 +57,5 @@ def survey_release(
 def as_answers(query: SurveySums, released: Tensor, noise_multiplier: float) -> Tensors:
     """Lay a release out as an answer; variance: of the noise on each number."""
     variance = torch.tensor((noise_multiplier * sensitivity(query)) ** 2, dtype=torch.float64)
-    return {PATIENTS: released, HELD: refused_cells(query), VARIANCE: variance}
+    held = refused_cells(query)
+    return {PATIENTS: released, HELD: held, UNNAMED: (1.0 - held) * query.unnamed, VARIANCE: variance}

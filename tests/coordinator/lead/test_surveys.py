@@ -32,7 +32,7 @@ CELLS = 10 + 4
 
 def state(hospitals: float = 3.0, **cells: dict[int, float]):
     """Make a state whose cells are 20 images of 15 patients that nobody holds back, but for those that are named."""
-    usual = {"images": 20.0, "patients": 15.0, "held": 0.0}
+    usual = {"images": 20.0, "patients": 15.0, "held": 0.0, "unnamed": 0.0}
     found = {name: torch.full((CELLS,), value, dtype=torch.float64) for name, value in usual.items()}
     for name, values in cells.items():
         for k, value in values.items():
@@ -57,6 +57,29 @@ def test_a_number_that_nobody_told_is_none_and_never_0():
     assert "│ 3 │ -      │ -        │ 3 of 3       │" in text(found)
     assert "│ 3 │ 0      │ 0        │ -            │" in text(zero)
     assert found.as_json()["answers"][0]["cells"][3]["patients"] is None
+
+
+@pytest.mark.parametrize(
+    ("unnamed", "counts", "said"),
+    [
+        (0.0, "patients", ""),
+        (3.0, "images", "No hospital names patients: there each record counts as one"),
+        (2.0, "patients or images", "2 of 3 do not name patients: there each record counts as one"),
+    ],
+)
+def test_images_are_called_patients_by_nobody(unnamed, counts, said):
+    found = answers_of(RUN, state(unnamed=dict.fromkeys(range(CELLS), unnamed)))
+    assert {answer["counts"] for answer in found.as_json()["answers"]} == {counts}
+    assert said in text(found)
+    heads = {part.head[2] for part in found.parts() if not isinstance(part, str)}
+    assert heads == {"images counted" if counts == "images" else counts}
+    assert counts.encode() in survey_picture(found, "svg")
+
+
+def test_answers_of_an_earlier_version_do_not_say_what_they_count():
+    older = state()
+    del older["survey"]["unnamed"]
+    assert {answer.counts for answer in answers_of(RUN, older).answers} == {"patients or images"}
 
 
 def test_a_question_that_all_hold_back_is_one_line():

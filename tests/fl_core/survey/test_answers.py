@@ -25,6 +25,7 @@ def records(of: list[tuple[int, int]], n_classes: int = 3) -> SurveyedRecords:
 
 def answer(of: list[tuple[int, int]], least: int = 10, n_classes: int = 3) -> dict[str, list[float]]:
     found = exact_answers(SurveySums(CLASSES, n_classes, least=least), records(of, n_classes))
+    assert found.pop("unnamed").tolist() == [0] * n_classes
     return {name: value.tolist() for name, value in found.items()}
 
 
@@ -55,6 +56,20 @@ def test_a_question_that_is_not_answered_is_held_back_whatever_the_data_are():
         assert found["held"].tolist() == [1, 1, 1]
         assert not found["images"].any()
         assert not found["patients"].any()
+
+
+def test_data_that_name_no_patients_say_so_in_each_number_and_not_how_many_images_a_patient_has():
+    of = [(p, p % 2) for p in range(40)] + [(p, 2) for p in range(100, 105)]
+    asked = parse_questions("classes,patients")
+    found = records(of)
+    shares = (found.shares[0], torch.ones(len(of), 1).double() * torch.eye(6).double()[0])
+    unnamed = SurveyedRecords(found.patient, shares, named=False)
+    said = exact_answers(SurveySums(asked, 3), unnamed)
+    assert said["held"].tolist() == [1, 0, 1] + [1] * 6
+    assert said["unnamed"].tolist() == [0, 1, 0] + [0] * 6
+    said = exact_answers(SurveySums(asked, 3, records_are_patients=True), unnamed)
+    assert said["held"].tolist() == [1, 0, 1] + [0] * 6
+    assert not said["unnamed"].any()
 
 
 cells = st.lists(st.integers(0, 25), min_size=1, max_size=6)

@@ -1,14 +1,22 @@
-"""What a hospital remembers of the surveys that it answered without noise."""
+"""What a hospital remembers of the surveys that it answered without noise, and what nobody can make of its answers."""
 
 from __future__ import annotations
 
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fl_core.types.survey import parse_questions
 from silo.storage.store import Store
-from silo.storage.surveys import SurveyedPatients
+from silo.storage.surveys import Countable, SurveyedPatients, SurveyMemory
 
-ALL = parse_questions("classes,ages:10")
+FLOOR = 10
 
 
 @pytest.fixture
@@ -18,75 +26,275 @@ def memory(tmp_path):
     store.close_database()
 
 
-def patients(*ranges: range, changed: range = range(0)) -> SurveyedPatients:
-    return SurveyedPatients({f"p{k}": b"other" if k in changed else b"records" for one in ranges for k in one})
+@dataclass(frozen=True)
+class Version:
+    """Data of a hospital: persons, each with a name, a class and a site; `images` of each."""
+
+    label: dict[int, str]
+    site: dict[int, str]
+    names: dict[int, str]
+    stored: str = ""  # another way to store all records: other contents
+    images: int = 1
+    grouped: bool = True
+
+    @classmethod
+    def of(cls, label: dict[int, str], **more: object) -> Version:
+        return cls(dict(label), {p: "east" if p % 2 else "west" for p in label}, {p: f"p{p}" for p in label}, **more)
+
+    @property
+    def people(self) -> SurveyedPatients:
+        records = {p: [f"content {self.stored}{p}-{k}" for k in range(self.images)] for p in self.label}
+        if self.grouped:
+            names = [self.names[p] for p in self.label]
+            each = [records[p] for p in self.label]
+        else:
+            names = [f"{self.names[p]}-{k}" for p in self.label for k in range(self.images)]
+            each = [[one] for p in self.label for one in records[p]]
+        labels = {one: f"{one} {self.label[p]}" for p in self.label for one in records[p]}
+        return SurveyedPatients(names, each, [[labels[one] for one in some] for some in each], self.grouped)
+
+    def cells(self, name: str) -> dict[int, str]:
+        """Return each person's least cell."""
+        if name == "ages":
+            return {p: f"{p % 6}" for p in self.label}
+        return self.label if name == "classes" else self.site
+
+    def asked(self, word: str) -> Countable:
+        name, _, width = word.partition(":")
+        least = self.cells(name)
+        form = {cell: f"{int(cell) // int(width)}" if width else cell for cell in least.values()}
+        times = 1 if self.grouped else self.images
+        shares = [{least[p]: self.images / times} for p in self.label for _ in range(times)]
+        numbers = Counter(form[least[p]] for p in self.label for _ in range(times))
+        few = {cell for cell, n in numbers.items() if n < FLOOR}
+        free = frozenset(numbers) - few if sum(numbers.values()) >= FLOOR else frozenset()
+        return Countable(name, word, form, shares, numbers, free)
 
 
-def claimed(memory, data: SurveyedPatients, questions=ALL, least: int = 10) -> list[str]:
-    expected = memory.answerable(data, questions, least)
-    assert memory.claim("run", data, questions, least) == expected
-    return sorted(expected)
+Released = dict[str, frozenset[int]]
+
+
+def ask(memory: SurveyMemory, version: Version, *words: str, floor: int = FLOOR) -> dict[str, Released]:
+    """Ask, and return by question whom each number that left is about; "rest": those of all that was held back."""
+    asked = [version.asked(word) for word in words]
+    expected = memory.answerable(version.people, asked, floor)
+    assert memory.claim("run", version.people, asked, floor) == expected
+    answers = {}
+    for question in asked:
+        if question.name in expected:
+            where = version.cells(question.name)
+            told = expected[question.name]
+            place = {p: question.cells[where[p]] for p in where}
+            answers[question.form] = {c: frozenset(p for p in place if place[p] == c) for c in told}
+            answers[question.form]["rest"] = frozenset(p for p in place if place[p] not in told)
+    return answers
+
+
+def classes(**counts: int) -> dict[int, str]:
+    found, start = {}, 0
+    for label, n in counts.items():
+        found |= dict.fromkeys(range(start, start + n), label)
+        start += 1000
+    return found
+
+
+def numbers(memory: SurveyMemory, version: Version, *words: str, floor: int = FLOOR) -> dict[str, dict[str, int]]:
+    answers = ask(memory, version, *words, floor=floor)
+    return {form: {c: len(p) for c, p in sets.items() if c != "rest"} for form, sets in answers.items()}
+
+
+BEFORE = classes(a=20, b=22)
+
+
+@pytest.mark.fault("a lead", "surveys 42 patients, then 52 of whom nine have one label and one another", "held back")
+def test_the_one_of_ten_new_patients_who_has_another_label_is_not_told(memory):
+    assert numbers(memory, Version.of(BEFORE), "classes") == {"classes": {"a": 20, "b": 22}}
+    assert numbers(memory, Version.of(classes(a=29, b=23)), "classes") == {}
+    assert numbers(memory, Version.of(classes(a=30, b=22)), "classes") == {"classes": {"a": 30, "b": 22}}
+
+
+def test_cells_that_hardly_changed_are_held_back_together_and_the_others_are_told(memory):
+    numbers(memory, Version.of(classes(a=20, b=22, c=30, d=40)), "classes")
+    after = Version.of(classes(a=29, b=23, c=30, d=55))
+    assert numbers(memory, after, "classes") == {"classes": {"c": 30, "d": 55}}
+
+
+@pytest.mark.fault(
+    "a lead", "surveys a renamed export with one patient more", "held back: who is who follows from content"
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_renamed_export_with_one_patient_more_is_not_answered(memory, grouped):
+    before = Version.of(BEFORE, grouped=grouped)
+    assert numbers(memory, before, "classes")
+    more = Version.of(classes(a=20, b=23), grouped=grouped)
+    names = {p: f"export-{k}" for k, p in enumerate(reversed(more.label))}
+    assert numbers(memory, replace(more, names=names), "classes") == {}
+    assert numbers(memory, replace(more, names=names), "ages:2") == {}
+    assert numbers(memory, replace(before, names=names), "classes") == {"classes": {"a": 20, "b": 22}}
+
+
+def test_records_that_were_all_stored_anew_hide_no_patient_who_left(memory):
+    numbers(memory, Version.of(BEFORE), "classes")
+    assert numbers(memory, Version.of(classes(a=19, b=22), stored="again "), "classes") == {}
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_data_that_name_patients_only_before_or_after_are_the_same_people(memory, before, after):
+    numbers(memory, Version.of(BEFORE, images=3, grouped=before), "classes")
+    more = Version.of(classes(a=21, b=22), images=3, grouped=after)
+    assert numbers(memory, more, "classes") == {}
+    assert numbers(memory, Version.of(BEFORE, images=3, grouped=after), "sites") != {}
+
+
+def test_a_patient_with_another_label_is_not_told(memory):
+    numbers(memory, Version.of(BEFORE | classes(c=0)), "classes")
+    other = Version.of({**BEFORE, 0: "b"})
+    assert numbers(memory, other, "classes") == {}
+    assert numbers(memory, replace(other, stored="again "), "classes") == {}
+
+
+@pytest.mark.fault(
+    "a lead", "adds and subtracts the answers about two parts of the data and the whole", "no person is left"
+)
+def test_two_parts_and_the_whole_with_one_more_tell_of_nobody(memory):
+    people = list(classes(a=60))
+    one, other = dict.fromkeys(people[:30], "a"), dict.fromkeys(people[30:], "a")
+    assert numbers(memory, Version.of(one), "classes") == {"classes": {"a": 30}}
+    assert numbers(memory, Version.of(other), "classes") == {"classes": {"a": 30}}
+    assert numbers(memory, Version.of({**one, **other, 99999: "a"}), "classes") == {}
+    assert numbers(memory, Version.of({**one, **other}), "classes") == {"classes": {"a": 60}}
 
 
 def test_the_same_questions_about_the_same_records_are_answered_again(memory):
     for _ in range(3):
-        assert claimed(memory, patients(range(50))) == ["ages", "classes"]
+        assert numbers(memory, Version.of(BEFORE), "classes", "sites")["classes"] == {"a": 20, "b": 22}
+    reordered = Version.of(dict(reversed(BEFORE.items())))
+    assert numbers(memory, reordered, "classes")["classes"] == {"a": 20, "b": 22}
 
 
 def test_other_bins_of_the_same_records_are_held_back_and_new_questions_are_not(memory):
-    claimed(memory, patients(range(50)))
-    assert claimed(memory, patients(range(50)), parse_questions("ages:5,sex")) == ["sex"]
-    assert claimed(memory, patients(range(50)), parse_questions("sex,ages:10")) == ["ages", "sex"]
-    assert claimed(memory, patients(range(100, 150)), parse_questions("ages:5")) == ["ages"]
+    version = Version.of(classes(a=80))
+    assert set(numbers(memory, version, "ages:2")) == {"ages:2"}
+    assert set(numbers(memory, version, "ages:3", "classes")) == {"classes"}
+    assert set(numbers(memory, version, "ages:2")) == {"ages:2"}
 
 
-@pytest.mark.parametrize("gone", [1, 9, 10])
-def test_records_of_a_few_patients_more_or_less_are_not_surveyed_again(memory, gone):
-    claimed(memory, patients(range(50)))
-    allowed = ["sex"] if gone >= 10 else []
-    assert claimed(memory, patients(range(gone, 50)), parse_questions("sex")) == allowed
-    assert claimed(memory, patients(range(50 + gone)), parse_questions("sex")) == allowed
+def test_two_collections_have_nothing_to_do_with_each_other(memory):
+    numbers(memory, Version.of(classes(a=40)), "classes")
+    assert numbers(memory, Version.of(dict.fromkeys(range(7000, 7043), "a")), "classes") == {"classes": {"a": 43}}
 
 
 @pytest.mark.parametrize("others", [1, 9, 10])
-def test_other_records_of_a_few_patients_are_not_surveyed_again(memory, others):
-    claimed(memory, patients(range(50)))
-    assert claimed(memory, patients(range(50), changed=range(others))) == (["ages", "classes"] if others == 10 else [])
+def test_who_came_and_who_left_are_none_or_many(memory, others):
+    numbers(memory, Version.of(classes(a=50)), "classes")
+    told = {"classes": {"a": 50 - others}} if others == 10 else {}
+    assert numbers(memory, Version.of(dict.fromkeys(range(others, 50), "a")), "classes") == told
 
 
-@pytest.mark.fault("a lead", "surveys again after all records were stored anew and one patient left", "held back")
-def test_records_that_were_all_stored_anew_hide_no_patient_who_left(memory):
-    claimed(memory, patients(range(50)))
-    assert claimed(memory, patients(range(1, 50), changed=range(50))) == []
-
-
-def test_every_version_is_remembered_and_not_the_newest_alone(memory):
-    claimed(memory, patients(range(50)))
-    claimed(memory, patients(range(20, 70)))
-    assert claimed(memory, patients(range(1, 50))) == []
-    assert claimed(memory, patients(range(21, 70))) == []
-
-
-def test_what_is_held_back_leaves_no_version_behind(memory):
-    claimed(memory, patients(range(50)))
-    assert claimed(memory, patients(range(5, 50))) == []
-    assert claimed(memory, patients(range(14, 50))) == [
-        "ages",
-        "classes",
-    ]  # 9 from what was held back, 14 from the first
+def test_numbers_that_differ_by_few_are_held_back_though_many_came_and_left(memory):
+    numbers(memory, Version.of(classes(a=50)), "classes")
+    assert numbers(memory, Version.of(dict.fromkeys(range(15, 70), "a")), "classes") == {}
+    assert numbers(memory, Version.of(dict.fromkeys(range(15, 65), "a")), "classes") == {"classes": {"a": 50}}
 
 
 def test_a_higher_floor_looks_farther(memory):
-    claimed(memory, patients(range(50)))
-    assert claimed(memory, patients(range(15, 50)), least=20) == []
-    assert claimed(memory, patients(range(15, 50)), least=15) == ["ages", "classes"]
+    numbers(memory, Version.of(classes(a=50)), "classes")
+    fewer = Version.of(dict.fromkeys(range(15, 50), "a"))
+    assert numbers(memory, fewer, "classes", floor=20) == {}
+    assert numbers(memory, fewer, "classes", floor=15) == {"classes": {"a": 35}}
+
+
+def test_what_is_held_back_leaves_no_version_behind(memory):
+    numbers(memory, Version.of(classes(a=50)), "classes")
+    assert numbers(memory, Version.of(classes(a=45)), "classes") == {}
+    assert numbers(memory, Version.of(classes(a=36)), "classes") == {"classes": {"a": 36}}
 
 
 def test_memory_outlives_the_service_and_names_nobody(tmp_path):
-    for expected in (["ages", "classes"], []):
+    for n, told in ((50, True), (49, False)):
         store = Store(tmp_path / "silo.sqlite")
-        data = patients(range(50)) if expected else patients(range(1, 50))
-        assert claimed(store.surveys, data) == expected
+        assert bool(numbers(store.surveys, Version.of(classes(a=n)), "classes")) is told
         store.close_database()
     files = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
     assert b"p49" not in files
+    assert b"content" not in files.replace(b"contents", b"")
+
+
+# ---- whoever adds and subtracts ------------------------------------------------------------------------------------
+
+WORDS = ("classes", "sites", "ages:2", "ages:3")
+
+
+@st.composite
+def histories(draw) -> list[tuple[Version, tuple[str, ...]]]:
+    """Draw versions of a hospital's data, one out of another, and what is asked of each.
+
+    Either records are stored anew or patients renamed and regrouped: who has neither name nor content is another one.
+    """
+    label = {p: draw(st.sampled_from("abc")) for p in range(draw(st.integers(20, 45)))}
+    history, fresh, anew = [], 1000, draw(st.booleans())
+    for k in range(draw(st.integers(2, 5))):
+        changes = st.lists(st.sampled_from(["append", "remove", "relabel", "back"]), max_size=2)
+        for change in draw(changes) if k else ():
+            n, to = draw(st.sampled_from([1, 2, 9, 10, 11, 15])), draw(st.sampled_from("abc"))
+            some = set(draw(st.permutations(sorted(label)))[:n])
+            if change == "append":
+                label = label | {p: draw(st.sampled_from("abc")) for p in range(fresh, fresh + n)}
+                fresh += n
+            elif change == "back":
+                label = draw(st.sampled_from([version.label for version, _ in history]))
+            elif change == "remove":
+                label = {p: c for p, c in label.items() if p not in some}
+            else:
+                label = {p: to if p in some else c for p, c in label.items()}
+        version = Version.of(label, grouped=anew or draw(st.booleans()), stored=f"{k}" if anew else "")
+        if not anew and draw(st.booleans()):
+            version = replace(version, names={p: f"export {k} {i}" for i, p in enumerate(label)})
+        words = draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=2, unique_by=_name))
+        history.append((version, tuple(words)))
+    return history
+
+
+def _name(word: str) -> str:
+    return word.partition(":")[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories())
+@pytest.mark.integration
+@pytest.mark.fault(
+    "a lead", "adds and subtracts answers about any versions of the data", "never 1 to 9 people are left"
+)
+def test_no_sum_or_difference_of_answers_is_about_few_people(history):
+    released: dict[str, list[frozenset[int]]] = {}
+    told: dict[tuple[str, str], list[int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "silo.sqlite")
+        for version, words in history:
+            for form, sets in ask(store.surveys, version, *words).items():
+                everybody = frozenset().union(*sets.values())
+                released.setdefault(_name(form), []).extend(frozenset(s) for s in (*sets.values(), everybody) if s)
+                released.setdefault("all", []).append(everybody)
+                for cell, people in (*sets.items(), ("all", everybody)):
+                    if cell != "rest":
+                        told.setdefault((form if cell != "all" else "", cell), []).append(len(people))
+        store.close_database()
+    for sets in told.values():
+        assert all(abs(one - other) == 0 or abs(one - other) >= FLOOR for one in sets for other in sets)
+    for question, sets in released.items():
+        for people in _combined({*sets, *released["all"]}):
+            assert len(people) >= FLOOR, question
+
+
+def _combined(sets: Iterable[frozenset[int]]) -> Iterable[set[int]]:
+    """Yield whom a sum of up to three of the numbers, with signs, is about."""
+    each = sorted(sets, key=sorted)
+    for n in (1, 2, 3):
+        for some in itertools.combinations(each, n):
+            for signs in itertools.product((1, -1), repeat=n - 1):
+                weights = Counter[int]()
+                for sign, people in zip((1, *signs), some, strict=True):
+                    for person in people:
+                        weights[person] += sign
+                if left := {person for person, weight in weights.items() if weight}:
+                    yield left
