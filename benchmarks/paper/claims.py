@@ -2,90 +2,125 @@
 
     python -m benchmarks.paper.claims
 
-Numbers are read from the stores of benchmarks/comparison: the mean of the last five rounds minus the baseline's, paired
-by seed, with the 95 % interval of Student's t. A claim of a gain holds where that lies above 0. It does not hold where
-the interval lies below 0 or below the printed gain, in a setting in which the paper claims it and where our baseline
-has learnt about as much as the paper's (claims.yaml: level). All else is not decided, with the reason.
+A claim is judged under a protocol of benchmarks/comparison/protocols, by the one rule of `comparison.verdicts`. The
+rows of claims.yaml are of older comparisons, whose rates were chosen on test images: their numbers have no verdict, and
+stand here until a protocol that is complete replaces them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
 import yaml
 
-from benchmarks.comparison import report, run, settings, study
+from benchmarks.comparison import protocol, report, run, settings, study, verdicts
+from benchmarks.comparison.protocol import Protocol
+from benchmarks.comparison.search import Searched
 from benchmarks.comparison.settings import CURVES, Comparison
 from benchmarks.comparison.study import Tuned
+from fl_core.errors import DataError
 
 HERE = Path(__file__).parent
 PACKAGED = HERE.parents[1] / "fl_core/methods/paper_claims.txt"
-GATE = 8.0
-"""Points that the baseline may be from the paper's for a verdict against a claim."""
 BEGIN, END = "<!-- python -m benchmarks.paper.claims -->", "<!-- end -->"
+OLDER = "rates chosen on test images"
+UNFINISHED = "the protocol's runs are not all made"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table; comparison: a protocol or a setting, whose title is the scale; empty without numbers."""
+
+    paper: str
+    claim: str
+    printed: str
+    ours: str
+    verdict: str
+    why: str
+    chosen: str
+    comparison: str
+    scale: str
+
+    def cells(self) -> list[str]:
+        verdict = self.verdict if self.verdict == verdicts.OPEN else f"**{self.verdict}**"
+        judged = f"{verdict}: {self.why}" if self.why else verdict
+        name = self.comparison and f"`{self.comparison}`"
+        return [self.paper, self.claim, self.printed, self.ours, judged, self.chosen, name]
+
+    def fields(self) -> list[str]:
+        told = (self.claim, self.printed, self.ours, self.verdict, self.why, self.comparison, self.scale)
+        return [self.paper.lower(), *told]
 
 
 @cache
-def found(name: str) -> tuple[Comparison, Mapping[str, Tuned]]:
+def compared(name: str) -> tuple[Comparison, Mapping[str, Tuned]]:
     """Read a comparison from its store; raises DataError (E-DATA-02) where a run is missing."""
     asked = settings.load(name)
     return asked, study.compared(asked, run.stored_runs(run.RESULTS / f"{name}.jsonl"), None)
 
 
-def verdict(low: float, high: float, baseline: float, level: float | None, printed: float) -> str:
-    """Judge a gain by its interval.
-
-    baseline: ours, %   level: the paper's baseline in this setting, %; None where the paper claims nothing there
-    """
-    if low > 0:
-        return "**holds**"
-    if level is None:
-        return f"not decided: {'behind' if high < 0 else 'not told from 0'}, in a setting that is not the paper's"
-    if abs(baseline - level) > GATE:
-        return f"not decided: the baseline has {baseline:.1f} %, the paper's {level:.1f}"
-    if high < min(printed, 0.0):
-        return "**does not**: behind"
-    return "**does not**: the printed gain is above the interval" if high < printed else "not decided: too few seeds"
+@cache
+def followed(name: str) -> tuple[Protocol, Mapping[str, Searched] | None]:
+    """Read a protocol and its runs; None where its store does not have all of them yet."""
+    fixed = protocol.load(name)
+    try:
+        return fixed, run.stored_rows(fixed, run.RESULTS / f"{name}.jsonl")
+    except DataError:
+        return fixed, None
 
 
-def row(claim: Mapping[str, object]) -> list[str]:
-    """Return paper, claim, the paper's number, ours, verdict, what was tuned and comparison of a claim."""
-    head = [str(claim["paper"]), str(claim["claim"]), str(claim["printed"])]
-    if "ours" not in claim:
-        return [*head, "-", str(claim.get("verdict", f"not decided: {claim.get('why')}")), "", ""]
-    name, method, measure = claim["ours"]  # type: ignore[misc]
-    asked, runs = found(str(name))
+def judged(name: str) -> Iterator[Row]:
+    """Yield the claims of a protocol."""
+    fixed, rows = followed(name)
+    for claim in fixed.claims:
+        head = claim.paper, claim.claim, "lost" if claim.printed is None else f"{claim.printed:+g}"
+        if rows is None:
+            yield Row(*head, "-", verdicts.OPEN, UNFINISHED, "", name, fixed.title)
+            continue
+        verdict = verdicts.judge(claim, fixed, rows)
+        words, lr = rows[claim.method].chosen
+        ours = f"{verdict.against_fedavg} ({verdict.fedavg}), {verdict.against_best} ({verdict.best})"
+        chosen = ", ".join([f"lr {lr:g}", *(w.removeprefix("method.") for w in words if not w.startswith("method="))])
+        yield Row(*head, ours, verdict.word, verdict.why, chosen, name, fixed.title)
+
+
+def older(raw: Mapping[str, object]) -> Row:
+    """Return a row of claims.yaml: a number without a verdict, or what the file says where nothing was run."""
+    head = str(raw["paper"]), str(raw["claim"]), str(raw["printed"])
+    if "ours" not in raw:
+        return Row(*head, "-", str(raw.get("verdict", verdicts.OPEN)), str(raw["why"]), "", "", "")
+    name, method, measure = raw["ours"]  # type: ignore[misc]
+    asked, runs = compared(str(name))
     ours, theirs = (report.percent(runs[m], str(measure), study.mean_of_last) for m in (str(method), asked.baseline))
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
     low, high = report.interval(gaps)
-    said = f"{fmean(gaps):+.1f} [{low:.1f}, {high:.1f}], {len(gaps)} seeds, {CURVES[str(measure)].split(',')[0]}"
-    level = claim.get("level")
-    printed = math.inf if level is None else float(str(claim["printed"]))
-    judged = verdict(low, high, fmean(theirs), None if level is None else float(str(level)), printed)
-    tuned = [f"lr {runs[str(method)].lr:g}"]
-    tuned += [w.removeprefix("method.") for w in runs[str(method)].words if w.startswith("method.")]
-    return [*head, said, judged, ", ".join(tuned), f"`{name}`"]
+    text = f"{fmean(gaps):+.1f} [{low:.1f}, {high:.1f}], {len(gaps)} seeds, {CURVES[str(measure)].split(',')[0]}"
+    chosen = [f"lr {runs[str(method)].lr:g}"]
+    chosen += [w.removeprefix("method.") for w in runs[str(method)].words if w.startswith("method.")]
+    return Row(*head, text, verdicts.OPEN, OLDER, ", ".join(chosen), asked.name, asked.title)
+
+
+def rows() -> list[Row]:
+    """List all claims: those of the protocols, then the older ones that no complete protocol replaces."""
+    made = [row for name in protocol.names() for row in judged(name)]
+    listed = yaml.safe_load((HERE / "claims.yaml").read_text())
+    left = [raw for raw in listed if "replaced_by" not in raw or followed(raw["replaced_by"])[1] is None]
+    return [*made, *map(older, left)]
 
 
 def markdown() -> str:
-    claims = yaml.safe_load((HERE / "claims.yaml").read_text())
     head = ["paper", "claim", "printed", "ours, points", "verdict", "rate and weights", "comparison"]
-    return "\n".join(report.table(head, [row(claim) for claim in claims]))
+    return "\n".join(report.table(head, [row.cells() for row in rows()]))
 
 
 def packaged() -> str:
     """Write the claims for `coordinator methods --papers`, which has no stores: tabs between the columns."""
-    lines = ["# Claims of the papers; `make protos` writes this file.\n"]
-    for claim in yaml.safe_load((HERE / "claims.yaml").read_text()):
-        paper, said, printed, ours, decided, _, name = (text.replace("*", "").replace("`", "") for text in row(claim))
-        verdict, _, why = decided.partition(": ")
-        scale = found(name)[0].title if name else ""
-        lines.append("\t".join((paper.lower(), said, printed, ours, verdict, why, name, scale)) + "\n")
-    return "".join(lines)
+    lines = ["\t".join(row.fields()) + "\n" for row in rows()]
+    return "".join(["# Claims of the papers; `make protos` writes this file.\n", *lines])
 
 
 def written(page: str) -> str:

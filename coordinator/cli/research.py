@@ -231,8 +231,7 @@ def _papers() -> Reply:
 
 def _verdicts(found: Sequence[Claim]) -> str:
     counts = Counter(claim.verdict for claim in found)
-    words = {"holds": "hold" if counts["holds"] > 1 else "holds", "does not": "does not", "not decided": "not decided"}
-    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]) or "-"
+    return ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())) or "-"
 
 
 def _verdict(claim: Claim) -> str:

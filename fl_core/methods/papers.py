@@ -70,8 +70,8 @@ class Claim:
 
     Attributes:
         printed: the paper's number
-        ours: points above FedAvg with their 95 % interval, "-" where nothing was run
-        verdict: holds, does not or not decided, and why
+        ours: points above FedAvg, and above the best baseline, with their 95 % intervals; "-" where nothing was run
+        verdict: holds, holds against FedAvg alone, does not, or not decided; why: what that rests on
         comparison, scale: the one of benchmarks/comparison that the number is from
     """
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from benchmarks.comparison import protocol, search, settings, verdicts
 from benchmarks.comparison import run as comparison
-from benchmarks.comparison import settings
 from benchmarks.paper import claims, frame, report, run, study, tables
 from benchmarks.paper.measures import MEASURES
 from benchmarks.run_store import read, seeded
@@ -156,22 +157,40 @@ def test_every_paper_has_a_claim_and_every_comparison_stands_behind_one() -> Non
     assert all(f"[{name}," in asked for name in made - beyond)
 
 
-@pytest.mark.parametrize(
-    ("interval", "baseline", "level", "said"),
-    [
-        ((0.1, 3.0), 20.0, None, "**holds**"),
-        ((-3.0, -0.1), 60.0, None, "not decided: behind, in a setting that is not the paper's"),
-        ((-1.0, 2.0), 60.0, None, "not decided: not told from 0, in a setting that is not the paper's"),
-        ((-3.0, -0.1), 50.0, 67.3, "not decided: the baseline has 50.0 %, the paper's 67.3"),
-        ((-3.0, -0.1), 60.0, 67.3, "**does not**: behind"),
-        ((0.0, 2.0), 75.0, 67.3, "**does not**: the printed gain is above the interval"),
-        ((-1.0, 9.0), 60.0, 67.3, "not decided: too few seeds"),
-    ],
-)
-def test_a_verdict_against_a_claim_needs_the_papers_setting_and_level(
-    interval: tuple[float, float], baseline: float, level: float | None, said: str
-) -> None:
-    assert claims.verdict(*interval, baseline, level, 8.2) == said
+def test_a_number_whose_rates_were_chosen_on_test_images_has_no_verdict() -> None:
+    listed = yaml.safe_load((claims.HERE / "claims.yaml").read_text())
+    assert all(("ours" in raw) != ("why" in raw) and "level" not in raw for raw in listed)
+    assert all("verdict" not in raw for raw in listed if "ours" in raw)
+    row = claims.older({"paper": "MAP", "claim": "x", "printed": "lost", "ours": ["fmnist_dir05", "FedCD", "ga"]})
+    assert row.ours.startswith("+4.7 [2.2, 7.2]")  # above 0, and yet:
+    assert (row.verdict, row.why) == ("not decided", claims.OLDER)
+
+
+def test_a_protocol_replaces_older_rows_when_its_runs_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = protocol.load("fmnist_p5c2_claims")
+
+    def followed(rows: object) -> list[claims.Row]:
+        monkeypatch.setattr(claims, "older", lambda raw: claims.Row(*[""] * 7, str(raw["claim"]), ""))
+        monkeypatch.setattr(
+            claims, "followed", lambda name: (protocol.load(name), rows if name == fixed.name else None)
+        )
+        return claims.rows()
+
+    before = followed(None)
+    assert [r.verdict for r in before if r.comparison == fixed.name] == ["not decided"] * len(fixed.claims)
+    replaced = "GA above FedAvg's, FMNIST P5C2 (Table 1)"
+    assert any(r.comparison == replaced for r in before)
+    interval = verdicts.Interval(3.0, 1.0, 5.0, 0.5, 0.5)
+    verdict = verdicts.Verdict("holds", "", interval, "FedAvg, batch", interval, "MOON")
+    monkeypatch.setattr(verdicts, "judge", lambda *_: verdict)
+    chosen = search.Searched(chosen=(("network=plain", "method=fedmr", "method.mu1=0.1"), 0.1))
+    after = followed(dict.fromkeys(fixed.methods, chosen))
+    assert not any(r.comparison == replaced for r in after)
+    assert len(before) - len(after) == 4
+    (row,) = [r for r in after if r.comparison == fixed.name and r.paper == "FedMR"]
+    assert row.cells()[3:6] == [
+        "+3.0 [1.0, 5.0] (FedAvg, batch), +3.0 [1.0, 5.0] (MOON)", "**holds**", "lr 0.1, network=plain, mu1=0.1"
+    ]  # fmt: skip
 
 
 def test_fedgelas_plain_frame_answers_as_its_record_says_and_equal_counts_change_nothing() -> None:
