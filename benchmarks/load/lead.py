@@ -73,7 +73,7 @@ async def _serve(settings: Message) -> Callable[[Message], Message]:
     stub = rpc.LeadStub(home.channel(int(settings["port"]), credentials))
     lead = Lead(
         {
-            "runs": lambda: stub.Runs(pb.RunsRequest(), timeout=_DEADLINE_S),
+            "runs": lambda: stub.Runs(pb.RunsRequest(page_size=50), timeout=_DEADLINE_S),
             "silos": lambda: stub.Silos(pb.SilosRequest(), timeout=_DEADLINE_S),
             "show": lambda: stub.Show(pb.RunQuery(run_id="latest"), timeout=_DEADLINE_S),
         }

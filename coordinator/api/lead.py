@@ -35,6 +35,8 @@ BuildManifest = Callable[[str, list[pb.SiloInfo]], RunManifest]
 
 _MIN_LIVE_INTERVAL_S = 1.0
 _POLL_S = 5.0
+MAX_PAGE = 200
+"""Runs in one page of a list."""
 _LAST_EVENT = 2**63 - 1
 """The highest number that SQLite knows: after it there is none."""
 
@@ -127,7 +129,17 @@ class LeadService(rpc.LeadServicer):
         return left
 
     def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
-        return pb.RunList(runs=[self._detailed(self._runs.with_model_digest(run)) for run in self._store.runs.all()])
+        """List runs, newest first, a page at a time; all of them for a lead that asks for no page."""
+        size = min(request.page_size or MAX_PAGE, MAX_PAGE)
+        answer = pb.RunList(next_page_token=request.page_token)
+        while True:
+            page = self._store.runs.page(answer.next_page_token, size + 1)
+            shown = [self._runs.with_model_digest(run) for run in page[:size]]
+            infos = messages.run_infos(shown, self._store, self._runs.waiting)
+            answer.runs.extend(self._with_arrivals(info) for info in infos)
+            answer.next_page_token = shown[-1].id if len(page) > size else ""
+            if request.page_size or not answer.next_page_token:
+                return answer
 
     def Show(self, request: pb.RunQuery, context: Context) -> pb.RunDetail:  # noqa: ARG002, N802
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
@@ -228,12 +240,14 @@ class LeadService(rpc.LeadServicer):
         return messages.run_info(run, self._store, self._runs.waiting(run.id))
 
     def _detailed(self, run: Run) -> pb.RunInfo:
-        """Describe a run with the updates that are there in its open round."""
-        info = self._info(run)
+        return self._with_arrivals(self._info(run))
+
+    def _with_arrivals(self, info: pb.RunInfo) -> pb.RunInfo:
+        """Add the updates that are there in the open round."""
         if info.HasField("waiting"):
-            opened = self._store.runs.round(run.id, info.waiting.round)
+            opened = self._store.runs.round(info.run_id, info.waiting.round)
             info.waiting.opened_unix = 0.0 if opened is None else opened.opened
-            came = self._store.contributions.arrivals(run.id, info.waiting.round)
+            came = self._store.contributions.arrivals(info.run_id, info.waiting.round)
             info.waiting.arrivals.extend(messages.arrivals(came))
         return info
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +31,7 @@ def _shared_fields(record: object, message: type[Message]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(record, name)}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def stored_result_noise(manifest: str) -> RunNoise:
     """Return which results of a run are noisy; all of them when its manifest (JSON) cannot be read."""
     try:
@@ -50,27 +50,36 @@ def stored_aggregator(manifest: str) -> str:
 
 
 def run_info(run: Run, store: Store, waiting: Waiting | None = None) -> pb.RunInfo:
-    """Convert a run; noisy evaluations get an interval, and a number only where the noise leaves one.
+    return run_infos([run], store, lambda _: waiting)[0]
 
-    waiting: whom its open round waits for.
+
+def run_infos(
+    runs: Sequence[Run], store: Store, waiting: Callable[[str], Waiting | None] = lambda _: None
+) -> list[pb.RunInfo]:
+    """Convert runs; noisy evaluations get an interval, and a number only where the noise leaves one.
+
+    waiting: returns whom the open round of a run waits for. Takes as many statements for many runs as for one.
     """
-    own = {"run_id": run.id, "state": run.state.value, "created_unix": run.created, "ended_unix": run.ended}
-    message = pb.RunInfo(**_shared_fields(run, pb.RunInfo) | own, excluded=store.steering.of(run.id).excluded)
-    if run.closed and run.state_object:
-        message.model_object = run.state_object
-    if waiting is not None:
-        message.waiting.CopyFrom(waiting_info(waiting))
-    noise = stored_result_noise(run.manifest)
-    if noise.evaluation is not None:
-        records = [row.record for row in store.runs.rounds(run.id)]
-        accuracy.set_estimates(message, [(r.correct, r.examples, noise.of(r.included)) for r in records])
-    else:
-        records = [row.record for row in store.runs.rounds(run.id, newest=1)]
-    if records:
-        newest = records[-1]
-        right, of = newest.balanced_counts
-        accuracy.set_balanced(message, (right, of, noise.of(newest.included)), newest.several_labels)
-    return message
+    ids = [run.id for run in runs]
+    noises = {run.id: stored_result_noise(run.manifest) for run in runs}
+    excluded, newest = store.steering.excluded(ids), store.runs.newest_records(ids)
+    noisy = store.runs.evaluations([id for id in ids if noises[id].evaluation is not None])
+    messages = []
+    for run in runs:
+        own = {"run_id": run.id, "state": run.state.value, "created_unix": run.created, "ended_unix": run.ended}
+        message = pb.RunInfo(**_shared_fields(run, pb.RunInfo) | own, excluded=excluded.get(run.id, ()))
+        if run.closed and run.state_object:
+            message.model_object = run.state_object
+        if (awaited := waiting(run.id)) is not None:
+            message.waiting.CopyFrom(waiting_info(awaited))
+        noise = noises[run.id]
+        if run.id in noisy:
+            accuracy.set_estimates(message, [(r.correct, r.examples, noise.of(r.included)) for r in noisy[run.id]])
+        if (record := newest.get(run.id)) is not None:
+            right, of = record.balanced_counts
+            accuracy.set_balanced(message, (right, of, noise.of(record.included)), record.several_labels)
+        messages.append(message)
+    return messages
 
 
 def waiting_info(waiting: Waiting) -> pb.Waiting:

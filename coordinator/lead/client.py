@@ -57,6 +57,10 @@ def credentials_of(home: Path, lead: str | None = None) -> Credentials:
     return authority.lead_credentials(lead or names[0])
 
 
+_PAGE = 50
+"""Runs that are asked for at once."""
+
+
 class LeadClient:
     """Commands to a running coordinator. Every error is a FederationError, also that of a failed connection."""
 
@@ -121,7 +125,15 @@ class LeadClient:
         return self._call(self._lead.Submit, request, _SUBMIT_DEADLINE_S)
 
     def runs(self) -> Sequence[pb.RunInfo]:
-        return self._call(self._lead.Runs, pb.RunsRequest()).runs
+        """List all runs, newest first, page by page; a service without pages sends all at once."""
+        listed: list[pb.RunInfo] = []
+        token = ""
+        while True:
+            page = self._call(self._lead.Runs, pb.RunsRequest(page_size=_PAGE, page_token=token))
+            listed.extend(page.runs)
+            if page.next_page_token in ("", token):
+                return listed
+            token = page.next_page_token
 
     def show(self, run: str = "latest") -> pb.RunDetail:
         return self._call(self._lead.Show, pb.RunQuery(run_id=run))

@@ -234,6 +234,14 @@ class RoundRow:
         return self.record.round
 
 
+class Evaluated(NamedTuple):
+    """What a closed round measured, for an accuracy. Fields as in `RoundRecord`."""
+
+    correct: tuple[float, ...]
+    examples: tuple[float, ...]
+    included: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Contribution:
     """An announced update; `receipt` (a serialised message) is there once the object and its record are on disk."""

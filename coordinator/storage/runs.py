@@ -5,13 +5,25 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from sqlalchemy import ColumnElement, Connection, Integer, Row, delete, func, insert, literal_column, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Row,
+    delete,
+    func,
+    insert,
+    literal_column,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.records import EndedEvent, EventRow, ObjectKind, RoundRow, Run, RunState
+from coordinator.storage.records import EndedEvent, Evaluated, EventRow, ObjectKind, RoundRow, Run, RunState
 from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs, secagg_seals
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
@@ -117,6 +129,37 @@ class RunStore:
         """Return all runs, newest first."""
         with self._db.read() as db:
             return [_to_run(row) for row in db.execute(select(runs).order_by(runs.c.created.desc(), runs.c.id))]
+
+    def page(self, after: str, size: int) -> list[Run]:
+        """Return at most so many runs, newest first; after: the id of the last one before them, empty: the newest.
+
+        Raises ConfigError (E-RUN-10) when there is no such run.
+        """
+        newest = select(runs).order_by(runs.c.created.desc(), runs.c.id).limit(size)
+        with self._db.read() as db:
+            if after:
+                last = _run(db, after)
+                same_time = (runs.c.created == last.created) & (runs.c.id > last.id)
+                newest = newest.where((runs.c.created < last.created) | same_time)
+            return [_to_run(row) for row in db.execute(newest)]
+
+    def newest_records(self, run_ids: Collection[str]) -> dict[str, RoundRecord]:
+        """Return the record of the last closed round of each run that has one, in one statement."""
+        closed = rounds.c.run_id.in_(run_ids), rounds.c.is_open == 0
+        last = select(rounds.c.run_id, func.max(rounds.c.round)).where(*closed).group_by(rounds.c.run_id)
+        newest = select(rounds.c.run_id, rounds.c.record).where(tuple_(rounds.c.run_id, rounds.c.round).in_(last))
+        with self._db.read() as db:
+            return {row.run_id: RoundRecord.of(row.record) for row in db.execute(newest)}
+
+    def evaluations(self, run_ids: Collection[str]) -> dict[str, list[Evaluated]]:
+        """Return what the closed rounds of each run measured, in order, in one statement that reads nothing else."""
+        facts = [rounds.c.record[name].label(name) for name in Evaluated._fields]
+        closed = select(rounds.c.run_id, *facts).where(rounds.c.run_id.in_(run_ids), rounds.c.is_open == 0)
+        evaluated: dict[str, list[Evaluated]] = {run_id: [] for run_id in run_ids}
+        with self._db.read() as db:
+            for run_id, *lists in db.execute(closed.order_by(rounds.c.run_id, rounds.c.round)):
+                evaluated[run_id].append(Evaluated(*map(tuple, lists)))
+        return evaluated
 
     def unfinished(self) -> list[Run]:
         """Return the runs that are waiting or running, oldest first."""

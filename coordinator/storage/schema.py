@@ -122,6 +122,7 @@ runs = sa.Table(
     sa.Column("bytes_down", sa.Integer, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
     sa.Column("ended", sa.Float, nullable=False),
+    sa.Index("runs_newest_first", sa.desc("created"), "id"),
 )
 
 rounds = sa.Table(
@@ -338,4 +339,5 @@ MIGRATIONS: tuple[Step, ...] = (
     _one_record_of_a_round,
     sql(_SEALS),
     _validation_only_members,
+    sql("CREATE INDEX runs_newest_first ON runs (created DESC, id);"),
 )

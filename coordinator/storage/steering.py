@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sqlalchemy import Connection, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
@@ -21,6 +21,12 @@ class SteeringStore:
     def of(self, run_id: str) -> Steering:
         with self._db.read() as db:
             return read(db, run_id)
+
+    def excluded(self, run_ids: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Return whom runs do without, of those in which somebody intervened."""
+        with self._db.read() as db:
+            rows = db.execute(select(steering.c.run_id, steering.c.excluded).where(steering.c.run_id.in_(run_ids)))
+            return {row.run_id: tuple(row.excluded) for row in rows}
 
     def exclude(self, run_id: str, silo: str, readmit: bool) -> bool:
         """Ask a silo no more, or again; return whether that changes anything."""
