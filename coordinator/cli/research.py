@@ -33,6 +33,7 @@ from fl_core.methods.papers import CLAIMS, TABLES, Claim, Paper, claims_of, need
 from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.simulation.ray import Cluster
 from fl_core.types.records import judgements
+from fl_core.types.survey import SURVEY
 from privacy.accounting import uncertainty
 from service_core import clinical_report
 from service_core.command_line import Json, command
@@ -103,6 +104,11 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
 
 
 def _shown(result: Result) -> Iterator[str | Table]:
+    if result.manifest.method.name == SURVEY:
+        from coordinator.lead.surveys import answers_of
+
+        yield from answers_of(result.manifest, result.server).lines()
+        return
     if text := tables.private_form(result.manifest.to_json()):
         yield text
     yield tables.aggregator_text(result.aggregator, judgements(result.records))

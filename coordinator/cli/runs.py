@@ -26,6 +26,7 @@ from coordinator.lead.watcher import Watcher
 from coordinator.lead.withdrawals import outcome, withdrawal_json, withdrawal_lines
 from fl_core.errors import ConfigError
 from fl_core.types.records import judgements
+from fl_core.types.survey import SURVEY
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Depends, Json, command
 from service_core.console import ERR, Reply, counted, local_time, print_json
@@ -203,9 +204,13 @@ def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
     form, made = tables.private_form(detail.manifest_json), tables.software_text(detail.software)
     yield from filter(None, (tables.started_from(detail.manifest_json), form, made and f"software: {made}"))
     yield from (f"{one.silo} withdrew from {one.run_id}: {outcome(one)}" for one in detail.withdrawals)
-    yield tables.aggregator_text(detail.aggregator, judgements(detail.rounds))
-    yield tables.rounds_table(detail.rounds)
-    if detail.rounds:
+    survey = detail.info.method == SURVEY
+    if not survey:
+        yield tables.aggregator_text(detail.aggregator, judgements(detail.rounds))
+    yield tables.rounds_table(detail.rounds, survey=survey)
+    if survey:
+        yield f"The answers: coordinator survey --of {detail.info.run_id}"
+    elif detail.rounds:
         manifest = json.loads(detail.manifest_json)
         classes, metrics = manifest["schema"]["classes"], manifest.get("metrics", "")
         yield from tables.clinical_tables(detail.rounds[-1], classes, metrics)

@@ -263,7 +263,8 @@ def hospital_tables(detail: pb.RunDetail) -> list[Table | str]:
     return [*([make_table(title, hospital_results.HEAD, rows)] if rows else []), *said]
 
 
-def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:
+def rounds_table(rounds: Iterable[pb.RoundInfo], *, survey: bool = False) -> Table:
+    """List rounds; survey: without what is measured of a model."""
     rows = [
         (
             round_text(r.round, r.kind),
@@ -276,11 +277,9 @@ def rounds_table(rounds: Iterable[pb.RoundInfo]) -> Table:
         )
         for r in rounds
     ]
-    return make_table(
-        "Rounds",
-        ("round", "kind", "balanced accuracy before it", "accuracy", "took part", "missing or cut", "clipped"),
-        rows,
-    )
+    head = ("round", "kind", "balanced accuracy before it", "accuracy", "took part", "missing or cut", "clipped")
+    shown = [k for k in range(len(head)) if not survey or k not in (2, 3)]
+    return make_table("Rounds", [head[k] for k in shown], ([row[k] for k in shown] for row in rows))
 
 
 def changed_parts(rounds: Iterable[Judged]) -> list[str]:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from coordinator.lead import accuracy
 from coordinator.lead.tables import awaited, changed_parts, clinical_parts, doing, personal_parts, place, size
+from fl_core.types.survey import SURVEY
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import OUT, counted, error_text, laid_out, local_time, make_table, printable, span
 
@@ -85,10 +86,16 @@ class Watcher:
         parts = [f"{local_time(event.at_unix)}  {event.kind:<9} {place(event, info.rounds)}".rstrip(), event.silo]
         if event.kind == "closed":
             before = "" if event.round >= info.rounds else "before it: "
-            parts += [f"{before}balanced accuracy {accuracy.balanced(event.closed).text()}", *self._clinical]
-            parts += [f"accuracy {accuracy.newest(info).text()}", *self._personal, *changed_parts([event.closed])]
+            parts += self._measured(f"{before}balanced accuracy {accuracy.balanced(event.closed).text()}")
+            parts += changed_parts([event.closed])
             parts += [f"left {left}"] if (left := self._left()) else []
         return parts
+
+    def _measured(self, balanced: str) -> list[str]:
+        """Say how good the model is; a survey has none."""
+        if self._info.method == SURVEY:
+            return []
+        return [balanced, *self._clinical, f"accuracy {accuracy.newest(self._info).text()}", *self._personal]
 
     def _display(self) -> Group:
         values = [self._accuracies.get(number) for number in range(max(self._accuracies, default=-1) + 1)]
@@ -104,10 +111,7 @@ class Watcher:
             info.run_id,
             info.state,
             f"round {info.closed}/{info.rounds}",
-            f"balanced accuracy {accuracy.newest_balanced(info).text()}",
-            f"accuracy {accuracy.newest(info).text()}",
-            *self._clinical,
-            *self._personal,
+            *self._measured(f"balanced accuracy {accuracy.newest_balanced(info).text()}"),
             *changed_parts(self._judged.values()),
             f"up {size(info.bytes_up)}",
             f"down {size(info.bytes_down)}",

@@ -9,6 +9,7 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
+from fl_core.types.survey import SURVEY
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting import uncertainty
@@ -20,10 +21,12 @@ class RoundPrinter(Observer):
 
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = profiles.result_noise(manifest)
-        self._first = True
+        self._first, self._survey = True, manifest.method.name == SURVEY
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
-        """Print the accuracy of the model that the round began with."""
+        """Print the accuracy of the model that the round began with; a survey has none."""
+        if self._survey:
+            return
         hidden = self._noise.scores
         scores = tables.personal_parts(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
+from fl_core.types.survey import SURVEY
 from service_core import clinical_report
 from service_core.command_line import command
 from service_core.console import Facts, Reply, Rows, counted, local_time
 from service_core.pki.identity import PeerCertificate, colons
 from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
-from silo.reports.leaving import leaving
+from silo.reports.leaving import UpdateContents, leaving
 from silo.storage.store import RunRecord, Store, TaskRecord
 from silo.training import evaluation_summary, policy_in_force
 
@@ -150,7 +151,8 @@ def _shown(
             title += f"; without {counted(len(lost), 'record')} that could not be read ({names})"
         if run.privacy and any(task.evaluation and task.evaluation.noise is None for task in run.tasks):
             title += "; counted here without noise, and nothing of that leaves"
-        yield evaluations(title, run.tasks)
+        contents = UpdateContents.from_json(run.leaves)
+        yield evaluations(title, run.tasks, survey=contents is not None and SURVEY in contents.parts)
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:
             by_class = clinical_report.class_rows(newest.clinical, newest.classes)
@@ -158,10 +160,12 @@ def _shown(
             yield Rows(title, clinical_report.class_head(newest.clinical), by_class, titled=True)
 
 
-def evaluations(title: str, tasks: Sequence[TaskRecord]) -> Rows:
-    """List what was measured here of the models of a run."""
+def evaluations(title: str, tasks: Sequence[TaskRecord], *, survey: bool = False) -> Rows:
+    """List what was measured here of the models of a run; survey: what became of the answers alone."""
     rows = [_evaluation_row(task) for task in tasks if task.evaluation is not None]
     head = ("task", "own test images", "by class", "balanced accuracy, AUC", "update")
+    if survey:
+        return Rows(title, (head[0], head[-1]), [(row[0], row[-1]) for row in rows], titled=True)
     return Rows(title, head, rows, titled=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fl_core.types.survey import SURVEY
 from service_core.console import counted
 from silo.storage.store import RunRecord, Store
 from silo.storage.tasks import UnprotectedUpdate
@@ -85,7 +86,7 @@ class UpdateContents:
         return covered + [
             f"{count:,} {'number' if count == 1 else 'numbers'}: {WORDS.get(name, f'the part {name}')}"
             for name, count in sorted(self.parts.items(), key=lambda item: -item[1])
-            if count
+            if count and (name == SURVEY or SURVEY not in self.parts)  # nothing is measured in a survey
         ]
 
 

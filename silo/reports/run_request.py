@@ -170,6 +170,7 @@ class RunRequest:
         going_on = "going on from" if self.rounds else "the model of"
         start = f", {going_on} {self.start}" if self.start else ""
         length = f"{self.rounds} rounds" if self.rounds else "an evaluation, nobody trains,"
+        length = length if self.survey is None else "one answer, nobody trains,"
         trains = "–" if runs.train else "only evaluations: nothing is trained here"
         rows = [
             Comparison("Asked for by", self.lead or "a lead without a name", ", ".join(runs.leads) or "any lead"),
@@ -188,7 +189,8 @@ class RunRequest:
             rows.append(Comparison("Code of others", "; ".join(self.extensions), allowed))
         if self.epsilon is None or self.delta is None:
             asked, allowed = "no differential privacy", f"only {floors.require}" if floors.require else "also without"
-            return [*rows, Comparison("Privacy", asked, allowed), self._results(policy), self._prototypes(policy)]
+            rows.append(Comparison("Privacy", asked, allowed))
+            return rows if self.survey else [*rows, self._results(policy), self._prototypes(policy)]
         rows += [
             Comparison(
                 "Privacy",
@@ -200,12 +202,16 @@ class RunRequest:
                 "from a secret source" if self.rng == "secure" else "that can be repeated: it protects nobody",
                 "only secret noise" if floors.rng == "secure" else "also noise that can be repeated",
             ),
+        ]
+        if self.survey is not None:
+            return rows
+        rows.append(
             Comparison(
                 "Test images",
                 "counted exactly" if self.test_data == "public" else "counted with noise",
                 "also counted exactly" if floors.public_test else "only with noise",
-            ),
-        ]
+            )
+        )
         if self.shared is not None:
             least = floors.min_noise_alone
             of_its_own = f"of this hospital's own from {least:g} on, found {self.shared.noise_alone:.3g}"

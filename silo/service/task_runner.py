@@ -18,6 +18,7 @@ from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
+from fl_core.survey.method import Survey
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
@@ -314,6 +315,8 @@ class TaskRunner:
         def on_entered(entry: OutboxEntry) -> None:
             facts = evaluation_summary.facts(result.evaluation) | {"bytes": entry.size}
             said = evaluation_summary.sentence(result.evaluation)
+            if isinstance(prepared.run.method, Survey):
+                said = "the answers of a survey" if key.kind is TaskKind.TRAIN else "the survey ends"
             text = "the classes that this hospital adds rows of, under masks" if key.kind is TaskKind.CENSUS else said
             self.emit(event("staged", f"{key}: {text}", key, facts))
 

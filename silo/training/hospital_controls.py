@@ -369,6 +369,7 @@ def check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None
 def describe_request(run: CompiledRun) -> str:
     manifest, profile = run.manifest, run.profile
     length = f"{manifest.rounds} rounds" if manifest.rounds else "an evaluation, nobody trains"
+    length = "one answer, nobody trains" if isinstance(run.method, Survey) else length
     what = f"{manifest.method.name} on {manifest.data}, {length}"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
     lead += f", {'going on from' if manifest.rounds else 'of the model of'} {manifest.start}" if manifest.start else ""

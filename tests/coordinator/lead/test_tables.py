@@ -7,7 +7,9 @@ import math
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
+from coordinator.cli.runs import detail_lines
 from coordinator.lead import tables
 from coordinator.lead.as_json import round_json, run_json, software_json
 from coordinator.lead.tables import percent
@@ -101,6 +103,24 @@ def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_
         total = COUNTS.replace("2 cut", "3 cut") if terminal else COUNTS
         assert f"({total})" in shown
         assert terminal or "(0 updates refused, 1 cut, 0 rows of prototypes cut)" in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watch_and_show_do_not_narrate_a_survey_as_a_training(terminal: bool) -> None:
+    info = pb.RunInfo(run_id="s1", method="survey", rounds=1, closed=1, accuracy=-1, best_accuracy=-1)
+    rounds = [pb.RoundInfo(round=0, kind=pb.TRAIN, included=["north"]), pb.RoundInfo(round=1, kind=pb.EVALUATE)]
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=terminal, width=250)
+    with Watcher(console) as watcher:
+        for closed in rounds:
+            watcher.show(pb.Event(kind="closed", round=closed.round, closed=closed, info=info))
+    manifest = '{"method": {"options": {}}}'
+    for part in detail_lines(pb.RunDetail(info=info, rounds=rounds, aggregator="mean", manifest_json=manifest)):
+        if not isinstance(part, Table) or part.title != "Runs":
+            console.print(part)
+    shown = written.getvalue()
+    assert "coordinator survey --of s1" in shown
+    assert not [word for word in ("accuracy", "before it", "updates become one") if word in shown]
 
 
 def test_a_run_says_its_rule_with_its_counts_also_where_they_are_0() -> None:

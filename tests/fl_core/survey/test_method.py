@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from consilium import simulate
+from coordinator.cli.main import build
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError, FederationError
 from fl_core.methods import METHODS, TOOLS, build_method
@@ -88,3 +90,13 @@ def test_the_noisy_form_without_noise_tells_nothing():
     found = data.sum(Survey(release="noisy").query(4))
     assert not found["patients"].any()
     assert bool((found["held"] == 1).all())
+
+
+def test_a_simulated_survey_shows_its_answers_and_no_accuracy():
+    words = ["simulate", "method=survey", "method.questions='classes,patients'", "aggregator=mean"]
+    result = CliRunner().invoke(build(words), [*words, "data=digits", "federation=hospitals6"])
+    assert result.exit_code == 0
+    shown = result.output
+    assert "6 hospitals answered" in shown
+    assert "No hospital names patients" in shown
+    assert "accuracy" not in shown

@@ -205,6 +205,10 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
     (asked,) = service.store.approvals.all()
     shown = RunRequest.from_json(asked.request).survey
     rows = {(row.question, row.cell): row for row in shown.rows}
+    request = RunRequest.from_json(asked.request)
+    assert "one answer, nobody trains" in asked.about
+    assert not {"Results on test images", "Class prototypes"} & {c.what for c in request.compare(Policy())}
+    assert len(request.leaves.words()) == 1
     assert (rows["classes", "b"].images, rows["classes", "b"].patients, rows["classes", "b"].becomes) == (
         20,
         10,
@@ -215,6 +219,7 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
     assert "A number that is not 0 is of at least 10 patients." in shown.sentence()
     service.store.approvals.decide(run.name, approved=True)
     hospital.sent()
+    assert "the answers of a survey" in next(n.text for n in hospital.notices if n.event == "staged")
     (tmp_path / "bundle").write_bytes(upload(hospital))
     left = told(run, BundleFile(tmp_path / "bundle")[ANSWERS].total)
     for row in shown.rows:
