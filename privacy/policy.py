@@ -23,6 +23,7 @@ from fl_core import validate
 from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
+from fl_core.text import decoded
 from privacy.accounting.accountant import Filter
 from privacy.policy_terms import (
     SHARE_OF_UNITS,
@@ -87,7 +88,7 @@ class Policy:
     @classmethod
     def parse(cls, raw: bytes) -> Policy:
         """Read the text of a policy; raises ConfigError, ValueError and their like on what it must not say."""
-        found = structure(PolicyFile, tomllib.loads(raw.decode()), "")
+        found = structure(PolicyFile, tomllib.loads(decoded(raw)), "")
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
         digest = hashlib.sha256(raw).hexdigest()
         sections = found.runs, found.privacy, found.prototypes

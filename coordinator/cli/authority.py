@@ -21,6 +21,7 @@ from coordinator.pki.passphrase import PassphraseSource
 from coordinator.storage.records import Lead
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
+from fl_core.text import read_text
 from service_core.command_line import Json, command
 from service_core.console import Reply, local_time, make_table
 from service_core.model_card.card import Card
@@ -48,8 +49,8 @@ def _authority(home: Path) -> Iterator[tuple[Authority, Membership, Store]]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file)
+    except (OSError, ValueError) as error:
         raise ConfigError("E-ID-31", f"expected a file that can be read at {file}, found none: {error}") from None
 
 

@@ -37,6 +37,7 @@ from fl_core.datasets.sources import (
 )
 from fl_core.errors import ConfigError, DataError
 from fl_core.extensions import registry, user_data
+from fl_core.text import composed
 from fl_core.types.columns import Column, check_columns, width
 from fl_core.types.records import Schema
 
@@ -91,6 +92,10 @@ class DataRequest:
     classes: Sequence[str] | None = None
     image_size: int | None = None
     window: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.classes is not None and not isinstance(self.classes, str):
+            object.__setattr__(self, "classes", tuple(map(composed, self.classes)))
 
     @property
     def grey_values(self) -> Window | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,8 @@ class CheckProblem:
     """One kind of fault: its error code, what was expected and found, how often, the first names, what to do.
 
     first: at most SHOWN names, of which the text has IN_A_LINE   records: each name is a record that the source lists
-    and that cannot be read, so that a few of them are left out of a run.
+    and that cannot be read, so that a few of them are left out of a run   names: how many there are, where a name may
+    stand for several.
     """
 
     code: str
@@ -45,9 +47,10 @@ class CheckProblem:
     first: tuple[str, ...]
     remedy: str
     records: bool = False
+    names: int = 0
 
     def __str__(self) -> str:
-        names = ", ".join(self.first[:IN_A_LINE]) + (", ..." if self.count > IN_A_LINE < len(self.first) else "")
+        names = ", ".join(self.first[:IN_A_LINE]) + (", ..." if len(self.first) > IN_A_LINE else "")
         return f"{self.code}: {self.what}: {self.count}{f' ({names})' if names else ''}. {self.remedy}"
 
 
@@ -127,7 +130,7 @@ class SourceIndex:
             self.classes,
             counts,
             (*self.problems, *dictionary_problems(self.labels), *self._unknown(), *self._empty(), *self._ungrouped()),
-            (*self.notes, *self.labels.notes(), *self._without_images(counts)),
+            (*self.notes, *self.labels.notes(), *self._without_images(counts), *self._doubtful()),
             groups=len(groups) or None,
             fingerprint=fingerprint_of(self._records()),
             unread=self.unread,
@@ -226,6 +229,16 @@ class SourceIndex:
         unknown = Counter(item.label for item in self.items)
         return unknown_labels(unknown, self.labels, self.classes, "images")
 
+    def _doubtful(self) -> tuple[str, ...]:
+        """Name classes that look like several labels at once, or like a missing one."""
+        joined = [c for c in self.classes if len(parts := re.split(r"\s*[|;]\s*", c)) > 1 and all(parts)]
+        missing = [c for c in self.classes if c.lower() in ("nan", "null", "n/a", "<na>")]
+        tables = "one image has one label here; several are for tables (docs/data.md)"
+        return (
+            *([f"classes that look like several labels: {_listed(joined)}: {tables}"] if joined else ()),
+            *([f"classes that look like a missing label: {_listed(missing)}"] if missing else ()),
+        )
+
     def _empty(self) -> tuple[CheckProblem, ...]:
         there = {item.split for item in self.items if self.labels.fits(item.label, self.classes)}
         empty = [split.value for split in SPLITS if split not in there]
@@ -249,7 +262,7 @@ def problem(
 ) -> tuple[CheckProblem, ...]:
     """Make a problem of these names, or nothing when there are none; count: when a name stands for several."""
     number = len(names) if count is None else count
-    return (CheckProblem(code, what, number, tuple(names[:SHOWN]), remedy, records),) if names else ()
+    return (CheckProblem(code, what, number, tuple(names[:SHOWN]), remedy, records, len(names)),) if names else ()
 
 
 def unknown_labels(

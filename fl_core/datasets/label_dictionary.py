@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from fl_core.errors import DataError
 from fl_core.suggest import did_you_mean
+from fl_core.text import composed, read_text
 from fl_core.types.enums import Split
 from fl_core.types.targets import MAX_COARSE, one_of
 
@@ -72,9 +73,7 @@ def read_dictionary(folder: Path) -> LabelDictionary:
     """
     file = folder / FILE
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise DataError("E-DATA-07", f"expected at most {_MAX_BYTES} bytes in {file}, found more: shorten it")
-        text = file.read_text(encoding="utf-8-sig")
+        text = composed(read_text(file, _MAX_BYTES))
         raw = tomllib.loads(f"{text}\n")  # else a fault of the last line is one "at end of document"
     except FileNotFoundError:
         return NO_DICTIONARY

@@ -91,11 +91,17 @@ def parse(reference: str) -> DataRef:
     silo: int | None = None
     kind, colon, rest = reference.partition(":")
     if colon and kind in FILES:
-        path, hash_sign, partition = rest.partition("#")
+        path, hash_sign, partition = rest.rpartition("#")
+        if not hash_sign or Path(rest).expanduser().exists():  # a name may have the sign, too
+            path, hash_sign = rest, ""
         if not path.strip():
             raise ConfigError("E-CFG-01", f"expected a path after {kind}:, found {reference!r}")
         if hash_sign:
-            federation, silo = _parse_silo(partition, reference)
+            try:
+                federation, silo = _parse_silo(partition, reference)
+            except ConfigError as error:
+                text = f"{error.message}; nor is there anything at {rest}, if # belongs to the path"
+                raise ConfigError(error.code, text) from error
         return DataRef(kind, silo, federation, Path(path).expanduser())
     if match := re.fullmatch(r"digits/hospital(\d+)", reference):
         reference = f"digits/hospitals6/{match[1]}"

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from fl_core.converter import ConversionError, structure
 from fl_core.errors import ConfigError, DataError
+from fl_core.text import composed, read_text
 from fl_core.types.columns import Column, check_columns
 
 SUFFIX = ".toml"
@@ -89,9 +90,7 @@ def beside(table: Path) -> Path:
 def read_schema(file: Path) -> TableSchema:
     """Read a description; raises DataError: E-DATA-02 no such file, E-DATA-07 none that can be read or holds."""
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise DataError("E-DATA-07", f"expected a schema of at most {_MAX_BYTES} bytes in {file}: shorten it")
-        raw: dict[str, object] = tomllib.loads(file.read_text(encoding="utf-8"))
+        raw: dict[str, object] = tomllib.loads(composed(read_text(file, _MAX_BYTES)))
         columns = raw.get("columns")
         if isinstance(columns, Mapping):
             raw["columns"] = [
@@ -104,8 +103,6 @@ def read_schema(file: Path) -> TableSchema:
             "E-DATA-02", f"expected the schema of a table in {file}, found none: write one (docs/data.md)"
         ) from error
     except (OSError, ValueError, RecursionError) as error:  # also what TOML, UTF-8 and the schema itself refuse
-        if isinstance(error, DataError):
-            raise
         text = error.message if isinstance(error, ConfigError) else str(error)
         kind = "a schema" if isinstance(error, (ConfigError, ConversionError)) else "TOML in UTF-8"
         raise DataError("E-DATA-07", f"expected {kind} in {file}, found: {text[:300]}. Correct it") from error

@@ -21,10 +21,12 @@ from fl_core.datasets.image_files import ImageExamples
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.datasets.references import FILES
 from fl_core.datasets.sources import class_folders
+from fl_core.datasets.sources.csv_reader import require_commas
 from fl_core.datasets.sources.table import cell_parser, read_cells
 from fl_core.datasets.table_schema import beside, read_schema
 from fl_core.errors import ConfigError, DataError, SchemaError
 from fl_core.prediction.model_file import ModelFacts
+from fl_core.text import composed
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.types.columns import Column, difference, width
 from fl_core.types.enums import Split
@@ -114,16 +116,19 @@ def _images(paths: Sequence[Path]) -> _Found:
 def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
     """Read the columns that the model takes; a row that its rules refuse is a problem."""
     missing = frozenset(read_schema(beside(file)).missing if beside(file).exists() else ("",))
-    wanted = [column.name for column in columns]
+    wanted = [composed(column.name) for column in columns]
     header, body = read_cells(file, wanted)
     lacking = [name for name in wanted if list(header).count(name) != 1]
     if lacking:
+        require_commas(file, header)
         raise DataError(
             "E-DATA-07",
             f"expected each of the model's {len(wanted)} columns once in {file}, found {', '.join(lacking[:10])} not "
             "there or twice: export the table again",
         )
-    parsers = [(column.name, cell_parser(column, missing), header.index(column.name)) for column in columns]
+    parsers = [
+        (name, cell_parser(column, missing), header.index(name)) for name, column in zip(wanted, columns, strict=True)
+    ]
     names: list[str] = []
     numbers: list[list[float]] = []
     problems: list[tuple[str, str]] = []

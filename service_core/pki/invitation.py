@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import ConfigError, FederationError
+from fl_core.text import INVISIBLE
 from service_core.pki import certificates
 from service_core.pki.identity import Address, Identity, Kind, PeerCertificate, identity_of, parse_certificate
 from service_core.storage.private_files import Credentials
@@ -62,13 +63,13 @@ class InvitationToken:
 
     @classmethod
     def decode(cls, text: str, now: datetime | None = None) -> InvitationToken:
-        """Read a pasted token; line breaks and blanks that mail programs add are ignored.
+        """Read a pasted token; line breaks, blanks and invisible marks that mail programs add are ignored.
 
         Raises ConfigError: E-ID-01 no whole token of ours (damaged, or put together by someone else), E-WIRE-01 another
         version, E-ID-13 expired (or not valid yet: a clock is wrong).
         Guarantees: a token that decodes is, byte for byte in every field, one that `encode` wrote.
         """
-        token = _assemble(_unpack("".join(text.split())))
+        token = _assemble(_unpack("".join(c for c in text if not c.isspace() and c not in INVISIBLE)))
         token._check(now or certificates.utc_now())
         return token
 

@@ -88,7 +88,14 @@ def report_json(report: CheckReport, schema: Schema | None = None) -> Mapping[st
         "fingerprint": report.fingerprint,
         "notes": list(report.notes),
         "problems": [
-            {"code": p.code, "what": p.what, "count": p.count, "first": list(p.first), "remedy": p.remedy}
+            {
+                "code": p.code,
+                "what": p.what,
+                "count": p.count,
+                "first": list(p.first),
+                "remedy": p.remedy,
+                "names": p.names,
+            }
             for p in report.problems
         ],
         "unread": dict(report.unread),
@@ -108,7 +115,7 @@ def _shown(report: CheckReport, schema: Schema | None) -> Iterator[Facts | Rows]
         facts.append(("not read", f"{sum(report.unread.values())} files ({kinds})"))
     yield Facts(facts)
     for found in report.problems:
-        more = [f"and {found.count - len(found.first)} more"] if found.count > len(found.first) > 1 else []
+        more = [f"and {found.names - len(found.first)} more"] if found.names > len(found.first) else []
         where = [(found.code, name) for name in (*found.first, *more)]
         yield Rows(f"{found.what}: {found.count}. {found.remedy}", ("code", "where"), where)
     train, test = (report.counts.get(split, (0,) * len(report.classes)) for split in (Split.TRAIN, Split.TEST))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fl_core.errors import ConfigError
+from fl_core.text import composed, decoded, read_text
 from service_core.command_line import Depends
 from service_core.operations.logs import VARIABLE, LogFormat
 from service_core.storage.unfinished import require_finished
@@ -120,18 +121,16 @@ def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
 
 def text_of(file: Path | None) -> str:
     """Read a file, or standard input for none and for -; raises ConfigError (E-CFG-02)."""
-    if file is None or str(file) == "-":
-        return sys.stdin.read()
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return decoded(sys.stdin.buffer.read()) if file is None or str(file) == "-" else read_text(file)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             "E-CFG-02", f"expected text in the file {file}, found none that can be read: {error}"
         ) from None
 
 
 def label_space(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",")]
+    return None if text is None else [composed(name.strip()) for name in text.split(",")]
 
 
 def grey_window(text: str | None) -> tuple[float, float] | None:

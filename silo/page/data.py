@@ -34,12 +34,13 @@ class ClassCount:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with the data. first: the first files."""
+    """Something wrong with the data. first: the first files   names: how many there are."""
 
     what: str
     count: int
     first: tuple[str, ...]
     remedy: str
+    names: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,13 @@ def _report(raw: Mapping[str, Any]) -> Report:
     names, counts = [str(c) for c in found["classes"]], found["counts"]
     train, test = ([int(n) for n in counts.get(split, [0] * len(names))] for split in ("train", "test"))
     problems = tuple(
-        Problem(str(p["what"]), int(p["count"]), tuple(map(str, p["first"][:_FILES])), str(p["remedy"]))
+        Problem(
+            str(p["what"]),
+            int(p["count"]),
+            tuple(map(str, p["first"][:_FILES])),
+            str(p["remedy"]),
+            int(p.get("names", p["count"])),
+        )
         for p in found["problems"][:_PROBLEMS]
     )
     classes = tuple(ClassCount(*row) for row in zip(names, train, test, strict=True))[:_CLASSES]

@@ -116,6 +116,23 @@ def is_dicom(path: Path) -> bool:
         return False
 
 
+def looks_like_dicom(path: Path) -> bool:
+    """Tell by the mark, or by a first tag where the mark is missing: such a file is named, and not read."""
+    return is_dicom(path) or lacks_preamble(path)
+
+
+def lacks_preamble(path: Path) -> bool:
+    """Tell whether a file begins with a tag of DICOM (PS3.5 section 7.1), as old scanners write."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+    except (OSError, ValueError):
+        return False
+    group, element, kind = start[:2], start[2:4], start[4:6]  # the type of the value, or half of its length
+    short = start[5:8] == b"\0\0\0"
+    return len(start) == 8 and group in (b"\2\0", b"\x08\0") and element[1] == 0 and (kind.isupper() or short)
+
+
 class Description(NamedTuple):
     """What a file's header says of how an image was made; None: it does not.
 

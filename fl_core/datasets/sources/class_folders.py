@@ -1,10 +1,14 @@
-"""A folder of images, one subfolder per class: `PATH/<class>/**/*.jpg`, or `PATH/{train,test}/<class>/**/*.jpg`."""
+"""A folder of images, one subfolder per class: `PATH/<class>/**/*.jpg`, or `PATH/{train,test}/<class>/**/*.jpg`.
+
+What systems, file servers and archives leave there is nobody's: hidden files, `NOT_OURS`, the index of a DICOM disk.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import stat
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +16,32 @@ from typing import NamedTuple
 
 from fl_core.datasets.augmentation import PHOTOS
 from fl_core.datasets.checks import CheckProblem, Item, SourceIndex, by_extension, problem
-from fl_core.datasets.decoding.dicom import Window, is_dicom
+from fl_core.datasets.decoding.dicom import Window, looks_like_dicom
 from fl_core.datasets.decoding.pixels import SUFFIXES
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import ImageTransform
 from fl_core.datasets.label_dictionary import FILE, Translator, read_dictionary
 from fl_core.errors import DataError
+from fl_core.text import composed
 from fl_core.types.enums import Split
 
 DEFAULT_SIZE = 224
 TEST_SHARE = 0.2
+NOT_OURS = frozenset(
+    {
+        "__macosx",
+        "lost+found",
+        "found.000",
+        "system volume information",
+        "recycler",
+        *("$recycle.bin", "#recycle", "@recycle"),
+        *("#snapshot", "@recently-snapshot", "@eadir"),
+    }
+)
+"""Names of folders, in small letters, that no hospital made: thumbnails, bins, snapshots."""
+LEVELS = {"train": Split.TRAIN, "training": Split.TRAIN, "test": Split.TEST, "testing": Split.TEST}
+"""Names of folders, in small letters, that divide images and are no class."""
+_INDEX = "dicomdir"
 
 
 def transform(image_size: int | None, window: Window | None = None) -> ImageTransform:
@@ -45,8 +65,8 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
         [file.name for file in tree.images_in(root)],
         "Move them into the subfolder of their class",
     )
-    if {folder.name for folder in levels} & {"train", "test"}:
-        halves = [root / s.value for s in SPLITS if (root / s.value).is_dir()]
+    halves = [folder for split in SPLITS for folder in levels if LEVELS.get(folder.name.lower()) is split]
+    if halves:
         problems += problem(
             "E-DATA-07",
             "subfolders beside train/ and test/ (images in them)",
@@ -59,11 +79,11 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
             [file.relative_to(root).as_posix() for half in halves for file in tree.images_in(half)],
             "Move them into the subfolder of their class",
         )
-        items = _translated([item for half in halves for item in tree.items(half, Split(half.name))], labels)
-        names = {c.name for half in halves for c in tree.subfolders(half)}
+        items = _translated([i for half in halves for i in tree.items(half, LEVELS[half.name.lower()])], labels)
+        names = {composed(c.name) for half in halves for c in tree.subfolders(half)}
     else:
         items = _hold_out(_translated(tree.items(root, Split.TRAIN), labels), labels.coarse)
-        names = {folder.name for folder in levels}
+        names = {composed(folder.name) for folder in levels}
         notes = ("no train/ and test/ level: a fifth of each class, chosen by file name, is held out as test",)
     if not names:
         loose = sum(problem.count for problem in problems)
@@ -74,6 +94,7 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
         )
         raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found {found}: {remedy}")
     problems += tree.problems()
+    notes += tree.notes()
     space = tuple(classes or labels.space(names))
     unread = by_extension([path for path in tree.unread if path != root / FILE])
     return SourceIndex(f"folder:{root}", space, tuple(items), problems, notes, unread=unread, labels=labels)
@@ -113,6 +134,7 @@ class _Tree:
         self.unread: list[Path] = []
         self._closed: list[str] = []
         self._links: list[str] = []
+        self._skipped = Counter[str]()
 
     def subfolders(self, folder: Path) -> list[Path]:
         return sorted(folder / entry.name for entry in self._level(folder) if _is_folder(entry))
@@ -139,10 +161,14 @@ class _Tree:
 
     def items(self, level: Path, split: Split) -> list[Item]:
         return [
-            Item(self._root / name, name, folder.name, split, size=size)
+            Item(self._root / name, name, composed(folder.name), split, size=size)
             for folder in self.subfolders(level)
             for name, size in self.images(folder)
         ]
+
+    def notes(self) -> tuple[str, ...]:
+        listed = ", ".join(f"{name} ({n})" if n > 1 else name for name, n in sorted(self._skipped.items()))
+        return (f"folders of systems and file servers, which are left out: {listed}",) if listed else ()
 
     def problems(self) -> tuple[CheckProblem, ...]:
         closed = sorted(set(self._closed))
@@ -165,10 +191,15 @@ class _Tree:
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(folder) as entries:
-                return [entry for entry in entries if not entry.name.startswith(".")]
+                return [entry for entry in entries if not entry.name.startswith(".") and not self._is_skipped(entry)]
         except OSError as error:
             self._closed.append(self._name(os.fsdecode(error.filename or folder)))
             return []
+
+    def _is_skipped(self, entry: os.DirEntry[str]) -> bool:
+        found = entry.name.lower() in NOT_OURS and _is_folder(entry)
+        self._skipped.update([entry.name] if found else ())
+        return found
 
     def _size_of_image(self, entry: os.DirEntry[str]) -> int | None:
         """Return the bytes of a file that is an image; None for another, which is noted. One look at each file."""
@@ -179,7 +210,7 @@ class _Tree:
             return None
         suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122 - a Path takes as long as all the rest
         if stat.S_ISREG(found.st_mode) and (
-            suffix in SUFFIXES or (not suffix.strip(".0123456789") and is_dicom(Path(entry.path)))
+            suffix in SUFFIXES or (entry.name.lower() != _INDEX and looks_like_dicom(Path(entry.path)))
         ):
             return found.st_size
         self.unread.append(Path(entry.path))

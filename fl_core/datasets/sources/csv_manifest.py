@@ -6,6 +6,7 @@ split: train or test.
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from fl_core.datasets.checks import Item, SourceIndex, groups_in_both_splits, problem
 from fl_core.datasets.label_dictionary import Translator, read_dictionary
 from fl_core.datasets.sources.csv_reader import Row, read_rows
+from fl_core.text import composed
 from fl_core.types.enums import Split
 
 COLUMNS = ("path", "label", "group", "split")
@@ -25,10 +27,14 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     wrong += [(line, "more or fewer cells than the header has") for line in found.ragged]
     labels = Translator(read_dictionary(file.parent))
     items = tuple(
-        Item(file.parent / row["path"], row["path"], label, Split(row["split"]), row["group"] or None)
+        Item(_located(file.parent, row["path"]), row["path"], label, Split(row["split"]), row["group"] or None)
         for _, row in found.rows
-        if not _fault(row) and (label := labels(row["label"], Split(row["split"]))) is not None
+        if not _fault(row) and (label := labels(composed(row["label"]), Split(row["split"]))) is not None
     )
+    lost = [item.name for item in items if not _is_file(item.path)]
+    remedy = f"Restore these files below {file.parent}, or remove their rows"
+    if any("\\" in name for name in lost):
+        remedy = f"These are paths of Windows (backslashes): write them as they lie below {file.parent}, with /"
     times = Counter(item.path.resolve() for item in items)
     twice = sorted({item.name for item in items if times[item.path.resolve()] > 1})
     problems = (
@@ -42,8 +48,8 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
         *problem(
             "E-DATA-04",
             f"images of {file.name} without a file",
-            [item.name for item in items if not _is_file(item.path)],
-            f"Restore these files below {file.parent}, or remove their rows",
+            lost,
+            remedy,
             records=True,
         ),
         *problem(
@@ -53,7 +59,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             "Move all images of a group into one split: the test would measure what was memorised",
         ),
     )
-    space = tuple(classes or labels.space({row["label"] for _, row in found.rows if not _fault(row)}))
+    space = tuple(classes or labels.space({composed(row["label"]) for _, row in found.rows if not _fault(row)}))
     return SourceIndex(f"manifest:{file}", space, items, problems, labels=labels)
 
 
@@ -63,6 +69,13 @@ def _fault(row: Row) -> str:
     if not row["label"]:
         return "no label"
     return "" if row["split"] in ("train", "test") else f"split {row['split'][:40]!r}, which is neither train nor test"
+
+
+def _located(folder: Path, text: str) -> Path:
+    """Find a file as the list names it, else with the separators of Windows or in another Unicode form."""
+    ways = (text, text.replace("\\", "/"))
+    paths = [folder / unicodedata.normalize(form, way) for way in ways for form in ("NFC", "NFD")]
+    return next((path for path in (folder / text, *paths) if _is_file(path)), folder / text)
 
 
 def _is_file(path: Path) -> bool:

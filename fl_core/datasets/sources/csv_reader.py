@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fl_core import text
 from fl_core.errors import DataError
 
 Row = Mapping[str, str]
@@ -57,13 +58,7 @@ def read_rows(file: Path, required: Sequence[str]) -> Table:
 
 def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) -> None:
     if lacking := [name for name in required if name not in header]:
-        other = delimiter_of(header)
-        if other:
-            raise DataError(
-                "E-DATA-07",
-                f"expected cells separated by commas in {file}, found {other}: export it again with commas, or replace "
-                "them where no cell holds one",
-            )
+        require_commas(file, header)
         raise DataError(
             "E-DATA-07",
             f"expected the columns {', '.join(required)} separated by commas in {file}, found the header "
@@ -78,9 +73,14 @@ def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) ->
 _DELIMITERS = {";": "semicolons (;)", "\t": "tabs", "|": "vertical bars (|)"}
 
 
-def delimiter_of(header: Sequence[str]) -> str:
-    """Name what separates the cells of a header that was read as one cell; empty where nothing known does."""
-    return next((name for sign, name in _DELIMITERS.items() if len(header) == 1 and sign in header[0]), "")
+def require_commas(file: Path, header: Sequence[str]) -> None:
+    """Raise DataError (E-DATA-07) where something else separates the cells of a header, which was read as one cell."""
+    if other := next((name for sign, name in _DELIMITERS.items() if len(header) == 1 and sign in header[0]), ""):
+        raise DataError(
+            "E-DATA-07",
+            f"expected cells separated by commas in {file}, found {other}: export it again with commas, or replace "
+            "them where no cell holds one",
+        )
 
 
 def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
@@ -88,16 +88,20 @@ def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
     try:
         if (size := file.stat().st_size) > MAX_BYTES:
             raise DataError("E-DATA-07", f"expected at most {MAX_BYTES} bytes in {file}, found {size}: divide it")
-        with file.open(encoding="utf-8-sig", newline="") as stream:
+        with text.opened(file) as stream:
             reader = csv.reader(stream, strict=True)
             for cells in reader:
                 if any("\0" in cell for cell in cells):
                     raise csv.Error("a NUL, which no text or path has")
+                if reader.line_num == 1 and cells == ["sep=", ""]:  # how a file tells Excel that it has commas
+                    continue
                 if any(cell.strip() for cell in cells):
                     yield reader.line_num, [cell.strip() for cell in cells]
     except FileNotFoundError as error:
         raise DataError("E-DATA-02", f"expected a CSV file at {file}, found none: check the path") from error
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             "E-DATA-07", f"expected a CSV file in UTF-8 at {file}, found: {error}. Export it again"
         ) from error
@@ -106,8 +110,8 @@ def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
 def read_lines(file: Path) -> list[str]:
     """Read a UTF-8 text file; raises DataError: E-DATA-02 no such file, E-DATA-07 no such text."""
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        return text.read_text(file).splitlines()
     except FileNotFoundError as error:
         raise DataError("E-DATA-02", f"expected a text file at {file}, found none: check the path") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError("E-DATA-07", f"expected UTF-8 text at {file}, found: {error}. Restore it") from error

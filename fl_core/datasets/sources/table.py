@@ -32,10 +32,11 @@ from fl_core.datasets.examples import SPLITS, SiloDataset, TensorExamples, finge
 from fl_core.datasets.label_dictionary import FILE as LABELS_FILE
 from fl_core.datasets.label_dictionary import NO_DICTIONARY, Translator, read_dictionary
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
-from fl_core.datasets.sources.csv_reader import MAX_BYTES, lines_of
+from fl_core.datasets.sources.csv_reader import MAX_BYTES, lines_of, require_commas
 from fl_core.datasets.sources.label_columns import TRUTH, LabelColumns, read_label, translated_columns
 from fl_core.datasets.table_schema import TableSchema, beside, read_schema
 from fl_core.errors import ConfigError, DataError
+from fl_core.text import composed
 from fl_core.types.columns import Column, width
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
@@ -250,6 +251,7 @@ class _Rows:
         lacking = [name for name in self.wanted if name not in header]
         twice = [name for name in self.wanted if list(header).count(name) > 1]
         if lacking or twice:
+            require_commas(file, header)
             found = f"without {', '.join(lacking[:10])}" if lacking else f"with {', '.join(twice[:10])} twice"
             raise DataError(
                 "E-DATA-07",
@@ -280,6 +282,7 @@ class _Rows:
             numbers += found
             cell_texts.append((column.name, texts))
         label, group, split, record = (self._cell(cells, r) for r in ("label", "group", "split", "record"))
+        label = composed(label)
         try:
             answers = [read_label(cells[k], self._missing) for k in self._labels]
         except ValueError as error:
@@ -399,6 +402,7 @@ NumberTexts = tuple[str, str, str]
 CANONICAL_FIRST, EARLIER_FIRST = (0, 1, 2), (1, 0, 2)
 Parse = Callable[[str], tuple[list[float], NumberTexts]]
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
 _WHOLE = re.compile(r"(\d+)\.0+", re.ASCII)
 
 
@@ -422,7 +426,7 @@ def number_texts(value: float) -> NumberTexts:
 
 def id_texts(text: str) -> NumberTexts:
     """Write the name of a patient or a record: a whole number, which programs export as 17.0 too, without the point."""
-    whole = match[1] if (match := _WHOLE.fullmatch(text)) else text
+    whole = match[1] if (match := _WHOLE.fullmatch(text)) else composed(text)
     return whole, text, f"{whole}.0" if whole.isdecimal() else text
 
 
@@ -433,11 +437,12 @@ def cell_parser(column: Column, missing: frozenset[str], earlier: bool = False) 
     """
     empty = [0.0] * (column.width - 1) + [1.0]
     present = [0.0] * (column.missing == "indicator")
-    one_hot = {c: [float(c == other) for other in column.categories] + present for c in column.categories}
+    one_hot = {composed(c): [float(c == other) for other in column.categories] + present for c in column.categories}
     low, high = column.min or 0.0, column.max or 0.0
     middle, half = low + (high - low) / 2, (high - low) / 2
 
-    def parse(cell: str) -> tuple[list[float], NumberTexts]:
+    def parse(raw: str) -> tuple[list[float], NumberTexts]:
+        cell = composed(raw)
         if cell in missing:
             if column.missing == "refuse":
                 raise ValueError("no value")
@@ -445,11 +450,13 @@ def cell_parser(column: Column, missing: frozenset[str], earlier: bool = False) 
         if column.type == "category":
             if cell not in one_hot:
                 raise ValueError("none of the declared categories")
-            return one_hot[cell], (cell,) * 3
+            return one_hot[cell], (cell, raw, raw)
         if column.type == "boolean":
             if (truth := TRUTH.get(cell.lower())) is None:
                 raise ValueError("neither true nor false")
             return [sign := 1.0 if truth else -1.0, *present], (str(sign),) * 3
+        if _DECIMAL_COMMA.fullmatch(cell):
+            raise ValueError("no number, but one with a decimal comma: export it with points")
         if not _NUMBER.fullmatch(cell) or not math.isfinite(value := float(cell)):
             raise ValueError("no number")
         if column.type == "integer" and not value.is_integer():
@@ -466,7 +473,7 @@ def cell_parser(column: Column, missing: frozenset[str], earlier: bool = False) 
 def _csv(file: Path) -> tuple[list[str], Iterator[tuple[int, Cells]]]:
     lines = lines_of(file)
     _, header = next(lines, (0, []))
-    return header, lines
+    return [composed(name) for name in header], lines
 
 
 def _parquet(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, Cells]]]:
@@ -488,20 +495,21 @@ def _parquet(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tup
         raise DataError("E-DATA-07", f"expected a Parquet file at {file}, found another: export it again") from error
     if rows > MAX_ROWS or size > MAX_BYTES:
         raise DataError("E-DATA-07", f"expected at most {MAX_ROWS} rows and {MAX_BYTES} bytes in {file}: divide it")
-    read = [name for name in wanted if name in names]
+    stored = {composed(name): name for name in names}
+    read = [name for name in wanted if name in stored]
 
     def body() -> Iterator[tuple[int, Cells]]:
         line = 0
         gap = [""] * (len(names) - len(read))
         try:
-            for batch in opened.iter_batches(4096, columns=read):
-                for row in zip(*(batch.column(name).to_pylist() for name in read), strict=True):
+            for batch in opened.iter_batches(4096, columns=[stored[name] for name in read]):
+                for row in zip(*(batch.column(stored[name]).to_pylist() for name in read), strict=True):
                     line += 1
                     yield line, [*map(_text, row), *gap]
         except (OSError, ValueError, ArrowException) as error:
             raise DataError("E-DATA-07", f"expected a whole Parquet file at {file}: export it again") from error
 
-    return [*read, *(name for name in names if name not in read)], body()
+    return [*read, *(name for name in map(composed, names) if name not in read)], body()
 
 
 def _text(value: object) -> str:

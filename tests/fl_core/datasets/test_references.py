@@ -278,3 +278,16 @@ def test_a_number_of_thousands_of_digits_is_refused_like_any_other_wrong_referen
 def test_a_federation_of_thousands_of_characters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"E-CFG-01.*at most 4096 characters"):
         federation_text({"name": "iid-" + "9" * 5000})
+
+
+def test_a_path_may_have_a_hash_sign(tmp_path: Path) -> None:
+    folder = tmp_path / "study #1"
+    folder.mkdir()
+    ref = parse(f"folder:{folder}")
+    assert (ref.path, ref.federation) == (folder, None)
+    assert parse(str(ref)) == ref
+    divided = parse(federation(f"folder:{folder}", "p5c2")[3])
+    assert (divided.path, divided.silo) == (folder, 3)
+    assert parse(str(divided)) == divided
+    with pytest.raises(ConfigError, match=r"E-CFG-01.*nor is there anything at .*study #2, if # belongs to the path"):
+        parse(f"folder:{tmp_path / 'study #2'}")

@@ -170,6 +170,17 @@ def test_rows_become_numbers_and_those_that_do_not_fit_are_named_by_line(table: 
     assert len(Predictor(table).predictions(found)) == 5
 
 
+def test_a_table_for_prediction_names_semicolons_and_may_have_a_byte_order_mark(
+    table: LoadedModel, tmp_path: Path
+) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text("sex,age,crp\nm,50,1\n", encoding="utf-8-sig")
+    assert inputs.from_paths([file], table.facts, LOADER).names == (f"{file}:2",)
+    file.write_text("sex;age;crp\nm;50;1\n")
+    with pytest.raises(DataError, match=r"E-DATA-07.*found semicolons"):
+        inputs.from_paths([file], table.facts, LOADER)
+
+
 @pytest.mark.parametrize("header", [["sex", "age"], ["sex", "age", "crp", "age"]])
 def test_a_table_without_the_models_columns_is_refused(table: LoadedModel, tmp_path: Path, header: list[str]) -> None:
     file = rows_of(tmp_path / "p.csv", [header, ["1"] * len(header)])

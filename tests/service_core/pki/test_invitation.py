@@ -118,3 +118,9 @@ def test_a_token_put_together_from_two_is_refused(ca, tmp_path):
         InvitationToken("demo", "center3", mine.addresses, mine.ca_pem, mine.ca_pem, mine.key_pem),
     ]:
         assert code(mixed.encode()) == "E-ID-01"
+
+
+@pytest.mark.parametrize("mark", ["\ufeff", "\u200b", "\u2060"])
+def test_a_token_is_read_with_the_invisible_marks_that_editors_and_mail_programs_add(text, mark):
+    marked = f"{mark}{text[:40]}{mark}\r\n{text[40:]}\r\n"
+    assert InvitationToken.decode(marked, CLOCK()) == InvitationToken.decode(text, CLOCK())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from fl_core.datasets.checks import SHOWN
+from fl_core.errors import ConfigError
 from fl_core.training.devices import choose_device
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.cli.options import text_of
 from silo.cli.service import run
 from silo.storage.home import Home
 from tests.support import until
@@ -116,6 +120,36 @@ def test_data_check_names_problems_and_ends_with_status_2(capsys, tmp_path):
     captured = capsys.readouterr()
     assert "E-DATA-04" in [p["code"] for p in json.loads(captured.out)["problems"]]
     assert captured.err.startswith("E-DATA-")
+
+
+def test_data_check_counts_what_it_does_not_show_and_not_images(capsys, tmp_path):
+    from PIL import Image
+
+    for name in (*(f"class{k}" for k in range(SHOWN)), "x", "y"):
+        for k in range(2):
+            (tmp_path / name).mkdir(exist_ok=True)
+            Image.new("RGB", (8, 8), (k, 0, 0)).save(tmp_path / name / f"{k}.png")
+    words = ["data", "check", f"folder:{tmp_path}", "--no-deep", "--classes"]
+    assert run([*words, "x,a"]) == 2
+    assert "and 1 more" in capsys.readouterr().out  # 51 unknown classes, of which 50 are listed
+    assert run([*words, ",".join(("a", "x", *(f"class{k}" for k in range(SHOWN))))]) == 2
+    assert "more" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_file_that_is_named_on_the_command_line_may_have_a_byte_order_mark(tmp_path, encoding):
+    (tmp_path / "token").write_text("consilium1.AAAA\n", encoding=encoding)
+    assert text_of(tmp_path / "token") == "consilium1.AAAA\n"
+
+
+@pytest.mark.parametrize("raw", ["consilium1.".encode("utf-16"), b"caf\xe9"], ids=["utf-16", "latin 1"])
+def test_a_file_in_another_encoding_is_refused(tmp_path, monkeypatch, raw):
+    (tmp_path / "token").write_bytes(raw)
+    with pytest.raises(ConfigError, match="E-CFG-02"):
+        text_of(tmp_path / "token")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    with pytest.raises(ConfigError, match="E-CFG-02"):
+        text_of(None)
 
 
 def test_a_label_space_may_be_wider_than_the_data(capsys, tmp_path):

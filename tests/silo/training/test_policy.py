@@ -307,3 +307,12 @@ def test_a_hospital_lists_whose_records_an_update_tells_of_without_privacy(make,
     (record,) = leaving(service.store).runs
     assert record.privacy == privacy_of(CompiledRun.of(run))
     assert record.protected is ("train" not in splits)
+
+
+def test_a_policy_with_a_byte_order_mark_holds_and_one_in_utf_16_is_named(tmp_path):
+    text = "[runs]\nmethods = ['fedmr']\n"
+    (tmp_path / "policy.toml").write_text(text, encoding="utf-8-sig")
+    assert Policy.read(tmp_path / "policy.toml").runs == Policy.parse(text.encode()).runs
+    (tmp_path / "policy.toml").write_text(text, encoding="utf-16")
+    with pytest.raises(RefusedError, match=r"E-POLICY-01.*UTF-16 \(Excel's Unicode text\): save it as UTF-8"):
+        Policy.read(tmp_path / "policy.toml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydicom import dcmread
+from pydicom.filewriter import dcmwrite
+from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
-from fl_core.datasets import DataRequest, ImageLoader, check, federation, load, load_all
+from fl_core.datasets import CheckReport, DataRequest, ImageLoader, check, federation, load, load_all
+from fl_core.datasets.sources import class_folders
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
-from tests.support.data import refuse, truncate, write_csv, write_image
+from tests.support.data import refuse, truncate, write_csv, write_dicom, write_image
 
 HEADER = ("path", "label", "group", "split")
 
@@ -387,3 +392,132 @@ def test_a_list_with_other_separators_is_told_which_they_are(tmp_path: Path, sig
     file = tmp_path / "list.csv"
     file.write_text(sign.join(("path", "label", "group", "split")) + "\n")
     refuse(f"separated by commas .* found {name}", "E-DATA-07", f"manifest:{file}")
+
+
+# ---- files as hospitals have them
+
+
+def said(found: CheckReport) -> str:
+    return " | ".join([*map(str, found.problems), *found.notes])
+
+
+NFD, NFC = (unicodedata.normalize(form, "Läsion") for form in ("NFD", "NFC"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["@eaDir", "__MACOSX", "#recycle", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@Recycle"],
+)
+def test_folders_of_systems_and_file_servers_are_left_out_and_named(folder: Path, name: str) -> None:
+    before = check(f"folder:{folder}", deep=True)
+    for at in (folder, folder / "benign", folder / "benign" / "visit1"):
+        write_image(at / name / "0.jpg" / "THUMB.jpg", 200)
+        write_image(at / name / "1.jpg", 201)
+    found = check(f"folder:{folder}", deep=True)
+    assert (found.classes, found.counts, found.problems) == (before.classes, before.counts, ())
+    assert found.fingerprint == before.fingerprint
+    assert name in said(found)
+    assert len(class_folders.below(folder).images) == 15
+
+
+def test_what_a_mac_hides_is_nobodys(folder: Path) -> None:
+    (folder / ".AppleDouble").mkdir()
+    (folder / "benign" / "._0.jpg").write_bytes(b"\0\5\x16\7")
+    assert check(f"folder:{folder}", deep=True).problems == ()
+
+
+@pytest.mark.parametrize(("train", "test"), [("Train", "Test"), ("TRAIN", "test"), ("Training", "Testing")])
+def test_train_and_test_are_levels_in_every_case(split_folder: Path, train: str, test: str) -> None:
+    before = check(f"folder:{split_folder}")
+    for old, new in (("train", train), ("test", test)):
+        (split_folder / old).rename(split_folder / f"{old}.moved")
+        (split_folder / f"{old}.moved").rename(split_folder / new)
+    found = check(f"folder:{split_folder}")
+    assert (found.classes, found.counts, found.problems) == (("benign", "melanoma"), before.counts, ())
+
+
+@pytest.mark.parametrize("name", ["P.MR.1.IMA", "1.MR", "1.img", "1.ct", "IM0001", "1.2.840.5"])
+def test_dicom_is_found_by_its_mark_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+    for label in "ab":
+        for k in range(5):
+            file = tmp_path / label / f"{k}" / name
+            write_dicom(file, np.random.default_rng(ord(label) + 9 * k).integers(0, 255, (16, 16), np.uint8))
+    (tmp_path / "a" / "notes.img").write_bytes(b"no image at all")
+    report = check(f"folder:{tmp_path}", deep=True)
+    assert (sum(map(sum, report.counts.values())), report.problems) == (10, ())
+    assert report.unread == {".img": 1}
+
+
+def test_the_index_of_a_dicom_disk_is_no_image(tmp_path: Path) -> None:
+    for label in "ab":
+        for k in range(5):
+            write_dicom(tmp_path / label / f"IM{k}", np.full((16, 16), 20 * k + ord(label) % 7, np.uint8))
+    shutil.copy(tmp_path / "a" / "IM0", tmp_path / "DICOMDIR")
+    shutil.copy(tmp_path / "a" / "IM0", tmp_path / "a" / "DICOMDIR")
+    report = check(f"folder:{tmp_path}")
+    assert (sum(map(sum, report.counts.values())), report.problems) == (10, ())
+
+
+@pytest.mark.parametrize("name", ["a.dcm", "IM0001"])
+@pytest.mark.parametrize("syntax", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
+def test_dicom_without_preamble_is_named(tmp_path: Path, name: str, syntax: str) -> None:
+    for label in "ab":
+        for k in range(5):
+            write_image(tmp_path / label / f"{k}.png", 20 * k)
+    whole = dcmread(write_dicom(tmp_path / "whole.dcm", np.zeros((16, 16), np.uint8)))
+    (tmp_path / "whole.dcm").unlink()
+    del whole.file_meta, whole.preamble
+    implicit = syntax == ImplicitVRLittleEndian
+    dcmwrite(tmp_path / "a" / name, whole, implicit_vr=implicit, little_endian=True, enforce_file_format=False)
+    report = check(f"folder:{tmp_path}", DataRequest(("a", "b")), deep=True)
+    assert f"a/{name}: DICOM without preamble and meta header" in said(report)
+
+
+@pytest.mark.parametrize(("stored", "asked"), [(NFD, NFC), (NFC, NFD), (NFD, NFD)])
+def test_a_class_is_one_in_every_unicode_form(tmp_path: Path, stored: str, asked: str) -> None:
+    for k in range(6):
+        write_image(tmp_path / "d" / stored / f"{k}.png", 20 * k)
+        write_image(tmp_path / "d" / "b" / f"{k}.png", 20 * k + 9)
+    report = check(f"folder:{tmp_path / 'd'}", DataRequest((asked, "b")))
+    assert (report.classes, report.problems, report.counts[Split.TRAIN]) == ((NFC, "b"), (), (5, 5))
+    rows = [(f"d/{stored}/{k}.png", stored, "", "test" if k > 3 else "train") for k in range(6)]
+    rows += [(f"d/b/{k}.png", "b", "", "test" if k > 3 else "train") for k in range(6)]
+    listed = write_csv(tmp_path / "list.csv", HEADER, [(unicodedata.normalize("NFC", r[0]), *r[1:]) for r in rows])
+    report = check(f"manifest:{listed}", DataRequest((asked, "b")))
+    assert (report.problems, report.counts[Split.TRAIN]) == ((), (4, 4))
+    (tmp_path / "labels.toml").write_text(f'[labels]\n"{asked}" = "b"\n', encoding="utf-8")
+    assert check(f"manifest:{listed}").classes == ("b",)
+
+
+def test_paths_of_windows_are_found_or_named(manifest: Path) -> None:
+    text = manifest.read_text()
+    before = check(f"manifest:{manifest}")
+    manifest.write_text(text.replace("img/", "img\\"))
+    found = check(f"manifest:{manifest}")
+    assert (found.problems, found.counts) == ((), before.counts)
+    manifest.write_text(text.replace("img/", "C:\\study\\img\\"))
+    refuse(r"paths of Windows \(backslashes\): write them as they lie below", "E-DATA-04", f"manifest:{manifest}")
+
+
+def test_a_list_that_tells_excel_its_separator_is_read(manifest: Path) -> None:
+    before = check(f"manifest:{manifest}").counts
+    manifest.write_text("sep=,\n" + manifest.read_text())
+    assert check(f"manifest:{manifest}").counts == before
+    manifest.write_text(manifest.read_text().replace(",", ";"))
+    refuse("found semicolons", "E-DATA-07", f"manifest:{manifest}")
+
+
+@pytest.mark.parametrize("label", ["a|b", "a | b", "a;b", "nan", "NULL"])
+def test_a_label_that_joins_several_or_stands_for_none_is_no_class_without_a_word(manifest: Path, label: str) -> None:
+    rows = manifest.read_text().splitlines()
+    path, _, group, split = rows[1].split(",")
+    manifest.write_text("\n".join([rows[0], f"{path},{label},{group},{split}", *rows[2:]]) + "\n")
+    text = said(check(f"manifest:{manifest}"))
+    assert f"look like several labels: 1 ({label})" in text or f"look like a missing label: 1 ({label})" in text
+    assert "look like" not in said(check(f"manifest:{manifest}", DataRequest(("a", "b"))))
+
+
+def test_a_problem_says_how_many_names_are_not_shown_and_not_how_many_images(folder: Path) -> None:
+    (found,) = (p for p in check(f"folder:{folder}", DataRequest(("x", "y"))).problems if p.code == "E-DATA-05")
+    assert (found.count, found.names, found.first) == (15, 2, ("'benign': 10", "'melanoma': 5"))
+    assert "..." not in str(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -302,3 +303,30 @@ def test_a_table_can_be_read_as_0_1_0_did(tmp_path: Path, values: list[float], s
     assert silo.earlier().fingerprint[:16] == fingerprint
     assert silo.earlier().earlier is None
     assert load(f"table:{crp_table(tmp_path, SHORT)}").fingerprint[:16] == "2fe2e97c63a8ebf0"  # nothing has changed
+
+
+@pytest.mark.parametrize(("sign", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")])
+def test_a_table_names_what_separates_its_cells(tmp_path: Path, sign: str, name: str) -> None:
+    file = crp_table(tmp_path, SHORT)
+    file.write_text(file.read_text().replace(",", sign))
+    refuse(f"separated by commas .*found {name}", "E-DATA-07", f"table:{file}")
+
+
+def test_a_number_with_a_decimal_comma_is_named_as_one(tmp_path: Path) -> None:
+    file = crp_table(tmp_path, ["1,5", *SHORT[1:]])
+    refuse("line 2: crp: no number, but one with a decimal comma", "E-DATA-07", f"table:{file}")
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_of_a_table_are_one_in_every_unicode_form(tmp_path: Path, form: str) -> None:
+    table = unicodedata.normalize(form, "größe,ort,dx\n" + "".join(f"{k},Hüfte,{'äb'[k % 2]}\n" for k in range(60)))
+    schema = 'label = "dx"\nclasses = ["ä", "b"]\n[columns."größe"]\ntype = "number"\nmin = 0\nmax = 99\n'
+    schema += '[columns.ort]\ntype = "category"\ncategories = ["Hüfte", "Knie"]\n'
+    other = unicodedata.normalize({"NFC": "NFD", "NFD": "NFC"}[form], schema)
+    (tmp_path / "a.csv").write_text(table, encoding="utf-8")
+    (tmp_path / "a.toml").write_text(other, encoding="utf-8")
+    silo = load(f"table:{tmp_path / 'a.csv'}")
+    assert silo.schema.classes == ("ä", "b")
+    assert [column.name for column in silo.schema.columns] == ["größe", "ort"]
+    pd.read_csv(tmp_path / "a.csv").to_parquet(tmp_path / "a.parquet")
+    assert load(f"table:{tmp_path / 'a.parquet'}").fingerprint == silo.fingerprint

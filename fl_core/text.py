@@ -1,0 +1,49 @@
+"""Text that people type or export: one way to read it, whatever editor or system wrote it."""
+
+from __future__ import annotations
+
+import codecs
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import IO
+
+INVISIBLE = "\ufeff\u200b\u2060"
+"""Marks without width that editors and mail programs add."""
+_OTHER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def composed(text: str) -> str:
+    """Return one form (Unicode NFC) of a name, which a Mac writes in another (NFD) that looks the same."""
+    return unicodedata.normalize("NFC", text)
+
+
+def decoded(raw: bytes) -> str:
+    """Decode UTF-8, with or without a byte-order mark; raises ValueError that names another encoding."""
+    return _decoder(BytesIO(raw), None).read()
+
+
+def read_text(file: Path, most: int | None = None) -> str:
+    """Read a whole file; raises OSError, and ValueError as `decoded` or on more than `most` bytes."""
+    with file.open("rb") as stream:
+        raw = stream.read() if most is None else stream.read(most + 1)
+    if most is not None and len(raw) > most:
+        raise ValueError(f"more than {most} bytes")
+    return decoded(raw)
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[IO[str]]:
+    """Open a file to read it line by line, line ends as they are; raises as `read_text`."""
+    with file.open("rb") as stream:
+        yield _decoder(stream, "")
+
+
+def _decoder(stream: IO[bytes], newline: str | None) -> TextIOWrapper:
+    start = stream.read(4)
+    stream.seek(0)
+    if start.startswith(_OTHER_MARKS) or b"\0" in start[:2]:
+        raise ValueError("UTF-16 (Excel's Unicode text): save it as UTF-8")
+    return TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
