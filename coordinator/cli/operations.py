@@ -19,6 +19,7 @@ from coordinator.cli.runs import Client
 from coordinator.lead.client import ADDRESS_FILE, LEAD_ENV, LeadClient, credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
+from coordinator.runs.restored import end_masked_runs
 from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import Side, make_app
@@ -32,6 +33,7 @@ from service_core.page_command import Browser, serve_until_told
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of
 from service_core.storage import backup as backups
+from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import Credentials, FolderLock
 from service_core.version import software
 
@@ -94,8 +96,9 @@ def restore(
 
     Where it was interrupted, the same command goes on, and nothing else uses the home before.
 
-    Runs go on at the last round of the backup: hospitals that are ahead go back to it. With --accept-loss, runs that
-    the database does not know are gone, and files that it does not name are deleted at the next start.
+    Runs go on at the last round of the backup: hospitals that are ahead go back to it. Those with secure aggregation
+    end, and the command that goes on from their last model is shown. With --accept-loss, runs that the database does
+    not know are gone, and files that it does not name are deleted at the next start.
     """
     if (source is None) is not accept_loss:
         raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
@@ -107,7 +110,8 @@ def restore(
         else:
             alone.enter_context(lock_home(home))
         store = alone.enter_context(closing(Store(home, accept_loss=accept_loss)))
-        facts["runs"] = len(store.runs.all())
+        ended = end_masked_runs(store, ObjectStore(home / OBJECTS, sharded=True).remove)
+        facts |= {"runs": len(store.runs.all()), "ended": {run.id: run.reason for run in ended}}
     when, notes = "", []
     if source is not None:
         when, line = f" of {local_time(contents.at)}", facts["log_restored"]
@@ -115,6 +119,7 @@ def restore(
             f"line {line} of the audit log says so; hospitals that hold a later one report it once, as they should. "
             f"coordinator log verify --against FILE then wants --restored {line}"
         ]
+    notes += [f"{run.id}: {run.reason}" for run in ended]
     if not (home / AUTHORITY_KEY).exists():
         notes.append(f"put {AUTHORITY_KEY} back to admit hospitals and renew certificates")
     return Reply(facts, [f"{home} goes on with its {facts['runs']} runs{when}; next: coordinator serve"], notes)

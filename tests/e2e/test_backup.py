@@ -5,15 +5,18 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.cli import operations as coordinator_cli
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.errors import StateError
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import Secagg
 from silo.cli import operations as silo_cli
 from silo.storage.home import Home
 from tests.support import until
@@ -117,6 +120,55 @@ def test_a_run_goes_on_from_a_backup_taken_in_the_middle_of_a_round(tmp_path, co
     assert sites["east"].told("restored")
     (said,) = [text for text in sites["east"].told("trouble") if text.startswith("E-STATE-80")]
     assert "its home was restored at line" in said
+
+
+MASKED = DATA | {"west": "digits/p3c4/2"}
+
+
+@pytest.mark.fault(
+    "an operator",
+    "restores a coordinator in the middle of a run with secure aggregation",
+    "the run ends with E-RUN-54 at both sides; a new run with new keys goes on from its last model",
+)
+@pytest.mark.parametrize("private", [False, True])
+def test_a_masked_run_ends_at_a_restore_and_a_new_one_goes_on_from_its_model(tmp_path, private, capsys):
+    gates = {name: Gate() for name in MASKED}
+    noise = NamedOptions("dp_record", {"rng": "test", "epsilon": 8.0, "reserve_rounds": 2})
+    masked = {"secagg": Secagg(1), "aggregator": NamedOptions("mean"), "grid": FixedPointFormat("ring64", len(MASKED))}
+    members = make_members(tuple(MASKED), 3, 1.0, [1000] * len(MASKED))
+    wanted = manifest(members=members, rounds=5, **masked, **({"privacy": noise} if private else {}))
+    with federation(tmp_path, MASKED) as (world, sites):
+        try:
+            for name, site in sites.items():
+                site.run_round = gates[name]
+                gates[name].let(1)
+                site.start()
+            run = submitted(world, wanted, "masked")
+            waiting(gates, *MASKED, round=2)
+            coordinator_cli.backup(tmp_path / "backup", home=world.home, as_json=True)
+            for gate in gates.values():
+                gate.let(2)
+            waiting(gates, *MASKED, round=3)
+            moved(world, tmp_path / "backup", tmp_path / "restored")
+            goes_on = f"coordinator run --from {run} rounds=3"
+            assert goes_on in capsys.readouterr().out
+            ended = world.run(run)
+            assert ended.state.value == "aborted"
+            assert ended.reason.startswith("E-RUN-54: ")
+            assert goes_on in ended.reason
+            assert ("ledger" in ended.reason) is private
+            with pytest.raises(StateError, match="E-RUN-11"):
+                world.server.runs.resume(run)
+            for gate in gates.values():
+                gate.let(99)
+            told = lambda site: site.service.store.history()[0].state == "aborted"  # noqa: E731
+            until(lambda: all(map(told, sites.values())), "the hospitals to hear of it", WAIT_S)
+            again = world.server.runs.submit(replace(wanted, rounds=3), "{}", "again", start_from=run)
+            assert world.finished(again.id, WAIT_S).closed >= 3
+            assert events(world, again.id, "keys")  # of its own
+        finally:
+            for gate in gates.values():
+                gate.let(99)
 
 
 def arrived(world: World, run: str) -> set[tuple[str, int]]:
