@@ -189,7 +189,7 @@ class SecureAggregation:
         validate.declared("E-POLICY-01", "secagg", self)
 
     def check(self, manifest: RunManifest) -> None:
-        """Raise RefusedError (E-POLICY-17) on a run that is allowed to see more than this."""
+        """Raise RefusedError (E-POLICY-17, E-POLICY-20) on a run that is allowed to see more than this."""
         terms, cohort = manifest.secagg, manifest.cohort_size
         if terms is None:
             if self.require:
@@ -198,8 +198,12 @@ class SecureAggregation:
         if cohort < self.min_sum:
             raise _open_run(f"sums of at least {self.min_sum} hospitals", f"rounds of {cohort}")
         if terms.min_contributors < self.min_contributors:
-            wanted = f"secagg.min_contributors of at least {self.min_contributors}"
-            raise _open_run(wanted, str(terms.min_contributors))
+            k = self.min_contributors
+            raise RefusedError(
+                "E-POLICY-20",
+                f"expected secagg.min_contributors of at least {k}, found {terms.min_contributors}: start the run with "
+                f"secagg.min_contributors={k}, or ask the hospital to accept less",
+            )
         if self.class_sums == COMPLETE and terms.class_sums != COMPLETE:
             raise _open_run("secagg.class_sums=complete", terms.class_sums)
         if terms.collusion < self.collusion:

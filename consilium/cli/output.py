@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,6 +41,7 @@ def document(predictor: Predictor, predictions: Sequence[Prediction], counted: T
             "manifest_digest": facts.manifest_digest,
             "classes": list(facts.classes),
             "multi_label": facts.multi_label,
+            "untaught": list(facts.untaught),
         },
         "preprocessing": facts.preprocessing.sentence(),
         "temperature": predictor.temperature,
@@ -101,11 +102,12 @@ def write(file: Path, predictions: Sequence[Prediction], whole: Mapping[str, obj
         ) from error
 
 
-def table(predictions: Sequence[Prediction]) -> Rows:
-    return Rows("predictions", HEAD, [_row(p) for p in predictions], headings=True)
+def table(predictions: Sequence[Prediction], untaught: Collection[str] = ()) -> Rows:
+    """Return a row per example. untaught: as in `ModelFacts`; an answer that is one of them says so."""
+    return Rows("predictions", HEAD, [_row(p, untaught) for p in predictions], headings=True)
 
 
-def _row(found: Prediction) -> tuple[str, ...]:
+def _row(found: Prediction, untaught: Collection[str]) -> tuple[str, ...]:
     if found.problem:
         return found.name, "-", "-", "-", found.problem
     chosen = "-" if found.set is None else ", ".join(found.set) or "empty"
@@ -117,6 +119,8 @@ def _row(found: Prediction) -> tuple[str, ...]:
         if found.set is not None and found.unknown is None
         else ""
     )
+    if wrong := [name for name in found.labels or (found.answer,) if name in untaught]:
+        note = "; ".join([*filter(None, [note]), f"nobody taught it {', '.join(wrong)}"])
     shares = [f"{100 * p:.1f} %" for p in (found.probabilities if found.right else [max(found.probabilities)])]
     return found.name, found.said, ", ".join(shares), chosen, note
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fl_core.errors import ConfigError
+from fl_core.types.class_coverage import listed
 from service_core.command_line import Depends, Json, command, version_option
 from service_core.console import Facts, Reply, Rows, counted
 from service_core.page_command import Bind, Browser, serve_until_told
@@ -132,7 +133,7 @@ def predict(
     failed = sum(bool(p.problem) for p in found)
     shown: list[Facts | Rows | str] = [Facts(_about(predictor))]
     if not out:
-        shown.append(output.table(found[:MAX_SHOWN]))
+        shown.append(output.table(found[:MAX_SHOWN], loaded.facts.untaught))
         if len(found) > MAX_SHOWN:
             shown.append(f"and {len(found) - MAX_SHOWN} more: --out writes all of them")
     if tallied.classes:
@@ -285,7 +286,8 @@ def _about(predictor: Predictor) -> list[tuple[str, str]]:
 
 
 def _warnings(predictor: Predictor, examples: Inputs) -> list[str]:
-    found = predictor.calibration
+    found, untaught = predictor.calibration, predictor.model.facts.untaught
+    notes = [f"nobody taught the model {listed(untaught)}: it cannot recognise them"] if untaught else []
     if found is not None and examples.fingerprint and examples.fingerprint == found.facts.data:
-        return ["the model was calibrated with these examples: that sets hold their class shows nothing"]
-    return []
+        notes.append("the model was calibrated with these examples: that sets hold their class shows nothing")
+    return notes

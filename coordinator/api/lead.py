@@ -143,14 +143,16 @@ class LeadService(rpc.LeadServicer):
 
     def Show(self, request: pb.RunQuery, context: Context) -> pb.RunDetail:  # noqa: ARG002, N802
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
-        noise = messages.stored_result_noise(run.manifest)
+        noise, exchanges = messages.stored_result_noise(run.manifest), messages.stored_exchanges(run.manifest)
         came: dict[int, list[Contribution]] = defaultdict(list)
         for update in self._store.contributions.arrivals(run.id):
             came[update.round].append(update)
         return pb.RunDetail(
             info=self._detailed(run),
             manifest_json=run.manifest,
-            rounds=[messages.round_info(row, noise, came[row.round]) for row in self._store.runs.rounds(run.id)],
+            rounds=[
+                messages.round_info(row, noise, came[row.round], exchanges) for row in self._store.runs.rounds(run.id)
+            ],
             spec_json=run.spec,
             declarations=messages.declarations(run.id, self._store),
             software=self._store.runs.software(run.id),

@@ -14,7 +14,12 @@ from coordinator.runs.round_closer import Waiting
 from coordinator.storage.records import Contribution, EventRow, RoundRow, Run, Silo
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError
+from fl_core.methods import build_written
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types.class_coverage import ClassCoverage
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.survey import SURVEY
 from privacy import profiles
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NO_NOISE, UNKNOWN, RunNoise
@@ -38,6 +43,16 @@ def stored_result_noise(manifest: str) -> RunNoise:
         return profiles.result_noise(RunManifest.from_json(manifest))
     except (FederationError, ValueError):  # of another version: its runs are listed all the same
         return UNKNOWN
+
+
+@lru_cache(maxsize=64)
+def stored_exchanges(manifest: str) -> int:
+    """Return after how many rounds a closed form is solved; 0 for other methods and manifests that cannot be read."""
+    try:
+        method = RunManifest.from_json(manifest).method
+        return build_written(method.name, method.options).exchanges
+    except (FederationError, ValueError):
+        return 0
 
 
 @lru_cache(maxsize=64)
@@ -78,8 +93,19 @@ def run_infos(
         if (record := newest.get(run.id)) is not None:
             right, of = record.balanced_counts
             accuracy.set_balanced(message, (right, of, noise.of(record.included)), record.several_labels)
+        _set_coverage(message, run, None if noise.evaluation is not None else record)
         messages.append(message)
     return messages
+
+
+def _set_coverage(message: pb.RunInfo, run: Run, newest: RoundRecord | None) -> None:
+    """Say which classes a run teaches and tests. newest: its newest evaluation; None where there is none, or noise."""
+    found = ClassCoverage() if run.coverage is None else ClassCoverage.of(run.coverage)
+    if newest is not None and run.method != SURVEY:
+        whole = newest.clinical.per_class if newest.several_labels and newest.clinical else newest.examples
+        found = found.with_tested(whole)
+    if found != ClassCoverage():
+        message.coverage.CopyFrom(pb.ClassCoverage(**found.facts()))
 
 
 def waiting_info(waiting: Waiting) -> pb.Waiting:
@@ -111,8 +137,10 @@ def declarations(run_id: str, store: Store) -> list[pb.Declaration]:
     return found
 
 
-def round_info(row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contribution] = ()) -> pb.RoundInfo:
-    """Convert a closed round. came: the updates that are there."""
+def round_info(
+    row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contribution] = (), exchanges: int = 0
+) -> pb.RoundInfo:
+    """Convert a closed round. came: the updates that are there   exchanges: as `stored_exchanges`."""
     record = row.record
     own: dict[str, Any] = {
         "clinical": record.clinical and accuracy.clinical_message(record.clinical),
@@ -125,6 +153,7 @@ def round_info(row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contrib
         "own": None if record.own is None else accuracy.own_message(record.own),
         "arrivals": arrivals(came),
         "base_bytes": row.base_size,
+        "untrained": record.kind is TaskKind.TRAIN and record.round < exchanges,
     }
     message = pb.RoundInfo(**_shared_fields(record, pb.RoundInfo) | own)
     if (evaluation := noise.of(record.included)) is not None:
@@ -161,7 +190,9 @@ def event(row: EventRow, store: Store) -> pb.Event:
     """Convert an event; the close of a round carries its result, and milestones the run as it is now."""
     message = pb.Event(at_unix=row.at, **_shared_fields(row, pb.Event))
     if row.kind == "closed" and (closed := store.runs.round(row.run_id, row.round)) is not None:
-        message.closed.CopyFrom(round_info(closed, stored_result_noise(store.runs.get(row.run_id).manifest)))
+        manifest = store.runs.get(row.run_id).manifest
+        exchanges = stored_exchanges(manifest)
+        message.closed.CopyFrom(round_info(closed, stored_result_noise(manifest), exchanges=exchanges))
     if row.kind in ("submitted", "closed", "ended"):
         message.info.CopyFrom(run_info(store.runs.get(row.run_id), store))
     return message

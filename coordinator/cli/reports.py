@@ -34,8 +34,8 @@ _HEADS_CHARS = 40
 def compare(runs: Runs, home: Place) -> Reply:
     """Show runs side by side: how their configurations differ, what their models reached, and which are told apart.
 
-    Compared is the mean of the last evaluations, at most 5, where all were made at the same hospitals on as many test
-    images. `show` has all rounds of a run, with its final and its best value.
+    Compared is the last evaluation of each, as `show` has it, where all were made at the same hospitals on as many test
+    images.
     """
     found = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
     return Reply(comparison_json(found), _compared(found))
@@ -50,7 +50,7 @@ def _compared(found: Comparison) -> Iterator[str | Table]:
     yield f"{found.standing.headline({run.id: short for short, run in zip(ids, found.runs, strict=True)})}."
     if scored := list(score_rows(found)):
         rows = [(measure, *texts) for measure, texts in scored]
-        yield make_table(f"Scores: {found.standing.over}", ("measure", *ids), rows)
+        yield make_table("Scores: the last evaluation", ("measure", *ids), rows)
     if found.classes:
         classes = [(name, *(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes]
         yield make_table("Accuracy by class, at the end", ("class", *ids), classes)

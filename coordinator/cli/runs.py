@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -25,6 +26,7 @@ from coordinator.lead.client import LeadClient, credentials_of
 from coordinator.lead.watcher import Watcher
 from coordinator.lead.withdrawals import outcome, withdrawal_json, withdrawal_lines
 from fl_core.errors import ConfigError
+from fl_core.types.class_coverage import LEFT_OUT
 from fl_core.types.records import judgements
 from fl_core.types.survey import SURVEY
 from protos.consilium.v1 import federation_pb2 as pb
@@ -163,6 +165,10 @@ def _follow(client: LeadClient, run: str, as_json: bool, tracking: Tracking | No
     info = client.show(run).info
     if tracking is not None:
         tracking.end(info.state)
+    if info.state == "paused" and info.reason.startswith(LEFT_OUT) and sys.stdin.isatty() and not as_json:
+        ERR.print(info.reason, soft_wrap=True)
+        if typer.confirm("Go on without these classes?"):
+            return _follow(client, client.resume(info.run_id, 0).run_id, as_json)
     return _reply(info, status=int(info.state != "finished"))
 
 
@@ -171,7 +177,8 @@ def _reply(info: pb.RunInfo, status: int = 0) -> Reply:
 
 
 def _shown(info: pb.RunInfo) -> list[str | Table]:
-    return [tables.runs_table([info]), *filter(None, (*info.reason.splitlines(), *tables.waiting_lines(info)))]
+    said = (*tables.class_lines(info), *info.reason.splitlines(), *tables.waiting_lines(info))
+    return [tables.runs_table([info]), *filter(None, said)]
 
 
 @command

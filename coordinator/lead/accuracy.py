@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from fl_core.errors import ProtocolError
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import (
     CALIBRATION_BINS,
     CLINICAL,
@@ -25,10 +26,15 @@ from service_core import clinical_report
 
 def set_estimates(info: pb.RunInfo, rounds: Sequence[Sums]) -> None:
     """Set the newest and the best accuracy of a run whose evaluation is noisy."""
-    estimates = uncertainty.accuracy(*rounds[-1]) if rounds else NOTHING, uncertainty.best(rounds)
+    estimates = uncertainty.accuracy(*rounds[-1]) if rounds else NOTHING, best_of(rounds)
     info.accuracy, info.best_accuracy = (-1.0 if e.point is None else e.point for e in estimates)
     for estimate, target in zip(estimates, (info.accuracy_estimate, info.best_estimate), strict=True):
         _write(estimate, target)
+
+
+def best_of(rounds: Sequence[Sums]) -> Estimate:
+    """Estimate the best accuracy of a run's models, without the one before round 1. rounds: of all of them."""
+    return uncertainty.best(rounds[1:] or rounds)
 
 
 def set_balanced(info: pb.RunInfo, newest: Sums, several_labels: bool = False) -> None:
@@ -58,6 +64,26 @@ def best(info: pb.RunInfo) -> Estimate:
 
 def newest_balanced(info: pb.RunInfo) -> Estimate:
     return _read(info.balanced_accuracy) if info.HasField("balanced_accuracy") else NOTHING
+
+
+def coverage(info: pb.RunInfo) -> ClassCoverage:
+    """Return which classes a run teaches and tests, as far as that is known."""
+    found = info.coverage
+    return ClassCoverage(
+        tuple(found.classes),
+        tuple(found.hospitals),
+        found.partial,
+        found.least,
+        found.masked,
+        found.why,
+        tuple(found.tested),
+    )
+
+
+def balanced_text(info: pb.RunInfo, found: Estimate | None = None) -> str:
+    """Write a balanced accuracy of a run, by default the newest, with the classes that it is over."""
+    value = newest_balanced(info) if found is None else found
+    return f"{value.text()}{'' if value.point is None else coverage(info).over()}"
 
 
 def chance(info: pb.RunInfo) -> float | None:

@@ -36,6 +36,7 @@ def run_json(info: pb.RunInfo) -> Mapping[str, object]:
         **accuracy.best(info).facts("best_global_accuracy", "best_"),
         **accuracy.newest_balanced(info).facts("balanced_accuracy", "balanced_"),
         "chance": accuracy.chance(info),
+        "classes": accuracy.coverage(info).as_json(),
         "created": info.created_unix,
         "ended": info.ended_unix or None,
         "model_digest": info.model_digest or None,

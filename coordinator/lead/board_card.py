@@ -27,6 +27,7 @@ from fl_core.methods.fedavg import FedAvg, Traits
 from fl_core.methods.papers import paper_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import intervals
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import CLINICAL, ClinicalMetrics, macro_mean
 from fl_core.types.records import judgements
 from fl_core.types.secagg import withstood
@@ -109,7 +110,7 @@ def card_of(
         ),
         model=_model(run, manifest, parameters),
         method=_method(run, manifest),
-        classes=_classes(manifest, rounds, silos),
+        classes=_classes(manifest, rounds, silos, accuracy.coverage(info)),
         hospitals=_hospitals(run, manifest, detail, silos),
         results=_results(manifest, rounds),
         privacy=_privacy(run, manifest),
@@ -258,7 +259,7 @@ def _clinical(rounds: Sequence[pb.RoundInfo]) -> ClinicalMetrics | None:
 
 
 def _classes(
-    manifest: RunManifest, rounds: Sequence[pb.RoundInfo], silos: Sequence[pb.SiloInfo]
+    manifest: RunManifest, rounds: Sequence[pb.RoundInfo], silos: Sequence[pb.SiloInfo], coverage: ClassCoverage
 ) -> tuple[ClassFacts, ...]:
     last, found = _last(rounds), _clinical(rounds)
     noise = profiles.result_noise(manifest).of(last.included)
@@ -276,6 +277,8 @@ def _classes(
                 test_examples=round(counts[0][1]) if counts and not noise and _counts(last) else None,
                 recognised=_noisy(noisy[k]) if noise and counts else share_of(*counts[0]) if counts else Share(),
                 declared_by=tuple(sorted(s.name for s in silos if s.name in members and name in s.data.holds)),
+                trained_at=coverage.hospitals_of(name),
+                taught=name not in coverage.untaught,
                 specificity=found.specificity[k] if found else None,
                 auc_low=auc.low if auc else None,
                 auc_high=auc.high if auc else None,
@@ -335,7 +338,7 @@ def _balanced(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
 
 def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> Share:
     noise = profiles.result_noise(manifest)
-    found = uncertainty.best([(r.correct, r.examples, noise.of(r.included)) for r in rounds])
+    found = accuracy.best_of([(r.correct, r.examples, noise.of(r.included)) for r in rounds])
     return Share(found.point) if found.exact else _noisy(found)
 
 

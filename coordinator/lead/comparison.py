@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, takewhile
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from coordinator.lead.curves import OF_SUMS, SUMS, Curve, Scores, behind, by_cla
 from fl_core.converter import ConversionError, parse_json, shown
 from fl_core.errors import ConfigError, ProtocolError
 from privacy.accounting import uncertainty
-from privacy.accounting.uncertainty import LAST, LEVEL, NOTHING, Estimate, Sums
+from privacy.accounting.uncertainty import LEVEL, NOTHING, Estimate, Sums
 from protos.consilium.v1 import federation_pb2 as pb
 
 MAX_RUNS = 20
@@ -64,7 +63,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Runs held against each other by one number: `COMPARED`, the mean of the last so many evaluations.
+    """Runs held against each other by one number: `COMPARED` in the last evaluation, which `show` has as well.
 
     They were made at the same hospitals on as many test images of each class. values: by run, of all measures of sums
     best: the run whose value is largest   ahead: of it, by every other run; both empty where a value is withheld, or
@@ -78,11 +77,6 @@ class Standing:
     best: str
     ahead: Mapping[str, Difference]
     excluded: Mapping[str, str]
-
-    @property
-    def over(self) -> str:
-        """Say over what its values are means."""
-        return "the last evaluation" if self.rounds == 1 else f"mean of the last {self.rounds or LAST} evaluations"
 
     def headline(self, names: Mapping[str, str]) -> str:
         """Say who is ahead in one sentence. names: what runs are called in it."""
@@ -150,7 +144,7 @@ class ComparedRun:
             tuple(
                 Evaluated(frozenset(r.included), {name: sums(r) for name, sums in SUMS.items()})
                 for r in detail.rounds
-                if behind(r) and any(r.examples)
+                if behind(r) and not r.untrained and any(r.examples)
             ),
         )
 
@@ -200,20 +194,18 @@ def _standing(runs: Sequence[ComparedRun]) -> Standing:
     first = next((run for run in runs if run.evaluated), runs[0])
     excluded = {run.id: why for run in runs if run is not first and (why := _excluded(run, first))}
     compared = [run for run in runs if run.id not in excluded]
-    newest = list(zip(*(reversed(run.evaluated[-LAST:]) for run in compared), strict=False))
-    alike = list(takewhile(lambda each: not any(a.differs(b) for a, b in combinations(each, 2)), newest))
-    # Each run's own last evaluations stand for one that is not held against the others.
-    last = {run.id: run.evaluated[-(len(alike) or LAST) :] for run in runs}
+    last = {run.id: run.evaluated[-1] for run in runs if run.evaluated}
     values = {
         run.id: {
-            name: uncertainty.mean_of_last([e.sums[name] for e in last[run.id]], of) for name, of in OF_SUMS.items()
+            name: of(*last[run.id].sums[name], LEVEL) if run.id in last else NOTHING for name, of in OF_SUMS.items()
         }
         for run in runs
     }
     points = {run.id: values[run.id][COMPARED].point for run in compared}
     known = {name: point for name, point in points.items() if point is not None}
-    if len(compared) < 2 or len(known) < len(points) or not alike:
-        return Standing(len(alike), values, "", {}, excluded)
+    measured = int(bool(last))
+    if len(compared) < 2 or len(known) < len(points):
+        return Standing(measured, values, "", {}, excluded)
     best = max(known, key=known.__getitem__)
     share = (1 - LEVEL) / (len(compared) - 1)
     ahead = {
@@ -221,7 +213,7 @@ def _standing(runs: Sequence[ComparedRun]) -> Standing:
         for name in known
         if name != best and (found := _difference(last[best], last[name], share)) is not None
     }
-    return Standing(len(alike), values, best, ahead if len(ahead) == len(compared) - 1 else {}, excluded)
+    return Standing(measured, values, best, ahead if len(ahead) == len(compared) - 1 else {}, excluded)
 
 
 def _excluded(run: ComparedRun, first: ComparedRun) -> str:
@@ -233,21 +225,21 @@ def _excluded(run: ComparedRun, first: ComparedRun) -> str:
     return found and f"was measured {found}"
 
 
-def _difference(mine: Sequence[Evaluated], theirs: Sequence[Evaluated], share: float) -> Difference | None:
-    """Estimate how far the mean of one run's evaluations is ahead of another's on the same test images.
+def _difference(mine: Evaluated, theirs: Evaluated, share: float) -> Difference | None:
+    """Estimate how far one run's last evaluation is ahead of another's on the same test images.
 
     share: how often its interval may be wrong. Which images each model got right is not known, only how many, so the
     interval is the one for matched pairs with the most disagreement that the counts allow: Agresti and Min, "Simple
     improved confidence intervals for comparing matched proportions", Statistics in Medicine 2005, by class. None where
     noise hides a number.
     """
-    level, sums = 1 - share / 4, [[e.sums[COMPARED] for e in each] for each in (mine, theirs)]
-    noisy = any(noise is not None for each in sums for _, _, noise in each)
-    a, b = (uncertainty.mean_of_last(each, OF_SUMS[COMPARED], level=level) for each in sums)
+    level, sums = 1 - share / 4, [each.sums[COMPARED] for each in (mine, theirs)]
+    noisy = any(noise is not None for _, _, noise in sums)
+    a, b = (OF_SUMS[COMPARED](*each, level) for each in sums)
     if a.point is None or a.low is None or a.high is None or b.point is None or b.low is None or b.high is None:
         return None
     point, centers, variances = a.point - b.point, list[float](), list[float]()
-    for right, left, n in zip(*map(_shares, sums), sums[0][-1][1], strict=False):
+    for right, left, n in zip(*map(_shares, sums), sums[0][1], strict=False):
         if right is None or left is None:
             continue
         more, disagree = (right - left) * n / (n + 2), (min(right + left, 2 - right - left) * n + 1) / (n + 2)
@@ -265,13 +257,9 @@ def _difference(mine: Sequence[Evaluated], theirs: Sequence[Evaluated], share: f
     return Difference(point, max(low, -1.0), min(high, 1.0))
 
 
-def _shares(found: Sequence[Sums]) -> list[float | None]:
-    """Return the mean share of right answers over evaluations, by class; None of a class without test images."""
-    by_round = [[e.point for e in uncertainty.by_class(*each)] for each in found]
-    return [
-        fmean(p for p in points if p is not None) if None not in points else None
-        for points in zip(*by_round, strict=False)
-    ]
+def _shares(found: Sums) -> list[float | None]:
+    """Return the share of right answers by class; None of a class without test images."""
+    return [e.point for e in uncertainty.by_class(*found)]
 
 
 def score_rows(found: Comparison) -> list[tuple[str, tuple[str, ...]]]:
@@ -281,7 +269,7 @@ def score_rows(found: Comparison) -> list[tuple[str, tuple[str, ...]]]:
         if measure in OF_SUMS:
             values = [standing.values[run.id][measure] for run in found.runs]
         else:
-            values = [run.curves[measure].scores.last if measure in run.curves else NOTHING for run in found.runs]
+            values = [run.curves[measure].scores.final if measure in run.curves else NOTHING for run in found.runs]
         rows.append((measure, tuple(text(measure, value) for value in values)))
         if measure == COMPARED:
             rows.append((BEHIND, tuple(standing.text(run.id) for run in found.runs)))
@@ -318,14 +306,11 @@ def _notes(runs: Sequence[ComparedRun], standing: Standing) -> tuple[str, ...]:
     elif len({frozenset(run.members) for run in runs}) > 1:
         notes.append("the runs have different hospitals")
     if standing.rounds:
-        each = (
-            "each run's last evaluation" if standing.rounds == 1 else f"each run's last {standing.rounds} evaluations"
-        )
         notes.append(
-            f"compared is the mean of {each}, made at the same hospitals on as many test images; the interval is for "
+            "compared is each run's last evaluation, at the same hospitals on as many test images; the interval is for "
             "the luck of these images and the noise of privacy, and not for that of training: other seeds tell that"
         )
-    if any(e.sums[COMPARED][2] is not None for run in runs for e in run.evaluated[-LAST:]):
+    if any(e.sums[COMPARED][2] is not None for run in runs for e in run.evaluated[-1:]):
         notes.append("counts of test images are noisy: whether runs were measured on equally many cannot be told")
     if moving := [run.id for run in runs if run.info.state in ("waiting", "running")]:
         notes.append(f"not over yet: {', '.join(moving)}")

@@ -36,11 +36,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Curve:
-    """A measure over a run. rounds: how many training rounds each measured model has behind it, rising."""
+    """A measure over a run. rounds: how many training rounds each measured model has behind it, rising.
+
+    first: the least of these that make a trained model: more than one of a closed form that takes several exchanges.
+    """
 
     measure: str
     rounds: tuple[int, ...]
     values: tuple[Estimate, ...]
+    first: int = 1
 
     @property
     def measured(self) -> bool:
@@ -49,7 +53,7 @@ class Curve:
 
     @cached_property
     def scores(self) -> Scores:
-        trained = [v for v, behind in zip(self.values, self.rounds, strict=True) if behind]
+        trained = [v for v, behind in zip(self.values, self.rounds, strict=True) if behind >= self.first]
         if not trained:
             return Scores()
         if hidden := next((v for v in trained if v.withheld or v.point is None), None):
@@ -67,7 +71,7 @@ class CurveOfSums(Curve):
     @cached_property
     def scores(self) -> Scores:
         measure = OF_SUMS[self.measure]
-        trained = [each for each, behind in zip(self.sums, self.rounds, strict=True) if behind]
+        trained = [each for each, behind in zip(self.sums, self.rounds, strict=True) if behind >= self.first]
         if not trained:
             return Scores()
         best = uncertainty.best(trained, measure)
@@ -106,7 +110,7 @@ def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
 
 def _of_sums(name: str, rounds: Sequence[pb.RoundInfo], sums: Sequence[Sums]) -> CurveOfSums:
     values = tuple(_measured(name, *each) for each in sums)
-    return CurveOfSums(name, tuple(map(behind, rounds)), values, tuple(sums))
+    return CurveOfSums(name, tuple(map(behind, rounds)), values, _first(rounds), tuple(sums))
 
 
 def behind(info: pb.RoundInfo) -> int:
@@ -115,6 +119,10 @@ def behind(info: pb.RoundInfo) -> int:
     The model of an evaluation without training was trained elsewhere: it has one.
     """
     return info.round or int(info.kind == pb.EVALUATE)
+
+
+def _first(rounds: Sequence[pb.RoundInfo]) -> int:
+    return 1 + max((behind(r) for r in rounds if r.untrained), default=0)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -128,7 +136,7 @@ def _measured(
 def _auc(rounds: Sequence[pb.RoundInfo]) -> Curve:
     found = {behind(r): measured.macro_auc for r in rounds if (measured := accuracy.clinical_of(r)) is not None}
     values = tuple(NOTHING if area is None else _exact(area.middle) for area in found.values())
-    return Curve(MACRO_AUC, tuple(found), values)
+    return Curve(MACRO_AUC, tuple(found), values, _first(rounds))
 
 
 def _of_silos(name: str, rounds: Sequence[pb.RoundInfo]) -> Curve:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from coordinator.lead import accuracy, portable
 from coordinator.lead.board_card import share_of, training_text
-from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
+from coordinator.lead.tables import aggregator_text, class_lines, private_form, software_text, started_from
 from coordinator.lead.withdrawals import card_lines
 from fl_core.datasets.preprocessing import Preprocessing
 from fl_core.errors import ConfigError, ProtocolError, StateError
@@ -111,7 +111,7 @@ def export_model(
     weights = dict(run.exported(server))
     out.mkdir(parents=True, exist_ok=True)
     tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
-    facts = ModelFacts.of(manifest, info.model_digest, info.run_id)
+    facts = replace(ModelFacts.of(manifest, info.model_digest, info.run_id), untaught=accuracy.coverage(info).untaught)
     if temperature:
         facts = replace(facts, temperature=_suggested(manifest, detail.rounds))
     save_file(weights, tensors, metadata=facts.metadata())
@@ -164,7 +164,7 @@ def model_card(
     best = (
         accuracy.best(info)
         if noise is None
-        else uncertainty.best([(r.correct, r.examples, noisy.of(r.included)) for r in rounds])
+        else accuracy.best_of([(r.correct, r.examples, noisy.of(r.included)) for r in rounds])
     )
     facts = [
         ("intended use", intended_use or "not stated"),
@@ -198,6 +198,8 @@ def model_card(
         "## Accuracy on the union of the hospitals' test sets",
         "",
         f"Global: {_with_luck(last, noise)} (best over rounds: {_share(best)}; the best is a selection on test data).",
+        "",
+        *(f"{line}  " for line in class_lines(info)),
         "",
         *_by_class(manifest, last, noise),
         "",

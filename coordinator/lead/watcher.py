@@ -21,7 +21,7 @@ from service_core.console import OUT, counted, error_text, laid_out, local_time,
 _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
 
-_SAID_ABOVE = ("warning", "refused")
+_SAID_ABOVE = ("warning", "refused", "classes")
 """Kinds of events that stay above the repainted view: nothing in it says the same later."""
 
 
@@ -86,7 +86,8 @@ class Watcher:
         parts = [f"{local_time(event.at_unix)}  {event.kind:<9} {place(event, info.rounds)}".rstrip(), event.silo]
         if event.kind == "closed":
             before = "" if event.round >= info.rounds else "before it: "
-            parts += self._measured(f"{before}balanced accuracy {accuracy.balanced(event.closed).text()}")
+            balanced = accuracy.balanced_text(info, accuracy.balanced(event.closed))
+            parts += self._measured(f"{before}balanced accuracy {balanced}")
             parts += changed_parts([event.closed])
             parts += [f"left {left}"] if (left := self._left()) else []
         return parts
@@ -111,7 +112,7 @@ class Watcher:
             info.run_id,
             info.state,
             f"round {info.closed}/{info.rounds}",
-            *self._measured(f"balanced accuracy {accuracy.newest_balanced(info).text()}"),
+            *self._measured(f"balanced accuracy {accuracy.balanced_text(info)}"),
             *changed_parts(self._judged.values()),
             f"up {size(info.bytes_up)}",
             f"down {size(info.bytes_down)}",

@@ -310,6 +310,7 @@ class Dispatcher:
             self._event(key, "ready")
             if answer.HasField("secagg_entry"):
                 pending.entry = answer.secagg_entry
+            pending.trains = tuple(answer.trains)
             pending.settle(answer.manifest_digest)
         else:
             self._refuse(pending, answer.code, answer.reason)

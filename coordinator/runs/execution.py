@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from coordinator.runs import lineage
 from coordinator.runs.dispatcher import Dispatcher
@@ -35,9 +36,11 @@ from fl_core.errors import FederationError, RefusedError, StateError, Unavailabl
 from fl_core.rounds.engine import Observer, RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
+from fl_core.types.class_coverage import LEFT_OUT, ClassCoverage, counted_holders, listed
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import RoundContext, State, Tensors
+from fl_core.types.survey import SURVEY
+from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun, secagg_run
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state
@@ -84,10 +87,18 @@ class RunExecution:
         keys = self._member_keys(run, manifest) if compiled.masked else None
         if keys is not None:
             if keys.object is None:
-                keys.keep(ask_preflight(run, manifest, self.dispatcher, check=keys.check, roster=self.roster()))
+                ready = ask_preflight(run, manifest, self.dispatcher, check=keys.check, roster=self.roster())
+                keys.keep({name: pending.entry for name, pending in ready.items() if pending.entry is not None})
         elif preflight_is_due(run, self.store):
             named = 0 if compiled.private else steering.quorum or manifest.quorum
-            ask_preflight(run, manifest, self.dispatcher, steering.excluded, compiled.private, named)
+            ready = ask_preflight(run, manifest, self.dispatcher, steering.excluded, compiled.private, named)
+            if compiled.counts_classes:
+                trains = [set(pending.trains) for pending in ready.values() if pending.trains]
+                counted = [sum(c in each for each in trains) for c in range(len(manifest.schema.classes))]
+                silent = len(trains) < len(run.members) - len(steering.excluded)
+                self._keep_coverage(run, compiled.coverage(counted if trains else (), partial=silent))
+        if not compiled.counts_classes:
+            self._keep_coverage(run, self._declared(compiled))
         few = run.rounds and len(run.members) < MIN_UPDATES_FOR_MEDIAN
         if few and self.store.runs.round(run.id, 0) is None:
             may = "nothing bounds what one of them does to the model"
@@ -116,20 +127,77 @@ class RunExecution:
             replaces = run.parent if lineage.taken_out(run) else ""
             base = "" if masks is None else masks.base
             checkpointer = RunCheckpointer(run.id, closer, loop.needed, *services, replaces=replaces, census_base=base)
-            if masks is not None and compiled.contributor_floor is not None and not run.closed:
-                server = {**server, HOSPITALS: self._census(run, loop, checkpointer)}
+            if masks is not None and compiled.counts_classes and not run.closed:
+                found = self._census(run, loop, checkpointer, must=compiled.contributor_floor is not None)
                 masks.census = self.store.secagg.census(run.id) or ""
+                hospitals = () if found is None else found.int().tolist()
+                why = "" if hospitals else "not all hospitals were there when it was counted"
+                self._keep_coverage(run, compiled.coverage(hospitals, why=why))
+                if found is not None and compiled.contributor_floor is not None:
+                    server = {**server, HOSPITALS: {HOSPITALS: found}}
             loop.run(server, checkpointer, start=run.closed, closed=closed)
 
-    def _census(self, run: Run, loop: RoundLoop, checkpointer: RunCheckpointer) -> Tensors:
-        """Return how many hospitals each class has: as it was counted before, or counted now."""
+    def _census(self, run: Run, loop: RoundLoop, checkpointer: RunCheckpointer, *, must: bool) -> Tensor | None:
+        """Return how many hospitals each class has (C,): as it was counted before, or counted now.
+
+        must: the run needs the answer. Without, None where not all hospitals answer, or a round has begun before it.
+        """
         digest = self.store.secagg.census(run.id)
-        if digest is None:
-            found = loop.census(checkpointer)
-            self.dispatcher.announce_census(run.id, run.members)
-            return found
-        proof = pb.SecaggCensus.FromString(self.objects.verified(digest).read_bytes())
-        return {HOSPITALS: torch.tensor(proof.hospitals, dtype=torch.float64)}
+        if digest is not None:
+            proof = pb.SecaggCensus.FromString(self.objects.verified(digest).read_bytes())
+            return torch.tensor(proof.hospitals, dtype=torch.float64)
+        begun = self.store.runs.round(run.id, 0)
+        if not must and (run.coverage is not None or (begun and begun.record.kind is TaskKind.TRAIN)):
+            return None
+        try:
+            found = loop.census(checkpointer if must else replace(checkpointer, census_needed=loop.needed))
+        except UnavailableError:
+            if must or self.store.secagg.updates(run.id, 0, TaskKind.CENSUS) is not None:  # its set was fixed
+                raise
+            self.store.secagg.drop_census(run.id)
+            return None
+        self.dispatcher.announce_census(run.id, run.members)
+        return found[HOSPITALS]
+
+    def _declared(self, compiled: CompiledRun) -> ClassCoverage:
+        """Say what is known of classes where no record may be asked: what all members declare."""
+        names, declared = compiled.manifest.schema.classes, dict[str, tuple[str, ...]]()
+        if compiled.manifest.rounds and compiled.manifest.method.name != SURVEY:
+            members = {member.name for member in compiled.manifest.members}
+            declared = {s.name: s.data.holds for s in self.store.members.silos() if s.name in members and s.data.holds}
+            if len(declared) == len(members):
+                return compiled.coverage(counted_holders(names, declared.values()))
+        why = (
+            "private run, and not all hospitals declare their classes (silo serve --holds)" if compiled.private else ""
+        )
+        return compiled.coverage((), why=why)
+
+    def _keep_coverage(self, run: Run, found: ClassCoverage) -> None:
+        """Store which classes a run teaches, once; where some are left out, pause it for the lead to decide.
+
+        Raises RunInterrupted where it is paused. Guarantees: a run that was resumed after this question goes on.
+        """
+        if run.coverage is not None or run.method == SURVEY:
+            return
+        if run.parent:
+            parent = self.store.runs.get(run.parent).coverage
+            found = found.after(None if parent is None else ClassCoverage.of(parent), trains=run.rounds > 0)
+        question = ""
+        if left_out := found.left_out:
+            them = "it" if len(left_out) == 1 else "them"
+            question = (
+                f"{LEFT_OUT}: expected every class at {found.least} hospitals or more, found {listed(left_out)} at "
+                f"fewer: left out, the model will not know {them}. To go on without {them}: coordinator resume "
+                f"{run.id}. To learn {them}: coordinator abort {run.id}, and start the run with "
+                "secagg.min_contributors=1"
+            )
+        try:
+            self.store.runs.keep_coverage(run.id, found, question)
+        except StateError as error:
+            raise RunInterrupted(str(error)) from error
+        if question:
+            self.dispatcher.changes.notify()
+            raise RunInterrupted(question)
 
     def waiting(self) -> Waiting | None:
         """Say whom the open round waits for; None where none is open."""
@@ -181,7 +249,7 @@ class RunCheckpointer(Observer):
     """Observes the rounds of one run; a closed round is on disk before its close is announced.
 
     needed: from a cohort's size to the updates that close a round   replaces: as in `RunStore.close_round`
-    census_base: of a masked run, what its census begins from.
+    census_base: of a masked run, what its census begins from   census_needed: as `needed`, for its answers.
     """
 
     run_id: str
@@ -193,10 +261,11 @@ class RunCheckpointer(Observer):
     dispatcher: Dispatcher
     replaces: str = ""
     census_base: str = ""
+    census_needed: Callable[[int], int] = int
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         census = kind is TaskKind.CENSUS
-        base, needed = (self.census_base, len(names)) if census else ("", self.needed(len(names)))
+        base, needed = (self.census_base, self.census_needed(len(names))) if census else ("", self.needed(len(names)))
         self._unless_aborted(lambda: self.store.runs.open_round(self.run_id, context.round, kind, names, base))
         row = self.store.runs.round(self.run_id, context.round)
         assert row is not None
@@ -260,8 +329,8 @@ def ask_preflight(
     quorum: int = 0,
     check: Callable[[str, pb.SecaggEntry | None], None] | None = None,
     roster: bytes = b"",
-) -> dict[str, pb.SecaggEntry]:
-    """Ask the silos of a run at once, and return when all are ready, with the keys that came with their answers.
+) -> dict[str, PendingTask]:
+    """Ask the silos of a run at once, and return when all are ready, with the answers of those that are.
 
     excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
     run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task
@@ -291,7 +360,7 @@ def ask_preflight(
         for pending in asked.values():
             dispatcher.offer(pending)
         failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id), check)
-    found = {name: pending.entry for name, pending in asked.items() if pending.entry is not None}
+    found = {name: pending for name, pending in asked.items() if name not in failures}
     if not all_answer:
         failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
     if not failures:

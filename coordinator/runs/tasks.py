@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -115,7 +116,7 @@ class PendingTask:
     """A task or preflight that waits for its outcome: a delivery, an answer, an error or an interruption, once.
 
     offered: its silo is asked for it, now and in each new session
-    entry: the keys that came with a preflight's answer.
+    entry, trains: the keys and classes that came with a preflight's answer.
     """
 
     task: Task | Preflight
@@ -123,6 +124,7 @@ class PendingTask:
     accepted: bool = False
     noted: bool = False
     entry: pb.SecaggEntry | None = None
+    trains: Sequence[int] = ()
     _outcome: str | FederationError | RunInterrupted | None = None
     _settled: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -8,7 +8,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +25,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.measures import FineTuned
 from fl_core.types import intervals
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
@@ -66,6 +67,7 @@ class Result:
     server: State = field(default_factory=dict)
     counts: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     compiled: RunSetup | None = None
+    coverage: ClassCoverage = field(default_factory=ClassCoverage)
 
     @property
     def accuracies(self) -> list[float]:
@@ -80,7 +82,12 @@ class Result:
     @property
     def best(self) -> Estimate:
         """Return the best global accuracy after 1, ..., T rounds."""
-        return uncertainty.best(self.sums[1:])
+        return uncertainty.best(self.sums[self.first :])
+
+    @property
+    def first(self) -> int:
+        """Return after how many rounds there is a trained model: more than one of some closed forms."""
+        return max(1, self.method.exchanges)
 
     def by_class(self) -> dict[str, Estimate]:
         found = uncertainty.by_class(*self.sums[-1])
@@ -129,9 +136,10 @@ class Result:
             "test_set": "official" if self.official else "silos",
             **estimates[-1].facts("global_accuracy"),
             **self.best.facts("best_global_accuracy", "best_"),
-            "mean_last_global_accuracy": mean_of_last(_exact(estimates[1:])),
+            "mean_last_global_accuracy": mean_of_last(_exact(estimates[self.first :])),
             "last_rounds": LAST,
             **self.balanced(-1).facts("balanced_accuracy", "balanced_"),
+            "classes": self.coverage.as_json(),
             "clinical": self.clinical and intervals.facts(self.clinical),
             "class_accuracy": {name: e.point for name, e in self.by_class().items()},
             "accuracy_by_round": [e.point for e in estimates],
@@ -423,7 +431,7 @@ def left_out() -> dict[str, str]:
 
 def model_bytes(result: Result) -> bytes:
     """Write the final model as safetensors, with what is needed to build it again in the metadata."""
-    facts = ModelFacts.of(result.manifest, result.model_digest)
+    facts = replace(ModelFacts.of(result.manifest, result.model_digest), untaught=result.coverage.untaught)
     tensors = {name: v.detach().cpu().contiguous() for name, v in result.run.exported(result.server).items()}
     return save(tensors, metadata=facts.metadata())
 

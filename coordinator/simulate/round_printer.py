@@ -7,6 +7,7 @@ import sys
 from coordinator.lead import tables
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.survey import SURVEY
@@ -22,6 +23,10 @@ class RoundPrinter(Observer):
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = profiles.result_noise(manifest)
         self._first, self._survey = True, manifest.method.name == SURVEY
+
+    def counted(self, coverage: ClassCoverage) -> None:
+        for sentence in coverage.sentences():
+            ERR.print(f"! {sentence}" if coverage.left_out else sentence, style="bold" if coverage.left_out else None)
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
         """Print the accuracy of the model that the round began with; a survey has none."""

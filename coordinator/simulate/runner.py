@@ -34,11 +34,12 @@ from fl_core.simulation.in_process import ResumePoint, SiloShare, has_official_t
 from fl_core.simulation.measures import BestHistory, GlobalTestEvaluator, LatestPersonal, fine_tuned
 from fl_core.training.devices import choose_device
 from fl_core.types import tensor_maps
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import SUGGESTED_CLASSES
 from fl_core.types.columns import difference
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.records import RoundRecord, Schema
-from fl_core.types.targets import class_counts
+from fl_core.types.targets import class_counts, trained_classes
 from fl_core.types.values import RoundContext, State
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
@@ -165,6 +166,9 @@ def run(
     shares = with_features(compiled, own, choose_device(engine.device), threads_of(manifest))
     if callable(observer):
         observer = observer(manifest)
+    coverage = _coverage(compiled, sets)
+    if observer is not None:
+        observer.counted(coverage)
     history = _history(compiled, shares, observer or Observer(), choose_device(engine.device))
     progress = Progress(history, engine.state_store(), logs, len(shares), threads_of(manifest))
 
@@ -187,6 +191,7 @@ def run(
         server=final,
         counts=[_class_counts(s) for s in sets],
         compiled=compiled,
+        coverage=coverage.with_tested(() if compiled.private else history.measured[-1].examples),
         tuned=tuned,
         privacy=spent,
         measured=history.measured if history.apart else (),
@@ -209,6 +214,15 @@ def _history(
         LatestPersonal(run, shares, device) if manifest.personal and cohorts else None,
         run.private,
     )
+
+
+def _coverage(run: CompiledRun, sets: Sequence[datasets.SiloDataset]) -> ClassCoverage:
+    """Count at how many hospitals each class is trained, as a census does."""
+    total = torch.zeros(len(run.manifest.schema.classes), dtype=torch.int64)
+    for member, dataset in zip(run.manifest.members, sets, strict=True):
+        if member.prototypes or not (run.masked and run.class_rows):
+            total += trained_classes(dataset.train.labels, len(total))
+    return run.coverage(total.tolist() if run.manifest.rounds else ())
 
 
 def _class_counts(dataset: datasets.SiloDataset) -> tuple[list[int], list[int]]:
@@ -340,6 +354,9 @@ class _Tracked(Observer):
     def __init__(self, tracking: Tracking, manifest: RunManifest, first: Observer) -> None:
         self._tracking, self._first = tracking, first
         self._noise = profiles.result_noise(manifest)
+
+    def counted(self, coverage: ClassCoverage) -> None:
+        self._first.counted(coverage)
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         self._first.opened(context, kind, names)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
@@ -151,7 +151,10 @@ class InvitationRow:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run. accuracy is -1 before the first evaluation; state_object: digest of the newest server state."""
+    """A run. accuracy is -1 before the first evaluation; state_object: digest of the newest server state.
+
+    coverage: `ClassCoverage.facts`, from before round 1 on.
+    """
 
     id: str
     name: str
@@ -174,6 +177,7 @@ class Run:
     bytes_down: int = 0
     created: float = 0.0
     ended: float = 0.0
+    coverage: Mapping[str, Any] | None = None
 
     @property
     def parent(self) -> str:

@@ -27,6 +27,7 @@ from coordinator.storage.records import EndedEvent, Evaluated, EventRow, ObjectK
 from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs, secagg_seals
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import NO_BOUND, RoundRecord
 from service_core.console import counted
@@ -289,7 +290,7 @@ class RunStore:
                     self._event(db, run_id, "refused", record.round, name, why)
             progress: dict[str, object] = {
                 "accuracy": record.accuracy,
-                "best_accuracy": max(run.best_accuracy, record.accuracy),
+                "best_accuracy": max(run.best_accuracy, record.accuracy if record.trained else -1.0),
                 "model_digest": model_digest,
             }
             if state is not None:
@@ -318,6 +319,21 @@ class RunStore:
         newest = (runs.c.id == run_id, runs.c.state_object == state_object)
         with self._db.write() as db:
             db.execute(update(runs).where(*newest).values(model_digest=model_digest))
+
+    def keep_coverage(self, run_id: str, coverage: ClassCoverage, question: str = "") -> None:
+        """Store which classes a run teaches, and say it. question: for the lead; the run is paused with it at once.
+
+        Raises StateError (E-RUN-11) when the run has ended.
+        """
+        with self._db.write() as db:
+            live_run(db, run_id)
+            _change_run(db, run_id, coverage=coverage.facts())
+            if said := coverage.sentences():
+                self._event(db, run_id, "classes", text="\n".join(said))
+            if question:
+                paused = RunState.PAUSED.value
+                _change_run(db, run_id, state=paused, reason=question, ended=self._clock())
+                self._event(db, run_id, "ended", text=f"{paused}: {question}")
 
     def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         with self._db.write() as db:

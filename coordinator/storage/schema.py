@@ -122,6 +122,7 @@ runs = sa.Table(
     sa.Column("bytes_down", sa.Integer, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
     sa.Column("ended", sa.Float, nullable=False),
+    sa.Column("coverage", sa.JSON(none_as_null=True)),  # as `ClassCoverage.facts`, from before round 1 on
     sa.Index("runs_newest_first", sa.desc("created"), "id"),
 )
 
@@ -328,6 +329,11 @@ def _validation_only_members(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN validation_only INTEGER NOT NULL DEFAULT 0")
 
 
+def _classes_of_runs(db: sqlite3.Connection) -> None:
+    if db.execute("SELECT name FROM sqlite_master WHERE name = 'runs'").fetchone():  # else refused, as another file
+        db.execute("ALTER TABLE runs ADD COLUMN coverage JSON")
+
+
 MIGRATIONS: tuple[Step, ...] = (
     _scores_and_attestations,
     sql(FIRST_TABLE),
@@ -340,4 +346,5 @@ MIGRATIONS: tuple[Step, ...] = (
     sql(_SEALS),
     _validation_only_members,
     sql("CREATE INDEX runs_newest_first ON runs (created DESC, id);"),
+    _classes_of_runs,
 )

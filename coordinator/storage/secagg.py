@@ -49,6 +49,12 @@ class SecaggStore:
                 db.execute(delete(table).where(table.c.run_id == run_id, table.c.kind == census))
             add_event(db, self._clock(), run_id, "census", text=text)
 
+    def drop_census(self, run_id: str) -> None:
+        """Forget a census that not all have answered; none of it was opened."""
+        with self._db.write() as db:
+            for table in (rounds, contributions, secagg_seals):
+                db.execute(delete(table).where(table.c.run_id == run_id, table.c.kind == TaskKind.CENSUS.value))
+
     def keep_keys(self, run_id: str, digest: str, size: int, text: str) -> str:
         """Store which object has everybody's keys, unless one is known; return which it is. text: of the event.
 

@@ -28,13 +28,14 @@ def census_layout(n_classes: int) -> Layout:
     return {HOSPITALS: PartSpec({}, (n_classes,))}
 
 
-def census(data: LocalData, context: RoundContext) -> Bundle:
+def census(data: LocalData, context: RoundContext, rows: bool = True) -> Bundle:
     """Say of which classes a silo will contribute rows: `LocalData.contributes`, nothing where it submits none.
 
+    rows: whether updates of the run have rows of classes; of one without, which classes the silo trains.
     Guarantees: a class is counted here only where no rule of the hospital keeps its rows back.
     """
     there = data.contributes().float()
-    return {HOSPITALS: Part({}, there if context.prototypes else torch.zeros_like(there))}
+    return {HOSPITALS: Part({}, there if context.prototypes or not rows else torch.zeros_like(there))}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class ModelFacts:
     run: its id, empty in a simulation   data: the name of the data set that it was trained on, which decides how images
     are prepared   frozen: whether a body was left as the run began with it   multi_label: whether classes are labels,
     of which an example may have several   temperature: what logits are divided by before they become probabilities, as
-    the hospitals' counts suggested it at export; None where nothing did.
+    the hospitals' counts suggested it at export; None where nothing did   untaught: classes that nothing taught
+    it, as far as the run knows.
     Raises ConfigError (E-CFG-02) on what no model has.
     """
 
@@ -68,6 +69,7 @@ class ModelFacts:
     multi_label: bool = False
     extensions: tuple[Extension, ...] = ()
     temperature: float | None = None
+    untaught: tuple[str, ...] = ()
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -82,6 +84,8 @@ class ModelFacts:
             )
         if not self.shape or not all(n > 0 for n in self.shape) or math.prod(self.shape) > _MAX_NUMBERS:
             raise ConfigError("E-CFG-02", f"expected the shape of an example, found {self.shape[:8]}: export again")
+        if not set(self.untaught) <= set(names):
+            raise ConfigError("E-CFG-02", "expected untaught classes among the classes, found others: export again")
         if self.columns:
             check_columns(self.columns)
             if self.shape != (width(self.columns),):
@@ -120,7 +124,10 @@ class ModelFacts:
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of a safetensors file."""
-        return {KEY: json.dumps(asdict(self), sort_keys=True)}
+        raw = asdict(self)
+        if not self.untaught:  # 0.1.0 reads such files
+            del raw["untaught"]
+        return {KEY: json.dumps(raw, sort_keys=True)}
 
 
 def _is_name(text: str) -> bool:

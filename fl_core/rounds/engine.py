@@ -31,6 +31,7 @@ from fl_core.training.evaluation import (
     personal_scores,
     shown_result,
 )
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import HospitalResult, RoundRecord
@@ -53,6 +54,9 @@ class Schedule:
 
 class Observer:
     """Callbacks of the round loop, for storage and progress, called from the loop's thread; here they do nothing."""
+
+    def counted(self, coverage: ClassCoverage) -> None:
+        """Handle which classes the run teaches, before round 1."""
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Handle the start of a round, before anything is sent."""

@@ -16,7 +16,7 @@ from fl_core.aggregation import coordinatewise
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.contributor_floor import ContributorFloor
 from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint
-from fl_core.aggregation.flat_blocks import CLASSES, FlatLayout
+from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.norm_guard import NORMS, NormGuard, blocks_of, norms_layout
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms, with_undeclared
@@ -29,10 +29,11 @@ from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
 from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import NamedOptions, OtherModel, RunManifest, StartPoint
-from fl_core.rounds.silo_round import Masking, SiloRuntime, round_layout
-from fl_core.training.evaluation import METRIC_PARTS, METRICS
+from fl_core.rounds.silo_round import Masking, SiloRuntime, class_rows, round_layout
+from fl_core.training.evaluation import METRICS
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
 from fl_core.types import tensor_maps
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import FEATURES, Schema
@@ -304,9 +305,18 @@ class RunSetup:
 
     @cached_property
     def class_rows(self) -> frozenset[str]:
-        """Name the parts whose rows tell of single classes, but for what an evaluation measures."""
-        layout = self.flat_layouts[TaskKind.TRAIN]
-        return frozenset(p for p in layout.layout if layout.block_of(p) == CLASSES and p not in METRIC_PARTS)
+        return class_rows(self.flat_layouts[TaskKind.TRAIN])
+
+    @property
+    def counts_classes(self) -> bool:
+        """Whether it is counted before round 1, from records, at how many hospitals each class is trained."""
+        return self.manifest.rounds > 0 and self.manifest.method.name != SURVEY and not self.private
+
+    def coverage(self, hospitals: Sequence[int], *, partial: bool = False, why: str = "") -> ClassCoverage:
+        """Say of each class at how many hospitals it is trained. hospitals: (C,), as counted; empty: not known."""
+        least = 1 if self.contributor_floor is None else self.contributor_floor.least
+        names = tuple(self.manifest.schema.classes)
+        return ClassCoverage(names, tuple(hospitals), partial, least, self.masked, why)
 
     @cached_property
     def contributor_floor(self) -> ContributorFloor | None:

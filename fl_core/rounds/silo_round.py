@@ -13,7 +13,7 @@ from torch import nn
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.contributor_floor import census, census_layout
 from fl_core.aggregation.fixed_point import FixedPoint, check_layout
-from fl_core.aggregation.flat_blocks import FlatLayout
+from fl_core.aggregation.flat_blocks import CLASSES, FlatLayout
 from fl_core.aggregation.round_sum import require_direction
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ProtocolError
@@ -154,7 +154,7 @@ def run_silo_round(
     method, masking = runtime.method, runtime.masking
     if kind is TaskKind.CENSUS:
         assert masking is not None
-        answer = census(data, context)
+        answer = census(data, context, rows=bool(class_rows(masking.layouts[TaskKind.TRAIN])))
         return SiloRound(masking.flat(answer, kind, context, msg), state or {}, {})
     guards = adaptive_guards.guards_for_round(runtime.guards, msg)
     guard_parts = adaptive_guards.groups(runtime.guards)
@@ -208,6 +208,11 @@ def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
     left = {*GLOBAL_PARTS, *CLOSING_PARTS} if not train else set(layout) - {*PERSONAL_PARTS, *CLOSING_PARTS}
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
     return {name: spec for name, spec in layout.items() if name in left | measured}
+
+
+def class_rows(layout: FlatLayout) -> frozenset[str]:
+    """Name the parts whose rows tell of single classes, but for what an evaluation measures."""
+    return frozenset(p for p in layout.layout if layout.block_of(p) == CLASSES and p not in METRIC_PARTS)
 
 
 def measure_global(

@@ -20,7 +20,7 @@ from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData, RoundData
-from fl_core.types.targets import UNKNOWN, class_counts, has_class, is_multi_label
+from fl_core.types.targets import class_counts, has_class, is_multi_label, trained_classes
 from fl_core.types.values import (
     AS_SCHEDULED,
     BatchSums,
@@ -250,8 +250,7 @@ class PlainLocalData:
         return self._counts
 
     def contributes(self) -> Tensor:
-        labels = self._examples[Split.TRAIN].labels
-        return (labels != UNKNOWN).any(0) if is_multi_label(labels) else self.class_counts() >= 0.5
+        return trained_classes(self._examples[Split.TRAIN].labels, self._context.n_classes)
 
     @property
     def multi_label(self) -> bool:

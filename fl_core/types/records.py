@@ -215,6 +215,11 @@ class RoundRecord:
         return asdict(self) | {"kind": self.kind.value}
 
     @property
+    def trained(self) -> bool:
+        """Whether the measured model has a round of this run behind it, or is all that the run measures."""
+        return self.round > 0 or self.kind is TaskKind.EVALUATE
+
+    @property
     def accuracy(self) -> float:
         """Return correct / examples over all classes; -1 where there is no test example or no global model."""
         return sum(self.correct) / n if (n := sum(self.examples)) else -1.0

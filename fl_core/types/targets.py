@@ -65,6 +65,11 @@ def class_counts(y: Tensor, n_classes: int) -> Tensor:
     return torch.bincount(y[has_class(y)], minlength=n_classes)
 
 
+def trained_classes(y: Tensor, n_classes: int) -> Tensor:
+    """Tell which classes (C,) training on these examples is about; of several labels those that anybody looked for."""
+    return (y != UNKNOWN).any(0) if is_multi_label(y) else class_counts(y, n_classes) > 0
+
+
 def classes_in(y: Tensor, n_classes: int) -> list[int]:
     """Return the classes that any of the targets may be, or the labels that any of them knows of, ascending."""
     if is_multi_label(y):

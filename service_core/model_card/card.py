@@ -53,7 +53,9 @@ class Share:
 class ClassFacts:
     """One class, or label.
 
-    test_examples: those that have it, None where they are withheld   declared_by: hospitals that say that they have it.
+    test_examples: those that have it, None where they are withheld   declared_by: hospitals that say that they have it
+    trained_at: at how many hospitals it was trained; None: not known   taught: whether anything taught it, as far
+    as the run knows.
     """
 
     name: str
@@ -63,6 +65,8 @@ class ClassFacts:
     specificity: float | None = None
     auc_low: float | None = None
     auc_high: float | None = None
+    trained_at: int | None = None
+    taught: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +295,8 @@ class Card:
         shares = [r.accuracy, r.balanced, r.best, *(c.recognised for c in self.classes)]
         parts = (*(c.specificity for c in self.classes), r.macro_auc_low, r.macro_auc_high, r.calibration_error)
         ranges = (*((c.auc_low, c.auc_high) for c in self.classes), (r.macro_auc_low, r.macro_auc_high))
-        counts = [r.test_examples, *(c.test_examples for c in self.classes), *(k for row in r.confusion for k in row)]
+        of_classes = (v for c in self.classes for v in (c.test_examples, c.trained_at))
+        counts = [r.test_examples, *of_classes, *(k for row in r.confusion for k in row)]
         wrong = {
             "a share from 0 to 1 within its interval": not all(s.possible for s in shares),
             "a number from 0 to 1": not all(v is None or 0 <= v <= 1 for v in (*parts, r.level_of_chance)),

@@ -285,7 +285,7 @@ def _markdown(text: str) -> str:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 _SECTIONS: tuple[tuple[str, tuple[Facts, ...]], ...] = (
-    ("How well it does", (sentences.results, sentences.calibration, sentences.tested)),
+    ("How well it does", (sentences.results, sentences.calibration, sentences.tested, sentences.taught)),
     ("What protects the persons whose data it learned from", (sentences.epsilon, sentences.masks)),
     ("What protects the model", (sentences.poisoning,)),
     ("Whose data are in it", (sentences.where_data_are, sentences.sizes, sentences.surveyed, sentences.withdrawals)),
@@ -298,7 +298,8 @@ def headline(card: Card) -> str:
     r = card.results
     if r.balanced.point is None:
         return f"{card.run.name}: a model of {len(card.classes)} classes whose accuracy this card does not give"
-    return f"{card.run.name}: balanced accuracy {r.balanced.text()}, where guessing has {100 * r.level_of_chance:.1f} %"
+    reached = f"{r.balanced.text()}{sentences.over(card)}"
+    return f"{card.run.name}: balanced accuracy {reached}, where guessing has {100 * r.level_of_chance:.1f} %"
 
 
 def page(signed: SignedCard, card: Card) -> str:

@@ -160,6 +160,20 @@ def tested(card: Card) -> list[Sentence]:
     ]
 
 
+def taught(card: Card) -> list[Sentence]:
+    """Say which classes the model was not taught, and which one hospital alone taught it."""
+    told = [c for c in card.classes if c.trained_at is not None]
+    if not told:
+        return []
+    nobody, alone = [c.name for c in told if not c.taught], [c.name for c in told if c.taught and c.trained_at == 1]
+    found = [f"{len(told) - len(nobody)} of {len(card.classes)} classes were trained."]
+    if nobody:
+        found.append(f"Nothing taught it {_listed(nobody)}: do not rely on it there.")
+    if alone:
+        found.append(f"Trained at one hospital alone: {_listed(alone)}.")
+    return [Sentence(" ".join(found), ("classes",))]
+
+
 def results(card: Card) -> list[Sentence]:
     found = []
     r = card.results
@@ -169,7 +183,7 @@ def results(card: Card) -> list[Sentence]:
     if r.balanced.point is not None:
         found.append(
             Sentence(
-                f"{whose} has a balanced accuracy of {r.balanced.text()}{_over(card)}; guessing has "
+                f"{whose} has a balanced accuracy of {r.balanced.text()}{over(card)}; guessing has "
                 f"{100 * r.level_of_chance:.1f} %."
                 f"{_about(r.balanced)}",
                 ("results.balanced", "results.level_of_chance", "results.of_exported_model"),
@@ -403,7 +417,7 @@ def _listed(names: Sequence[str], most: int = 30) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _over(card: Card) -> str:
+def over(card: Card) -> str:
     some = card.results.classes_tested
     named = "labels" if card.model.several_labels else "classes"
     return f" over {some} of {len(card.classes)} {named}" if some is not None and some < len(card.classes) else ""

@@ -82,7 +82,14 @@ class UpdateContents:
         return word * self.numbers + beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
 
     def words(self) -> list[str]:
-        covered = [] if self.masked is None else ["all of it under masks: only sums over several hospitals are read"]
+        covered = (
+            []
+            if self.masked is None
+            else [
+                "all of it under masks: only sums over several hospitals are read",
+                "of a class that this hospital alone has, these sums are its own, without its name",
+            ]
+        )
         return covered + [
             f"{count:,} {'number' if count == 1 else 'numbers'}: {WORDS.get(name, f'the part {name}')}"
             for name, count in sorted(self.parts.items(), key=lambda item: -item[1])

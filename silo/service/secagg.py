@@ -166,10 +166,9 @@ class SecaggMember:
         counted = silo_side.verify_census(known.terms.run, known.keys, classes, proof, self.store.secagg.row(census))
         found = [int(n) for n in counted]
         self.store.secagg.keep_holders(key.run_id, found)
-        floor = run.contributor_floor
-        few = sum(n < floor.least for n in found) if floor is not None else 0
-        text = f"{key.run_id}: the census is proved; rows of {few} of {classes} classes stay here, which too few have"
-        self.emit(event("census", text, facts={"run": key.run_id, "withheld": few}))
+        coverage = run.coverage(found)
+        text = "; ".join([f"{key.run_id}: the census is proved", *coverage.sentences()])
+        self.emit(event("census", text, facts={"run": key.run_id, "withheld": len(coverage.left_out)}))
         return found
 
     # ---- the session's -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,14 @@ class PreflightTask:
         """Take a question; raises ProtocolError (E-WIRE-06) when it names no run."""
         return cls(TaskKey.of(pb.RoundRef(run_id=request.run_id, kind=pb.TRAIN)), request)
 
-    def answer(self, code: str = "", reason: str = "", entry: pb.SecaggEntry | None = None) -> pb.SiloMessage:
+    def answer(
+        self, code: str = "", reason: str = "", entry: pb.SecaggEntry | None = None, trains: Sequence[int] = ()
+    ) -> pb.SiloMessage:
         run_id, digest = self.request.run_id, self.request.manifest_digest
-        answer = pb.PreflightAnswer(
-            run_id=run_id, manifest_digest=digest, ready=not code, code=code, reason=reason, secagg_entry=entry
-        )
+        answer = pb.PreflightAnswer(run_id=run_id, manifest_digest=digest, ready=not code, code=code, reason=reason)
+        answer.trains.extend(trains)
+        if entry is not None:
+            answer.secagg_entry.CopyFrom(entry)
         return pb.SiloMessage(preflight=answer)
 
 
@@ -279,9 +282,11 @@ class TaskQueue:
             )
         )
 
-    def ready(self, preflight_task: PreflightTask, entry: pb.SecaggEntry | None = None) -> None:
-        """Say that the whole run can be done here. entry: this silo's keys of a masked run."""
-        self._send(preflight_task.answer(entry=entry))
+    def ready(
+        self, preflight_task: PreflightTask, entry: pb.SecaggEntry | None = None, trains: Sequence[int] = ()
+    ) -> None:
+        """Say that the whole run can be done here. entry, trains: as in `PreflightAnswer`."""
+        self._send(preflight_task.answer(entry=entry, trains=trains))
 
     def refuse(self, task: Task | PreflightTask, error: FederationError) -> None:
         """Tell the hospital why, in full, and then the coordinator what it may know; what was fetched is not kept."""
@@ -362,14 +367,16 @@ def _drop_oldest(found: dict[Any, Any]) -> None:
         del found[next(iter(found))]
 
 
-_PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET")
-"""Families whose messages are about the run and the wire. All others, and all new ones, are told by their meaning."""
+_PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET", "E-POLICY-20")
+"""Families whose messages are about the run and the wire, and the one whose number the lead has to set. All others, and
+all new ones, are told by their meaning."""
 
 
 def public_reason(error: FederationError) -> str:
     """Write what the coordinator may know of an error: of a run, the wire or a schema its message, else its meaning.
 
-    Guarantees: no path, file name or count of the hospital, and no number of its budget or policy, leaves it.
+    Guarantees: no path, file name or count of the hospital leaves it, and no number of its budget or policy but that of
+    E-POLICY-20.
     """
     if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_PUBLIC_CODES):
         return error.message

@@ -182,7 +182,7 @@ class TaskRunner:
         self.secagg.apply_roster(preflight_task.request.signed_roster)
         run = self._admitted_run(preflight_task, digest)
         try:
-            self._require_ready(preflight_task, run)
+            prepared = self._require_ready(preflight_task, run)
         except RefusedError as error:
             if not run.private:
                 raise
@@ -190,7 +190,9 @@ class TaskRunner:
         leaves, privacy = leaves_of(run).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
-        self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None)
+        counts = run.counts_classes and not run.masked  # under masks a census asks
+        trains = self.trainer.trained_classes(prepared) if counts else ()
+        self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None, trains)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _require_ready(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
@@ -335,9 +337,11 @@ class TaskRunner:
         most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
-        if prepared.run.contributor_floor is not None:
+        if prepared.run.contributor_floor is not None or offer.secagg_census_digest:
             proved = self.secagg.holders(task.key, offer, prepared.run, self._fetch_of(task))
             sent = msg.get(HOSPITALS, {}).get(HOSPITALS)
+            if prepared.run.contributor_floor is None:
+                return msg
             if sent is None or sent.tolist() != list(proved):
                 raise SecaggError(
                     "E-RUN-48",

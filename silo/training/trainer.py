@@ -347,6 +347,13 @@ class Trainer:
             fingerprint=prepared.dataset.fingerprint,
         )
 
+    def trained_classes(self, prepared: PreparedRun) -> list[int]:
+        """Return the positions of the classes that this silo's records train, as far as no rule here hides them."""
+        manifest, dataset = prepared.run.manifest, prepared.dataset
+        context = self._context(prepared, TaskKey("", manifest.rounds, TaskKind.EVALUATE), len(manifest.members))
+        data = prepared.data_factory(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
+        return torch.nonzero(data.contributes()).flatten().tolist()
+
     def _attempt(
         self,
         prepared: PreparedRun,
@@ -493,7 +500,7 @@ class Trainer:
             manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0
         )
         last = {TaskKind.TRAIN: manifest.rounds - 1, TaskKind.EVALUATE: manifest.rounds, TaskKind.CENSUS: 0}[key.kind]
-        late = key.round > last or (key.kind is TaskKind.CENSUS and prepared.run.contributor_floor is None)
+        late = key.round > last or (key.kind is TaskKind.CENSUS and not prepared.run.counts_classes)
         if late or size != len(cohort) or prepared.index not in cohort:
             raise ProtocolError(
                 "E-RUN-33",

@@ -55,6 +55,7 @@ class RunFacts:
     open: OpenRound | None
     scores: tuple[tuple[str, str, str, str], ...]
     aggregator: str
+    classes: tuple[str, ...]
     rounds_left_out: int
     hospitals: tuple[HospitalRow, ...]
     hospitals_left_out: int
@@ -82,6 +83,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
             if n in curves
         ),
         aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
+        classes=tuple(map(_sentence, accuracy.coverage(info).sentences())),
         rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
         hospitals=tuple(hospitals[:_MAX_HOSPITALS]),
         hospitals_left_out=max(0, len(hospitals) - _MAX_HOSPITALS),
@@ -108,10 +110,12 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
         if balanced == NOTHING:
             return f"Finished: accuracy {plain.text()}", f"Of all test images, classified correctly.{best}"
+        taught = accuracy.coverage(info).headline()
         guessing = f"guessing: {clinical_report.percent(accuracy.chance(info))}"
         return (
-            f"{'Finished' if info.rounds else 'Measured'}: balanced accuracy {balanced.text()}",
-            f"Each class counts alike ({guessing}). Of all test images {plain.text()} are classified correctly.{best}",
+            f"{'Finished' if info.rounds else 'Measured'}: balanced accuracy {accuracy.balanced_text(info)}",
+            f"{_sentence(taught) + ' ' if taught else ''}Each class counts alike ({guessing}). "
+            f"Of all test images {plain.text()} are classified correctly.{best}",
         )
     if info.state in ("paused", "failed", "aborted"):
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"

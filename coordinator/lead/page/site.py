@@ -215,15 +215,13 @@ LETTERS = "ABCD"
 class ComparisonFacts:
     """Runs side by side.
 
-    columns: each with the letter that names it in charts and tables   scores: (measure, a text for each run)   over:
-    what these are means of.
+    columns: each with the letter that names it in charts and tables   scores: (measure, a text for each run).
     """
 
     headline: str
     columns: tuple[tuple[str, ComparedRun], ...]
     differences: Mapping[str, tuple[str | None, ...]]
     scores: tuple[tuple[str, tuple[str, ...]], ...]
-    over: str
     charts: tuple[Chart, ...]
     classes: tuple[tuple[str, tuple[str, ...]], ...]
     notes: tuple[str, ...]
@@ -235,7 +233,6 @@ def comparison_facts(found: Comparison) -> ComparisonFacts:
         columns=tuple(zip(LETTERS, found.runs, strict=False)),
         differences=found.differences,
         scores=tuple((TITLES.get(measure, measure), texts) for measure, texts in score_rows(found)),
-        over=found.standing.over,
         charts=tuple(_charts(found)),
         classes=tuple(
             (name, tuple(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes

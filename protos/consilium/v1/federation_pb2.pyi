@@ -588,6 +588,7 @@ class PreflightAnswer(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     SECAGG_ENTRY_FIELD_NUMBER: _builtins.int
+    TRAINS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     manifest_digest: _builtins.str
     ready: _builtins.bool
@@ -596,6 +597,10 @@ class PreflightAnswer(_message.Message):
     @_builtins.property
     def secagg_entry(self) -> Global___SecaggEntry:
         """of a masked run, when ready"""
+
+    @_builtins.property
+    def trains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of the classes that its records train, of a run whose updates leave in clear and without privacy."""
 
     def __init__(
         self,
@@ -606,10 +611,11 @@ class PreflightAnswer(_message.Message):
         code: _builtins.str = ...,
         reason: _builtins.str = ...,
         secagg_entry: Global___SecaggEntry | None = ...,
+        trains: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["secagg_entry", b"secagg_entry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "manifest_digest", b"manifest_digest", "ready", b"ready", "reason", b"reason", "run_id", b"run_id", "secagg_entry", b"secagg_entry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "manifest_digest", b"manifest_digest", "ready", b"ready", "reason", b"reason", "run_id", b"run_id", "secagg_entry", b"secagg_entry", "trains", b"trains"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1828,6 +1834,7 @@ class RunInfo(_message.Message):
     EXCLUDED_FIELD_NUMBER: _builtins.int
     BALANCED_ACCURACY_FIELD_NUMBER: _builtins.int
     GUESSED_AMONG_FIELD_NUMBER: _builtins.int
+    COVERAGE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -1868,6 +1875,10 @@ class RunInfo(_message.Message):
     def balanced_accuracy(self) -> Global___Estimate:
         """of the newest round; none before the first, and where nothing was tested"""
 
+    @_builtins.property
+    def coverage(self) -> Global___ClassCoverage:
+        """none before it is counted"""
+
     def __init__(
         self,
         *,
@@ -1894,14 +1905,64 @@ class RunInfo(_message.Message):
         excluded: _abc.Iterable[_builtins.str] | None = ...,
         balanced_accuracy: Global___Estimate | None = ...,
         guessed_among: _builtins.int = ...,
+        coverage: Global___ClassCoverage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_estimate", b"best_estimate", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_estimate", b"best_estimate", "coverage", b"coverage", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "excluded", b"excluded", "guessed_among", b"guessed_among", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "accuracy_estimate", b"accuracy_estimate", "balanced_accuracy", b"balanced_accuracy", "best_accuracy", b"best_accuracy", "best_estimate", b"best_estimate", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed", b"closed", "coverage", b"coverage", "created_unix", b"created_unix", "data", b"data", "ended_unix", b"ended_unix", "excluded", b"excluded", "guessed_among", b"guessed_among", "manifest_digest", b"manifest_digest", "method", b"method", "model_digest", b"model_digest", "model_object", b"model_object", "name", b"name", "reason", b"reason", "rounds", b"rounds", "run_id", b"run_id", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunInfo: _TypeAlias = RunInfo  # noqa: Y015
+
+@_typing.final
+class ClassCoverage(_message.Message):
+    """At how many hospitals each class of a run is trained, and on how many images each was tested."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASSES_FIELD_NUMBER: _builtins.int
+    HOSPITALS_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    TESTED_FIELD_NUMBER: _builtins.int
+    partial: _builtins.bool
+    """some hospitals have not said: 0 may be more"""
+    least: _builtins.int
+    """hospitals that a class needs for its rows to leave"""
+    masked: _builtins.bool
+    why: _builtins.str
+    """nothing is known of the hospitals"""
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def hospitals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each class, of the runs that this one goes on from as well; none: not known"""
+
+    @_builtins.property
+    def tested(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """test images of each class in the newest evaluation; none: not known"""
+
+    def __init__(
+        self,
+        *,
+        classes: _abc.Iterable[_builtins.str] | None = ...,
+        hospitals: _abc.Iterable[_builtins.int] | None = ...,
+        partial: _builtins.bool = ...,
+        least: _builtins.int = ...,
+        masked: _builtins.bool = ...,
+        why: _builtins.str = ...,
+        tested: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "hospitals", b"hospitals", "least", b"least", "masked", b"masked", "partial", b"partial", "tested", b"tested", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassCoverage: _TypeAlias = ClassCoverage  # noqa: Y015
 
 @_typing.final
 class Waiting(_message.Message):
@@ -2298,6 +2359,7 @@ class RoundInfo(_message.Message):
     WITHHELD_FIELD_NUMBER: _builtins.int
     BY_HOSPITAL_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    UNTRAINED_FIELD_NUMBER: _builtins.int
     SEVERAL_LABELS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     kind: Global___TaskKind.ValueType
@@ -2310,6 +2372,8 @@ class RoundInfo(_message.Message):
     """the run bounds updates, and had nothing to compare these with"""
     base_bytes: _builtins.int
     """what each hospital of the cohort was sent"""
+    untrained: _builtins.bool
+    """the measured model is that of a closed form which is not solved yet"""
     several_labels: _builtins.bool
     """correct and examples are answers about labels, of which a record may have several"""
     @_builtins.property
@@ -2382,11 +2446,12 @@ class RoundInfo(_message.Message):
         withheld: _abc.Iterable[_builtins.str] | None = ...,
         by_hospital: _abc.Iterable[Global___HospitalResult] | None = ...,
         own: Global___OwnModels | None = ...,
+        untrained: _builtins.bool = ...,
         several_labels: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["clinical", b"clinical", "noise", b"noise", "own", b"own"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "by_hospital", b"by_hospital", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "own", b"own", "personal", b"personal", "round", b"round", "several_labels", b"several_labels", "unbounded", b"unbounded", "withheld", b"withheld"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "base_bytes", b"base_bytes", "by_hospital", b"by_hospital", "clinical", b"clinical", "clipped", b"clipped", "closed_unix", b"closed_unix", "correct", b"correct", "cut", b"cut", "cut_rows", b"cut_rows", "examples", b"examples", "included", b"included", "kind", b"kind", "medians", b"medians", "missing", b"missing", "noise", b"noise", "opened_unix", b"opened_unix", "own", b"own", "personal", b"personal", "round", b"round", "several_labels", b"several_labels", "unbounded", b"unbounded", "untrained", b"untrained", "withheld", b"withheld"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

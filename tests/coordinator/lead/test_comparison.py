@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from coordinator.lead import accuracy
 from coordinator.lead.comparison import BEHIND, COMPARED, MAX_RUNS, ComparedRun, Comparison, flatten, score_rows
 from coordinator.lead.comparison import compare as compare_runs
 from coordinator.lead.page.site import comparison_facts
@@ -103,21 +104,34 @@ def rounds(
 NAMES_OF = {"a": "A", "b": "B", "c": "C"}
 
 
-def test_headline_and_table_say_one_number_also_where_the_final_value_says_the_opposite() -> None:
+def test_headline_and_table_say_the_number_of_the_last_model_which_show_says_too() -> None:
     low_at_the_end = detail("a", rounds([0.1, *[0.9] * 5, 0.5], scale=10))
     high_at_the_end = detail("b", rounds([0.1, *[0.4] * 5, 0.6], scale=10))
     found = compare([low_at_the_end, high_at_the_end])
     finals = [run.curves[COMPARED].scores.final.point for run in found.runs]
     assert finals == pytest.approx([0.5, 0.6])
-    assert found.standing.headline(NAMES_OF).startswith("A ends ahead of B in balanced accuracy: +38.0 points (95 %: ")
+    assert [accuracy.balanced(each.rounds[-1]).point for each in (low_at_the_end, high_at_the_end)] == finals
+    assert found.standing.headline(NAMES_OF).startswith("B ends ahead of A in balanced accuracy: +10.0 points (95 %: ")
     rows = dict(score_rows(found))
-    assert rows[COMPARED] == ("82.00 %", "44.00 %")
-    assert rows[BEHIND][0] == "best"
-    assert rows[BEHIND][1].startswith("-38.0 points (95 %: ")
+    assert rows[COMPARED] == ("50.00 %", "60.00 %")
+    assert rows[BEHIND][1] == "best"
+    assert rows[BEHIND][0].startswith("-10.0 points (95 %: ")
     page = comparison_facts(found)
     assert page.headline == found.standing.headline(NAMES_OF)
     assert [texts for _, texts in page.scores] == [texts for _, texts in score_rows(found)]
-    assert found.standing.over == "mean of the last 5 evaluations"
+
+
+def test_the_model_of_a_closed_form_that_is_not_solved_yet_is_in_no_number_of_its_run() -> None:
+    evaluated = rounds([0.0, 0.1, 0.1, 0.9])
+    for each in evaluated[:3]:  # it takes three exchanges
+        each.untrained = True
+    found = compare([detail("a", evaluated), detail("b", rounds([0.1, 0.5]))])
+    scores = found.runs[0].curves[COMPARED].scores
+    assert [scores.final.point, scores.best.point, scores.last.point] == pytest.approx([0.9] * 3)
+    assert dict(score_rows(found))[COMPARED][0] == "90.00 %"
+    unfinished = ComparedRun.of(detail("a", evaluated[:3]))
+    assert unfinished.evaluated == ()
+    assert unfinished.curves[COMPARED].scores.final.point is None
 
 
 def test_runs_whose_difference_may_be_luck_of_the_test_images_are_not_told_apart() -> None:
@@ -163,10 +177,10 @@ def test_a_run_that_was_measured_on_other_test_images_is_named_and_not_compared(
     )
 
 
-def test_only_the_newest_evaluations_on_the_same_test_images_count() -> None:
+def test_only_the_newest_evaluation_counts() -> None:
     changed = [*rounds([0.1, 0.2, 0.2], hospitals=("north",)), *rounds([0.1, 0.1, 0.1, 0.8, 0.9])[3:]]
     found = compare([detail("a", changed), detail("b", rounds([0.1, 0.3, 0.3, 0.4, 0.5]))])
-    assert (found.standing.rounds, found.standing.best) == (2, "a")
+    assert (found.standing.rounds, found.standing.best) == (1, "a")
     assert found.standing.ahead["b"].point == pytest.approx(0.4)
 
 

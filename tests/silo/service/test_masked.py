@@ -662,7 +662,7 @@ def test_t63_a_masked_run_of_fewer_than_three_members_is_refused(tmp_path):
     [
         ("min_sum = 4", {}, "E-POLICY-17"),
         ("min_sum = 3", {}, ""),
-        ("min_contributors = 2", {}, "E-POLICY-17"),
+        ("min_contributors = 2", {}, "E-POLICY-20"),
         ("class_sums = 'complete'", {"class_sums": "each"}, "E-POLICY-17"),
         ("class_sums = 'each'", {"class_sums": "each"}, ""),
         ("collusion = 1", {"collusion": 0}, "E-POLICY-17"),

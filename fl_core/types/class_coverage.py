@@ -1,0 +1,156 @@
+"""Which classes of a run are taught, by how many hospitals, and on how many test images a model was measured.
+
+One fact, made once before round 1, that every display words alike. It names classes and never a hospital. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+NAMED = 20
+"""Classes that a sentence names; of more it says how many."""
+LEFT_OUT = "E-RUN-53"
+"""How the question to the lead begins of a run that would leave classes out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCoverage:
+    """At how many hospitals each class of a run is trained, and what becomes of the classes that few of them have.
+
+    hospitals: (C,), those of the runs that this one goes on from counted as well; empty: not known, and `why`
+    partial: some have not said, so that 0 may be more   least: hospitals that a class needs for its rows to leave
+    masked: whether updates leave under masks   tested: test images (C,) of the newest evaluation; empty: not known.
+    """
+
+    classes: tuple[str, ...] = ()
+    hospitals: tuple[int, ...] = ()
+    partial: bool = False
+    least: int = 1
+    masked: bool = False
+    why: str = ""
+    tested: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> ClassCoverage:
+        """Read what `facts` wrote, by way of JSON."""
+        listed: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()}
+        return cls(**listed)
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def after(self, parent: ClassCoverage | None, *, trains: bool) -> ClassCoverage:
+        """Add what the model that a run begins with was taught. parent: None where that is not known."""
+        if parent is None or not parent.hospitals or parent.classes != self.classes:
+            return replace(self, partial=True) if trains else replace(self, hospitals=(), why="the first run is older")
+        before = tuple(0 if n < parent.least else n for n in parent.hospitals)
+        if not trains:
+            return replace(self, hospitals=before, partial=parent.partial, least=1)
+        both = tuple(max(pair) for pair in zip(self.hospitals, before, strict=True)) if self.hospitals else ()
+        return replace(self, hospitals=both, partial=self.partial or parent.partial)
+
+    def with_tested(self, tested: Sequence[float]) -> ClassCoverage:
+        return replace(self, tested=tuple(tested))
+
+    # ---- what follows --------------------------------------------------------------------------------------------
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Classes that hospitals have, and too few of them for their rows to leave."""
+        return self._where(lambda n: 0 < n < self.least)
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Classes that are learnt from one hospital."""
+        return self._where(lambda n: n == 1 >= self.least)
+
+    @property
+    def untaught(self) -> tuple[str, ...]:
+        """Classes that nothing teaches the model: no hospital has them, or they are left out."""
+        return self._where(lambda n: n < self.least and (n > 0 or not self.partial))
+
+    def _where(self, true: Callable[[int], bool]) -> tuple[str, ...]:
+        return tuple(name for name, n in zip(self.classes, self.hospitals, strict=False) if true(n))
+
+    # ---- in words ------------------------------------------------------------------------------------------------
+
+    def sentences(self) -> list[str]:
+        """Say of the classes that few hospitals have what becomes of them; empty where nothing is remarkable."""
+        if not self.hospitals:
+            return [f"at how many hospitals each class is trained is not known: {self.why}"] if self.why else []
+        nobody = [name for name in self.untaught if name not in self.left_out]
+        masked = "Its sums leave under masks without that hospital's name"
+        clear = "The coordinator can read that hospital's update"
+        said = [
+            (self.alone, f"at one hospital. {masked if self.masked else clear}"),
+            (self.left_out, f"left out, the model will not know it: at fewer than {self.least} hospitals"),
+            (nobody, "at no hospital, the model will not know it"),
+        ]
+        return [f"{listed(names)}: {_each(text, len(names))}" for names, text in said if names]
+
+    def headline(self) -> str:
+        """Say of how many classes the model was tested and taught, in a few words; empty where nothing is known."""
+        total = max(len(self.classes), len(self.tested))
+        parts = []
+        if self.tested:
+            parts.append(f"{sum(n > 0 for n in self.tested)} of {total} classes tested")
+        if self.hospitals:
+            taught = f"{total - len(self.untaught)} of {total}{'' if parts else ' classes'} trained"
+            parts.append(("at least " if self.partial else "") + taught + self._where_trained())
+        return ", ".join(parts)
+
+    def _where_trained(self) -> str:
+        numbers = sorted(n for n in self.hospitals if n >= self.least and n)
+        if not numbers:
+            return ""
+        low, high = numbers[0], numbers[-1]
+        return f" at {low}{'' if low == high else f' to {high}'} {'hospital' if high == 1 else 'hospitals'} each"
+
+    def over(self) -> str:
+        """Say over how many classes a number is, where these are not all; follows the number."""
+        n = sum(of > 0 for of in self.tested)
+        return f" over {n} of {len(self.tested)} classes" if self.tested and n < len(self.tested) else ""
+
+    def as_json(self) -> dict[str, object]:
+        """Return what machines read; null: not known."""
+        return {
+            "names": list(self.classes),
+            "hospitals": list(self.hospitals) or None,
+            "all_have_said": not self.partial,
+            "left_out": list(self.left_out),
+            "untaught": list(self.untaught),
+            "tested": list(self.tested) or None,
+        }
+
+    def hospitals_of(self, name: str) -> int | None:
+        """Return at how many hospitals a class is trained; None where that is not known."""
+        n = dict(zip(self.classes, self.hospitals, strict=False)).get(name)
+        return None if n == 0 and self.partial else n
+
+
+def _each(text: str, number: int) -> str:
+    """Word a sentence about one class for several."""
+    if number == 1:
+        return text
+    for one, several in (
+        ("at one hospital. Its", "at one hospital each. Their"),
+        ("at one hospital. The", "at one hospital each. The"),
+        ("know it", "know them"),
+    ):
+        text = text.replace(one, several)
+    return text
+
+
+def listed(names: Collection[str]) -> str:
+    """Name classes; of many the first ones."""
+    first = ", ".join(list(names)[:NAMED])
+    return first if len(names) <= NAMED else f"{first} and {len(names) - NAMED} more"
+
+
+def counted_holders(classes: Sequence[str], holders: Iterable[Collection[str]]) -> tuple[int, ...]:
+    """Count of each class the hospitals that have it. holders: the classes of each hospital."""
+    found = [frozenset(each) for each in holders]
+    return tuple(sum(name in each for each in found) for name in classes)
