@@ -88,14 +88,7 @@ def report_json(report: CheckReport, schema: Schema | None = None) -> Mapping[st
         "fingerprint": report.fingerprint,
         "notes": list(report.notes),
         "problems": [
-            {
-                "code": p.code,
-                "what": p.what,
-                "count": p.count,
-                "first": list(p.first),
-                "remedy": p.remedy,
-                "names": p.names,
-            }
+            {"code": p.code, "what": p.what, "count": p.count, "first": list(p.first), "remedy": p.remedy}
             for p in report.problems
         ],
         "unread": dict(report.unread),

@@ -34,7 +34,7 @@ class ClassCount:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with the data. first: the first files   names: how many there are."""
+    """Something wrong with the data. first: the first files   names: how many the check listed."""
 
     what: str
     count: int
@@ -156,11 +156,7 @@ def _report(raw: Mapping[str, Any]) -> Report:
     train, test = ([int(n) for n in counts.get(split, [0] * len(names))] for split in ("train", "test"))
     problems = tuple(
         Problem(
-            str(p["what"]),
-            int(p["count"]),
-            tuple(map(str, p["first"][:_FILES])),
-            str(p["remedy"]),
-            int(p.get("names", p["count"])),
+            str(p["what"]), int(p["count"]), tuple(map(str, p["first"][:_FILES])), str(p["remedy"]), len(p["first"])
         )
         for p in found["problems"][:_PROBLEMS]
     )

@@ -116,11 +116,6 @@ def is_dicom(path: Path) -> bool:
         return False
 
 
-def looks_like_dicom(path: Path) -> bool:
-    """Tell by the mark, or by a first tag where the mark is missing: such a file is named, and not read."""
-    return is_dicom(path) or lacks_preamble(path)
-
-
 def lacks_preamble(path: Path) -> bool:
     """Tell whether a file begins with a tag of DICOM (PS3.5 section 7.1), as old scanners write."""
     try:

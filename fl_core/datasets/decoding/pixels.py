@@ -145,12 +145,10 @@ def _readable(path: Path) -> Iterator[None]:
     except (*_BROKEN, MemoryError, Image.DecompressionBombError) as error:
         if isinstance(error, Image.DecompressionBombError):
             raise UnreadableError(f"more than {MAX_PIXELS} pixels: make it smaller") from error
-        if isinstance(error, UnidentifiedImageError) and dicom.lacks_preamble(path):
-            raise UnreadableError(
-                "DICOM without preamble and meta header (PS3.10): store it as a DICOM file"
-            ) from error
         if isinstance(error, UnidentifiedImageError):
-            raise UnreadableError("no image in a format that is read here, whatever its name says") from error
+            bare = "DICOM without preamble and meta header (PS3.10): store it as a DICOM file"
+            other = "no image in a format that is read here, whatever its name says"
+            raise UnreadableError(bare if dicom.lacks_preamble(path) else other) from error
         raise UnreadableError(str(error).replace(str(path), path.name) or type(error).__name__) from error
 
 

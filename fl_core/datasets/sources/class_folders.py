@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fl_core.datasets.augmentation import PHOTOS
 from fl_core.datasets.checks import CheckProblem, Item, SourceIndex, by_extension, problem
-from fl_core.datasets.decoding.dicom import Window, looks_like_dicom
+from fl_core.datasets.decoding.dicom import Window, is_dicom, lacks_preamble
 from fl_core.datasets.decoding.pixels import SUFFIXES
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import ImageTransform
@@ -27,17 +27,8 @@ from fl_core.types.enums import Split
 
 DEFAULT_SIZE = 224
 TEST_SHARE = 0.2
-NOT_OURS = frozenset(
-    {
-        "__macosx",
-        "lost+found",
-        "found.000",
-        "system volume information",
-        "recycler",
-        *("$recycle.bin", "#recycle", "@recycle"),
-        *("#snapshot", "@recently-snapshot", "@eadir"),
-    }
-)
+_SYSTEMS = frozenset({"__macosx", "lost+found", "found.000", "system volume information", "recycler", "$recycle.bin"})
+NOT_OURS = _SYSTEMS | {"#recycle", "#snapshot", "@eadir", "@recycle", "@recently-snapshot"}
 """Names of folders, in small letters, that no hospital made: thumbnails, bins, snapshots."""
 LEVELS = {"train": Split.TRAIN, "training": Split.TRAIN, "test": Split.TEST, "testing": Split.TEST}
 """Names of folders, in small letters, that divide images and are no class."""
@@ -209,15 +200,19 @@ class _Tree:
             self._closed.append(self._name(entry.path))
             return None
         suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122 - a Path takes as long as all the rest
-        if stat.S_ISREG(found.st_mode) and (
-            suffix in SUFFIXES or (entry.name.lower() != _INDEX and looks_like_dicom(Path(entry.path)))
-        ):
+        if stat.S_ISREG(found.st_mode) and (suffix in SUFFIXES or _is_other_dicom(entry)):
             return found.st_size
         self.unread.append(Path(entry.path))
         return None
 
     def _name(self, path: str) -> str:
         return Path(path).relative_to(self._root).as_posix()
+
+
+def _is_other_dicom(entry: os.DirEntry[str]) -> bool:
+    """Tell by the mark, or by a first tag: a file that lacks the mark is named when it is decoded."""
+    path = Path(entry.path)
+    return entry.name.lower() != _INDEX and (is_dicom(path) or lacks_preamble(path))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

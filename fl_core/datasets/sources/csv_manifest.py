@@ -33,8 +33,8 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     )
     lost = [item.name for item in items if not _is_file(item.path)]
     remedy = f"Restore these files below {file.parent}, or remove their rows"
-    if any("\\" in name for name in lost):
-        remedy = f"These are paths of Windows (backslashes): write them as they lie below {file.parent}, with /"
+    if any("\\" in name or name[1:3] == ":/" for name in lost):
+        remedy = f"Paths of Windows (backslashes, drive letters): write them as they lie below {file.parent}, with /"
     times = Counter(item.path.resolve() for item in items)
     twice = sorted({item.name for item in items if times[item.path.resolve()] > 1})
     problems = (
