@@ -40,6 +40,7 @@ import torch  # noqa: E402
 
 from coordinator.api.server import CoordinatorServer  # noqa: E402
 from coordinator.config.hydra_config import compose_spec  # noqa: E402
+from coordinator.pki.authority import Authority  # noqa: E402
 from coordinator.simulate import runner  # noqa: E402
 from coordinator.storage.records import RunState  # noqa: E402
 from coordinator.storage.store import Store as CoordinatorStore  # noqa: E402
@@ -54,7 +55,7 @@ from service_core.storage.generation import read_only  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 from silo.storage.store import Store as SiloStore  # noqa: E402
 from tests import interrupted  # noqa: E402
-from tests.support.coordinator import COLLECTION, FAST, Site, World, enrolled  # noqa: E402
+from tests.support.coordinator import COLLECTION, FAST, Site, World, enrolled, when_due  # noqa: E402
 from tests.support.fake_coordinator import manifest  # noqa: E402
 from tests.support.processes import ROOT, free_port  # noqa: E402
 
@@ -62,7 +63,7 @@ COORDINATOR = "coordinator"
 DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1", "west": "digits/p3c4/2"}
 VICTIMS = (COORDINATOR, "north")
 KILL, TEAR, FILL = "killed before it", "torn", "disk full"
-EXPECTED, LOST = 60.0, 3
+EXPECTED, LOST = 600.0, 3
 """Seconds within which a trial ends, and how often a process may end by itself on a full disk."""
 _DATABASES = ("coordinator.sqlite", "silo.db", "ledger.db")
 _SOURCE = r"""
@@ -466,10 +467,14 @@ class Trial:
 
 
 def founded(plan: Plan, folder: Path) -> Path:
-    """Make the homes that every trial begins with: enrolled, with registered records and a budget."""
+    """Make the homes that every trial begins with: enrolled, with registered records and a budget.
+
+    Every certificate is due, so that each side renews its own when it starts.
+    """
     world = World.create(folder / COORDINATOR, ())
+    Authority.open(folder / COORDINATOR, when_due).issue_server()
     for name, data in plan.data.items():
-        home = enrolled(world, name, folder / name)
+        home = enrolled(world, name, folder / name, clock=when_due)
         home.policy.write_text('[privacy]\nrng = "test"\n')
         home.policy.chmod(0o600)
         ledger = Ledger(home.ledger)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 import shlex
+import shutil
 import time
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import Extensions, FoundingPlace, LogFormatOption, MetricsOption, Place, SigningPlace
+from coordinator.cli.options import Extensions, LogFormatOption, MetricsOption, Place, SigningPlace
 from coordinator.lead.client import MAIN_LEAD
 from coordinator.pki import passphrase
-from coordinator.pki.authority import Authority
+from coordinator.pki.authority import FOLDER, Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError
@@ -43,7 +45,7 @@ def init(
         bool, typer.Option("--ca-passphrase", help="Ask for a passphrase that the authority's key is kept under.")
     ] = False,
     *,
-    home: FoundingPlace,
+    home: SigningPlace,
 ) -> Reply:
     """Create the consortium: its certificate authority, the service's certificate and the lead's. Once.
 
@@ -55,7 +57,9 @@ def init(
         secret = passphrase.SOURCE.read("passphrase of the new authority", repeat=True)
     again = ["coordinator", "init", consortium, *(word for a in address for word in ("--address", a))]
     marker = Marker("coordinator init", shlex.join([*again, "--home", str(home)]))
-    with unfinished.filling(private_files.own_home(home), marker, lambda: Authority.discard(home)):
+    with unfinished.filling(
+        private_files.own_home(home), marker, partial(shutil.rmtree, home / FOLDER, ignore_errors=True)
+    ):
         authority = Authority.create(home, consortium, address, secret=secret)
         authority.issue_lead(MAIN_LEAD)
     return Reply(

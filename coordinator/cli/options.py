@@ -50,14 +50,14 @@ CaPassphraseEnv = Annotated[
 ]
 
 
-def place_of(given: Path | None) -> Path:
+def place_of(home: Home = None) -> Path:
     """Return the coordinator's folder, whatever is in it."""
-    return given or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")
+    return home or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")
 
 
-def home_of(given: Path | None) -> Path:
+def home_of(home: Home = None) -> Path:
     """Return the coordinator's home; raises StateError (E-STATE-26) on one that a command did not finish."""
-    require_finished(place := place_of(given))
+    require_finished(place := place_of(home))
     return place
 
 
@@ -68,33 +68,16 @@ def use_passphrase(file: Path | None, variable: str | None) -> None:
     passphrase.SOURCE.file, passphrase.SOURCE.variable = file, variable
 
 
-def _place(home: Home = None) -> Path:
-    return home_of(home)
-
-
-def _any_place(home: Home = None) -> Path:
-    return place_of(home)
-
-
 def _signing_place(
     passphrase_file: CaPassphraseFile = None, passphrase_env: CaPassphraseEnv = None, home: Home = None
 ) -> Path:
     use_passphrase(passphrase_file, passphrase_env)
-    return home_of(home)
+    return place_of(home)  # the authority is not opened in one that a command did not finish
 
 
-def _founding_place(
-    passphrase_file: CaPassphraseFile = None, passphrase_env: CaPassphraseEnv = None, home: Home = None
-) -> Path:
-    use_passphrase(passphrase_file, passphrase_env)
-    return place_of(home)
-
-
-Place = Annotated[Path, Depends(_place)]
+Place = Annotated[Path, Depends(home_of)]
 """The coordinator's home."""
-AnyPlace = Annotated[Path, Depends(_any_place)]
+AnyPlace = Annotated[Path, Depends(place_of)]
 """The same, also where a command did not finish it: for those that go on with it or look at it."""
-FoundingPlace = Annotated[Path, Depends(_founding_place)]
-"""That of `coordinator init`, with the passphrase of the authority's key as below."""
 SigningPlace = Annotated[Path, Depends(_signing_place)]
 """The same, for commands that use the authority's key, whose passphrase can be found from then on."""

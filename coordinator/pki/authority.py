@@ -34,7 +34,7 @@ from service_core.pki.invitation import InvitationToken
 from service_core.pki.roster import Member, Revocation, Roster, SignedRoster
 from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
-from service_core.storage.unfinished import marker_of
+from service_core.storage.unfinished import marker_of, require_finished
 
 FOLDER = "pki"
 
@@ -113,15 +113,13 @@ class Authority:
                 "Use the one that is there, or choose another home",
             )
 
-    @staticmethod
-    def discard(home: Path) -> None:
-        """Delete what an interrupted `init` made: nobody has been admitted with it."""
-        for folder in (home / FOLDER, home / f".{FOLDER}.new"):
-            shutil.rmtree(folder, ignore_errors=True)
-
     @classmethod
     def open(cls, home: Path, clock: Clock = utc_now) -> Authority:
-        """Open what `create` made; raises StateError (E-STATE-43) where there is none, E-STATE-42 on loose modes."""
+        """Open what `create` made; raises StateError: E-STATE-43 where there is none, E-STATE-42 on loose modes.
+
+        E-STATE-26 in a home that a command did not finish.
+        """
+        require_finished(home)
         about = home / FOLDER / "authority.json"
         try:
             raw = json.loads(about.read_text())

@@ -27,19 +27,14 @@ HomeOption = Annotated[
 ]
 
 
-def home_of(given: Path | None) -> Home:
-    """Return the silo's home; raises StateError (E-STATE-26) on one that a command did not finish."""
-    home = Home.at(given)
-    require_finished(home.path)
-    return home
-
-
-def _home(home: HomeOption = None) -> Home:
-    return home_of(home)
-
-
 def _any_home(home: HomeOption = None) -> Home:
     return Home.at(home)
+
+
+def home_of(home: HomeOption = None) -> Home:
+    """Return the silo's home; raises StateError (E-STATE-26) on one that a command did not finish."""
+    require_finished((place := Home.at(home)).path)
+    return place
 
 
 @contextmanager
@@ -51,7 +46,7 @@ def open_store(database: Path, accept_loss: bool = False) -> Iterator[Store]:
         store.close_database()
 
 
-SiloHome = Annotated[Home, Depends(_home)]
+SiloHome = Annotated[Home, Depends(home_of)]
 AnyHome = Annotated[Home, Depends(_any_home)]
 """Also one that a command did not finish: for those that go on with it or look at it."""
 LogFormatOption = Annotated[

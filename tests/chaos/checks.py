@@ -26,7 +26,7 @@ from tests.support import until
 
 THREADS, FILES = 100, 150
 """Of one process that rests: far above what is usual, and below what a leak per fault makes of it."""
-TOLD_S = 30.0
+TOLD_S = 300.0
 _COUNTED = ("SPENT", "SPENT_ON_RECOVERY", "INTENT", "RUNNING")
 
 

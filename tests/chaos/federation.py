@@ -11,24 +11,40 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from coordinator.pki.membership import Membership
+from coordinator.storage.store import Store
 from fl_core import datasets
 from fl_core.errors import FederationError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from service_core.pki.identity import Address
+from service_core.storage import unfinished
+from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
-from tests.chaos.plan import COORDINATOR, DATA, FEDERATION, LATENCY_S, SILOS, THROTTLED_BYTES_S, Fault, RunPlan
+from tests.chaos.plan import (
+    COORDINATOR,
+    DATA,
+    FEDERATION,
+    LATENCY_S,
+    PROCESS_FAULTS,
+    SILOS,
+    THROTTLED_BYTES_S,
+    Fault,
+    RunPlan,
+)
 from tests.chaos.proxy import Proxy
 from tests.support import until
+from tests.support.coordinator import when_due
 from tests.support.processes import BIN, ENV, ROOT, World
 
-RUN_S = 240.0
+RUN_S, WELL_S, BEGUN_S = 1200.0, 600.0, 300.0
+"""Within which a run ends, all are online again, and a command has begun to write: on a machine that does more, too."""
 RESUMES = 3
 _POLICY = '[privacy]\nrng = "test"\n'
 _TURN_S = 0.02
@@ -45,6 +61,7 @@ class Federation(World):
         self.done: Counter[str] = Counter()
         self.died: list[str] = []
         self._hours: dict[str, float] = {}
+        self._number = 0
         self._ending: list[threading.Timer] = []
 
     def begin(self) -> None:
@@ -162,13 +179,13 @@ class Federation(World):
                 return all(states.get(name) == "online" for name in SILOS)
             return False
 
-        until(there, "all hospitals to be online", 120)
+        until(there, "all hospitals to be online", WELL_S)
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def _inflict(self, fault: Fault) -> None:
         name = fault.target
-        if fault.kind in ("kill", "stop", "full disk", "clock"):
+        if fault.kind in PROCESS_FAULTS:
             self._on_process(fault)
         else:
             line = self.lines[name]
@@ -207,11 +224,56 @@ class Federation(World):
                 if name in self.running and self.running[name].poll() is None:
                     self.kill(name)
                     self._restart(name)
+            case "renewal":
+                self.kill(name)
+                self._make_due(name)
+                self._restart(name)
+            case "restore" | "half restore":
+                self._put_back(name, fault.seconds, half=fault.kind == "half restore")
             case "full disk":
                 _set_room(process.pid, fault.bytes)
                 timer = threading.Timer(fault.seconds, _set_room, (process.pid, None))
                 timer.start()
                 self._ending.append(timer)
+
+    def _make_due(self, name: str) -> None:
+        """Give a hospital a certificate that its service renews when it starts."""
+        identity = SiloIdentity(self.folder / name)
+        asked = identity.renewal_request()
+        with closing(Store(self.home)) as store:
+            made = Membership(self.home, store, when_due).renew(identity.load(), asked.csr_pem, asked.proof)
+        identity.install(made.certificate_pem, made.authority_pem)
+
+    def _put_back(self, name: str, seconds: float, half: bool) -> None:
+        """Back a home up, and put it back after so many seconds; half: the first restore is killed on its way."""
+        side, key = ("coordinator", "--with-authority-key") if name == COORDINATOR else ("silo", "--with-ledger-key")
+        home = self.folder / name
+        self._number += 1
+        backup, old = (self.folder / f"{name}-{what}-{self._number}" for what in ("backup", "old"))
+        self.call(side, "backup", str(backup), key, "--home", str(home))
+        time.sleep(seconds)
+        self.kill(name)
+        home.rename(old)
+        restore = (side, "restore", str(backup), "--home", str(home))
+        if half:
+            self._kill_on_its_way(restore, home)
+        self.call(*restore)
+        self._restart(name)
+
+    def _kill_on_its_way(self, restore: tuple[str, ...], home: Path) -> None:
+        """Kill a restore once its home is marked; what serves such a home must refuse it."""
+        begun = subprocess.Popen(
+            [str(BIN / restore[0]), *restore[1:]], env=ENV, cwd=self.folder, stdout=subprocess.DEVNULL
+        )
+        marker = home / unfinished.FILE
+        until(lambda: marker.exists() or begun.poll() is not None, "a restore to begin", BEGUN_S, every=0.001)
+        begun.kill()
+        begun.wait()
+        assert marker.exists(), "the restore was done before it could be killed"
+        data = () if restore[0] == COORDINATOR else ("--data", f"{DATA}/{FEDERATION}/0")
+        refused = self.call(restore[0], "serve", *data, "--home", str(home), ok=False)
+        assert refused.returncode == 1, refused.stderr
+        assert "E-STATE-26" in refused.stdout + refused.stderr, refused.stderr
 
 
 def _set_room(pid: int, size: int | None) -> None:

@@ -34,9 +34,11 @@ _RUNS = (
     ("scaffold", ("method=scaffold", "model=digits_cnn", "train.epochs=4")),
 )
 """All but the first have masks, which three hospitals have where no word says otherwise."""
-PROCESS_FAULTS = ("kill", "stop", "full disk", "clock")
+RESTORES = ("restore", "half restore")
+"""Of a run without masks and noise: a masked one ends at a restore, and a private round that is repeated is charged."""
+PROCESS_FAULTS = ("kill", "stop", "full disk", "clock", "renewal", *RESTORES)
 LINE_FAULTS = ("cut", "truncate", "flip", "delay", "throttle", "black hole")
-CHARGING = ("kill", "full disk", "clock")
+CHARGING = ("kill", "full disk", "clock", "renewal")
 """May interrupt a private round between reservation and result, which charges it again."""
 _REPEATS = 2
 """A ledger charges one round at most three times."""
@@ -51,6 +53,8 @@ class Fault:
     round, after: when so many rounds are closed, so many seconds later   seconds: how long it lasts; until the next
     start of a killed process   bytes: what still passes before a cut, a flipped byte; on a full disk the largest file
     upward: which direction of the line   hours: by which the clock is wrong
+    A renewal is a start with a certificate that is due. A restore is of a backup that was taken so many seconds before;
+    a half one is killed when it has begun, and said again.
     """
 
     round: int
@@ -94,10 +98,16 @@ def draw(seed: int, number: int) -> RunPlan:
     found: list[Fault] = []
     for round in sorted(source.randrange(ROUNDS) for _ in range(FAULTS_PER_RUN)):
         fault = _fault(source, round)
-        while name == "dp_record" and _charges(fault) and sum(map(_charges, found)) >= _REPEATS:
+        while not _fits(fault, name, found):
             fault = _fault(source, round)
         found.append(fault)
     return RunPlan(number, name, (*overrides, *_COMMON, f"seed={source.randrange(1000)}"), tuple(found))
+
+
+def _fits(fault: Fault, name: str, before: list[Fault]) -> bool:
+    if fault.kind in RESTORES:
+        return name == _RUNS[0][0]
+    return name != "dp_record" or not _charges(fault) or sum(map(_charges, before)) < _REPEATS
 
 
 def _charges(fault: Fault) -> bool:
@@ -107,7 +117,7 @@ def _charges(fault: Fault) -> bool:
 def _fault(source: random.Random, round: int) -> Fault:
     kind = source.choice((*PROCESS_FAULTS, *LINE_FAULTS))
     after = source.uniform(0.0, 1.0)
-    target = source.choice(SILOS if kind in LINE_FAULTS else (COORDINATOR, *SILOS))
+    target = source.choice(SILOS if kind in (*LINE_FAULTS, "renewal") else (COORDINATOR, *SILOS))
     match kind:
         case "truncate" | "flip":
             return Fault(
@@ -118,7 +128,7 @@ def _fault(source: random.Random, round: int) -> Fault:
             return Fault(round, after, kind, target, source.uniform(0.5, 4.0), bytes=room)
         case "clock":
             return Fault(round, after, kind, target, source.uniform(2.0, 5.0), hours=source.choice(_HOURS))
-        case "cut":
+        case "cut" | "renewal":
             return Fault(round, after, kind, target)
         case _:
             return Fault(round, after, kind, target, source.uniform(0.5, 4.0))

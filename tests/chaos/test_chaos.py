@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.plan import CHARGING, COORDINATOR, LINE_FAULTS, PROCESS_FAULTS, draw
+from tests.chaos.plan import CHARGING, COORDINATOR, LINE_FAULTS, PROCESS_FAULTS, RESTORES, draw
 from tests.chaos.proxy import Proxy
 from tests.support.processes import ENV, ROOT
 
@@ -24,6 +24,12 @@ def test_a_seed_decides_what_happens() -> None:
 def test_a_private_run_is_interrupted_no_oftener_than_its_ledger_repeats_a_round() -> None:
     private = [plan for seed in range(20) for n in range(8) if (plan := draw(seed, n)).private]
     assert all(sum(f.kind in CHARGING and f.target != COORDINATOR for f in p.faults) <= 2 for p in private)
+
+
+def test_only_runs_without_masks_and_noise_are_put_back() -> None:
+    plans = [draw(seed, n) for seed in range(20) for n in range(8)]
+    assert {p.name for p in plans if any(f.kind in RESTORES for f in p.faults)} == {"fedavg"}
+    assert all(f.target != COORDINATOR for p in plans for f in p.faults if f.kind == "renewal")
 
 
 def test_the_line_passes_bytes_on_flips_one_and_cuts() -> None:
@@ -51,7 +57,8 @@ def test_the_line_passes_bytes_on_flips_one_and_cuts() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.fault(
     "a line, a disk, a clock, a machine",
-    "fails at random times (kill, stop, cut, truncate, flip, delay, throttle, black hole, full disk, wrong clock)",
+    "fails at random times (kill, stop, cut, truncate, flip, delay, throttle, black hole, full disk, wrong clock), "
+    "renews, or is put back, also by half",
     "every run ends in the undisturbed model, every ledger is exact",
 )
 def test_three_minutes_of_chaos_change_no_model_and_no_ledger(tmp_path: Path) -> None:

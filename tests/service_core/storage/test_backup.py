@@ -225,7 +225,7 @@ def test_init_that_was_interrupted_begins_anew_and_no_whole_one_does(
 ) -> None:
     place = tmp_path / "new"
     with monkeypatch.context() as patch:
-        patch.setattr(Authority, "discard", lambda _: None)  # a process that is killed takes nothing back
+        patch.setattr(consortium_cli.shutil, "rmtree", lambda *_, **__: None)  # a killed process takes nothing back
         patch.setattr(unfinished.private_files, "remove", lambda _: None)
         patch.setattr(Authority, "issue_lead", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
