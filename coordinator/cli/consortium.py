@@ -142,10 +142,6 @@ def revoke(
 def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
     metrics: MetricsOption = None,
-    webhook: Annotated[
-        str | None, typer.Option(help="URL that is told when a run ends: https, or http on this machine.")
-    ] = None,
-    webhook_key: Annotated[Path | None, typer.Option(help="File with the key that signs these messages.")] = None,
     extension: Extensions = None,
     log_format: LogFormatOption = None,
     *,
@@ -156,9 +152,6 @@ def serve(
     from service_core.web.loopback import LoopbackAddress
 
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
-    from coordinator.operations.webhook import Webhook, WebhookSender
-
-    told = None if webhook is None else Webhook.of(webhook, webhook_key)
     from coordinator.api.server import CoordinatorServer, Settings
     from coordinator.config.manifest_builder import build_manifest
     from fl_core.extensions import loading
@@ -171,9 +164,6 @@ def serve(
     with ShutdownSignals() as signals:
         server = CoordinatorServer(home, bind, build_manifest, Settings(metrics=metrics_at))
         port = server.start()
-        sender = told and WebhookSender(told, server.store.runs, home, Authority.open(home).consortium)
-        if sender:
-            sender.start()
         gc.freeze()  # else each full collection looks at all that torch has made, and nobody is answered for 0.3 s
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
@@ -181,6 +171,4 @@ def serve(
             time.sleep(_POLL_S)
         notify(STOPPING)
         log.info("stopping: runs continue when the service is started again")
-        if sender:
-            sender.stop()
         server.stop()

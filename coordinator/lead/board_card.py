@@ -59,7 +59,6 @@ from service_core.pki.identity import Identity, certificate_fingerprint, identit
 from service_core.storage.private_files import Credentials
 
 LUCK, NOISE = "the luck of the test examples", "the noise of privacy"
-NO_MODEL = "no model was evaluated"
 
 
 @dataclass(frozen=True, slots=True)

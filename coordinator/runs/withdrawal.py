@@ -26,7 +26,6 @@ from fl_core.training.evaluation import METRIC_PARTS, METRICS
 from fl_core.types.clinical import BASIC
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
-from service_core.pki.identity import parse_certificate
 from service_core.storage.private_files import Credentials
 from service_core.version import version
 
@@ -86,17 +85,6 @@ class Touched:
             found.signature = certificates.sign(key, CONTEXT, found.statement.encode())
             found.certificate = own.cert_pem
         return found
-
-
-def is_signed(found: pb.Withdrawal, authority_pem: bytes) -> bool:
-    """Tell whether a certificate under the authority signed the statement; one that has expired since counts."""
-    try:
-        signer, authority = parse_certificate(found.certificate), parse_certificate(authority_pem)
-        public = certificates.public_key(signer)
-    except ValueError:
-        return False
-    sound = certificates.verify(public, CONTEXT, found.statement.encode(), found.signature)
-    return sound and certificates.issued_by(signer, authority)
 
 
 @dataclass(slots=True)

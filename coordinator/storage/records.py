@@ -187,23 +187,6 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedEvent:
-    """The end of a run, whatever its state. row: rises with each event of any run; text: the state, and why."""
-
-    row: int
-    run: str
-    number: int
-    at: float
-    text: str
-    name: str
-    method: str
-    rounds: int
-    closed: int
-    manifest_digest: str
-    model_digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class Steering:
     """What a lead changed of a run under way, and which classes each silo was seen to hold.
 

@@ -9,21 +9,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
-    Integer,
     Row,
     delete,
     func,
     insert,
-    literal_column,
     select,
     tuple_,
     update,
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.records import EndedEvent, Evaluated, EventRow, ObjectKind, RoundRow, Run, RunState
+from coordinator.storage.records import Evaluated, EventRow, ObjectKind, RoundRow, Run, RunState
 from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs, secagg_seals
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
@@ -374,26 +371,6 @@ class RunStore:
         noted = select(events.c.silo, events.c.text).where(events.c.run_id == run_id, events.c.kind == "software")
         with self._db.read() as db:
             return {row.silo: row.text for row in db.execute(noted.order_by(events.c.number))}
-
-    def ended_events(self, after: int, most: int = 50) -> list[EndedEvent]:
-        """Return the ends of runs, oldest first. after: the row of the last one that is known."""
-        row: ColumnElement[int] = literal_column("events.rowid", Integer)
-        named = events.c.number, events.c.at, events.c.text, runs.c.name, runs.c.method, runs.c.rounds, runs.c.closed
-        digests = runs.c.manifest_digest, runs.c.model_digest
-        wanted = select(row.label("row"), events.c.run_id.label("run"), *named, *digests).join_from(events, runs)
-        with self._db.read() as db:
-            found = db.execute(wanted.where(events.c.kind == "ended", row > after).order_by(row).limit(most))
-            return [EndedEvent(**one._mapping) for one in found]
-
-    def last_ended(self) -> int:
-        """Return the row of the newest end of a run; 0 where there is none."""
-        newest = (
-            select(func.max(literal_column("events.rowid", Integer)))
-            .select_from(events)
-            .where(events.c.kind == "ended")
-        )
-        with self._db.read() as db:
-            return int(db.scalar(newest) or 0)
 
     def _event(self, db: Connection, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         add_event(db, self._clock(), run_id, kind, round, silo, text)

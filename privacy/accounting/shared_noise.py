@@ -6,8 +6,8 @@ to silos that tell the coordinator their noise, or add none. So with a discrete 
     sigma_s = z D / sqrt(m - c)        D: the sensitivity
 
 of each silo, what hides one of them is at least a sum of m - c, which is as private as the Gaussian of standard
-deviation z D but for `discrete_gaussian.sum_gap` (Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian
-Mechanism for Federated Learning with Secure Aggregation", ICML 2021). That is what is charged. Two
+deviation z D but for 3e-68 (Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated
+Learning with Secure Aggregation", ICML 2021; tests/privacy/profiles/test_shared_noise.py). That is what is charged. Two
 other figures are stated beside it: with all n silos there and honest, and with a silo's own noise alone, which is all
 that is left where masks fail or all others collude.
 """

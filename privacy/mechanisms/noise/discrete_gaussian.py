@@ -80,16 +80,6 @@ def discrete_gaussian(source: Bytes, n: int, sigma: float) -> Tensor:
     return torch.from_numpy(drawn)
 
 
-def sum_gap(sigma: float, silos: int) -> float:
-    """Bound how far the sum of so many discrete Gaussians is from the one of sqrt(silos) sigma: |ln P - ln Q| <= tau.
-
-    Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure
-    Aggregation", ICML 2021: tau = 10 sum_i<silos exp(-2 pi^2 sigma^2 i / (i + 1)), and a vector of d such sums whose
-    noise is z times its sensitivity is (e^2 / 2)-zCDP with e <= 1 / z + tau sqrt(d).
-    """
-    return 10 * math.fsum(math.exp(-2 * (math.pi * sigma) ** 2 * i / (i + 1)) for i in range(1, silos))
-
-
 def _drawn(source: Bytes, n: int, sigma: float) -> NDArray[np.int64]:
     if sigma <= MAX_TABLE:
         return _table(sigma).draw(source, n)

@@ -13,12 +13,14 @@ import pytest
 from coordinator.cli import runs as lead
 from coordinator.lead.client import LeadClient
 from coordinator.runs.scheduler import RunScheduler
-from coordinator.runs.withdrawal import is_signed
+from coordinator.runs.withdrawal import CONTEXT
 from coordinator.storage.records import Run, RunState
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import State
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.pki import certificates
+from service_core.pki.identity import parse_certificate
 from tests.support import until
 from tests.support.coordinator import World, hospitals, join, online
 from tests.support.federations import same
@@ -137,10 +139,14 @@ def test_of_a_run_by_gradients_rounds_and_readers_are_named_and_how_to_train_ane
         assert f"**east** withdrew from {on.id}" in card
         assert "still depends on that hospital's data" in card
         detail = asked(world, lambda client: client.show(on.id).withdrawals)
-        authority = world.people["lead"].ca_pem
-        assert all(is_signed(one, authority) for one in detail.values())
-        detail[on.id].statement = detail[on.id].statement.replace("east", "west")
-        assert not is_signed(detail[on.id], authority)
+        authority = parse_certificate(world.people["lead"].ca_pem)
+        for one in detail.values():
+            signer = parse_certificate(one.certificate)
+            assert certificates.issued_by(signer, authority)
+            public = certificates.public_key(signer)
+            assert certificates.verify(public, CONTEXT, one.statement.encode(), one.signature)
+            other = one.statement.replace("east", "west").encode()
+            assert not certificates.verify(public, CONTEXT, other, one.signature)
         audit = "".join(file.read_text() for file in (world.home / "audit").iterdir())
         assert '"Lead/Withdraw"' in audit
         assert "silo=east" in audit

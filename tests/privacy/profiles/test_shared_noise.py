@@ -33,7 +33,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration
 from privacy.ledger.account import LedgerTask, PlannedRelease
 from privacy.ledger.ledger import Ledger
-from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA, sum_gap
+from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA
 from privacy.mechanisms.noise.sources import SeededNoise
 from privacy.mechanisms.record import moments
 from privacy.mechanisms.record.class_sums import PrivacyUnits
@@ -159,6 +159,16 @@ def test_a_run_may_ask_for_larger_sums_and_silos_sign_no_smaller_one(min_sum: in
         round.check_set([(u, bytes(32)) for u in range(m - 1)])
     with pytest.raises(ConfigError, match="min_sum"):
         SecaggRun("run", bytes(32), SIX, 1, "ring32", Secagg(1, min_sum=7))
+
+
+def sum_gap(sigma: float, silos: int) -> float:
+    """Bound how far the sum of so many discrete Gaussians is from the one of sqrt(silos) sigma: |ln P - ln Q| <= tau.
+
+    Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure
+    Aggregation", ICML 2021: tau = 10 sum_i<silos exp(-2 pi^2 sigma^2 i / (i + 1)), and a vector of d such sums whose
+    noise is z times its sensitivity is (e^2 / 2)-zCDP with e <= 1 / z + tau sqrt(d).
+    """
+    return 10 * math.fsum(math.exp(-2 * (math.pi * sigma) ** 2 * i / (i + 1)) for i in range(1, silos))
 
 
 @pytest.mark.parametrize(("sigma", "silos"), [(0.7, 2), (1.0, 2), (1.0, 5)])
