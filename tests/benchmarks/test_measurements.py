@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks import run_store
+from benchmarks.comparison import study
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import skin
 from benchmarks.honest.__main__ import SETTINGS, Case, measure
 from benchmarks.privacy_budget import search
 from benchmarks.round_trip.models import workload
@@ -38,6 +43,7 @@ from fl_core.types.values import Part
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.per_sample_gradients import MODES
 from protos.wire.codec import pack_bundle, pack_state
+from tests.support.data import isic_row, write_csv, write_isic
 
 pytestmark = pytest.mark.integration
 
@@ -137,6 +143,88 @@ def test_a_small_round_trip_counts_the_bytes_of_its_messages() -> None:
     assert 0 < found["run_bytes_down"] - broadcasts < 2 * 2 * 20_000
     assert (len(found["round_seconds_each"]), len(found["warm_up_seconds_each"])) == (13, 4)
     assert all(s > 0 for s in (*found["round_seconds_each"], *found["bare_stream_seconds_each"]))
+
+
+def test_a_gpu_visit_is_ten_minutes_with_the_medical_rows_first_and_checks_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--dry-run", "--out", str(tmp_path)]) == 0  # without images and without a GPU
+    rows = capsys.readouterr().out.splitlines()
+    assert [row[:22].strip() for row in rows[:-1]] == [*gpu.STEPS]
+    assert rows[0].startswith("skin")
+    assert rows[-2].startswith("check")
+    seconds = {row[:22].strip(): float(row[22:].split()[0]) for row in rows}
+    begun = [row[:22].strip() for row in rows[:-1] if "next visit" not in row]
+    assert sum(seconds[name] for name in begun) == seconds["in this visit"] <= 600
+    assert (tmp_path / "fmnist_p5c2_resnet18.jsonl").exists()  # what the tree has is not computed again
+    now = gpu.Visit(tmp_path, "cpu", math.inf, False, None, tmp_path, 1)
+    now.note("steps.jsonl", {"step": "throughput", "complete": True})
+    assert "throughput" not in gpu.estimates(now)
+    run_store.append(tmp_path / skin.STORE, {"key": "a", "balanced": [0.1] * 21})
+    assert gpu.estimates(now)["skin"] == pytest.approx(seconds["skin"] - 20 * skin.IMAGES / skin.PER_SECOND, abs=0.6)
+
+
+def test_a_step_that_does_not_fit_into_the_minutes_left_is_left_to_the_next_visit(tmp_path: Path) -> None:
+    made = list[str]()
+    steps = {name: lambda _, name=name: made.append(name) or {} for name in ("skin", "tests", "check plain")}
+    now = gpu.Visit(tmp_path, "cpu", time.monotonic() + 30, False, None, tmp_path, 1)
+    assert gpu.visit(now, steps) == 0
+    assert made == ["skin", "check plain"]
+
+
+@pytest.mark.parametrize("method", skin.METHODS)
+def test_every_medical_row_composes_for_the_whole_network(method: str) -> None:
+    words = (*skin.WORDS.split(), "federation.centers=[1,2,3,5]", f"model.weights={skin.weights()}")
+    pilot, table, elsewhere = (
+        skin.trial(method, 0.01, seed, more, None, "cuda")
+        for seed, more in ((100, words), (10, words), (10, (*words[:-1], "model.weights=/else/" + skin.weights().name)))
+    )
+    assert ("rounds=4" in pilot.words, "rounds=20" in table.words) == (True, True)
+    assert table.key == elsewhere.key != pilot.key
+
+
+def test_medical_images_that_validate_are_in_no_table(tmp_path: Path) -> None:
+    names = [f"ISIC_{k:07}" for k in range(240)]
+    rows = [isic_row(name, k % 8, (1, 3)[k % 4 // 2], ("test", "train")[k % 5 > 0]) for k, name in enumerate(names)]
+    folder = write_isic(tmp_path / "given", rows)
+    lesions = {name: f"L{k // 2}" for k, name in enumerate(names)}
+    write_csv(folder / "groups.csv", ("image", "lesion_id"), list(lesions.items()))
+
+    def halves(seed: int) -> tuple[set[str], set[str]]:
+        assert skin.split(tmp_path / "given", tmp_path / str(seed), seed) == [1, 3]
+        sets = [datasets.load(f"isic2019/center{c}", data_root=tmp_path / str(seed)) for c in (1, 3)]
+        return tuple({g for s in sets for g in getattr(s, half).groups} for half in ("train", "test"))  # type: ignore[return-value]
+
+    validation = {lesion for lesion in lesions.values() if skin.validates(lesion)}
+    trained, chosen_on = halves(skin.PILOT)
+    assert chosen_on == validation
+    assert not trained & validation
+    tests = []
+    for seed in skin.SEEDS:
+        train, test = halves(seed)
+        assert not (train & test) | ((train | test) & validation)
+        assert train | test == set(lesions.values()) - validation
+        tests.append(frozenset(test))
+    assert len(set(tests)) == len(skin.SEEDS)
+
+
+def test_the_medical_rows_go_on_where_a_visit_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skin, "METHODS", {m: skin.METHODS[m] for m in ("FedAvg", "FedMR")})
+    made = list[str]()
+
+    def measure(trial: study.Trial) -> Mapping[str, object]:
+        made.append(trial.key)
+        if len(made) == 9:
+            raise KeyboardInterrupt
+        return {"key": trial.key, "balanced": [0.1, *[trial.lr] * 5], "aggregator": "mean"}
+
+    monkeypatch.setattr(study, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        skin.compare(None, tmp_path, -1, math.inf, "cpu", gpu.SMALL)
+    text = skin.compare(None, tmp_path, -1, math.inf, "cpu", gpu.SMALL)
+    assert len(made) == 1 + 2 * (3 + 3)  # the one that was cut off, and each other once
+    assert "| FedMR | 0.03 | 3.0 ± 0.0 | +0.0 (0.0) | 0.3, 1.0, 3.0 |" in text
+    assert (tmp_path / skin.PAGE).read_text() == text
 
 
 @pytest.mark.slow
