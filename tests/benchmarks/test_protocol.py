@@ -296,6 +296,12 @@ def test_where_the_papers_level_is_lost_fedavg_needs_sixty_percent() -> None:
     assert verdicts.judge(lost, TINY, rows(0.65, 0.651, 0.66)).word == "not decided"
 
 
+def test_without_a_tuned_baseline_a_gain_is_one_on_fedavg_alone() -> None:
+    assert (
+        verdicts.judge(replace(CLAIM, baselines=()), TINY, rows(0.65, 0.72, 0.5)).word == "holds against FedAvg alone"
+    )
+
+
 def test_the_best_baseline_is_chosen_on_validation_images() -> None:
     found = rows(0.65, 0.72, 0.71)
     prox = found["FedProx"]
@@ -320,6 +326,7 @@ def test_the_page_names_verdict_budget_machine_and_digest() -> None:
     text = verdicts.page(TINY, search.searched(TINY, scripted({("FedAvg", "0", 0.1): 0.62}, []), "here"))
     assert "digest 0000000000000000" in text
     assert "CPU hours, on here." in text
+    assert "| FedAvg | 1.0 ± 0.0 |  |  | 1 (10 of 10) |" in text  # mean of the last rounds; rounds to its own best
     assert "not decided" in text
 
 
