@@ -63,8 +63,9 @@ COORDINATOR = "coordinator"
 DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1", "west": "digits/p3c4/2"}
 VICTIMS = (COORDINATOR, "north")
 KILL, TEAR, FILL = "killed before it", "torn", "disk full"
-EXPECTED, LOST = 600.0, 3
-"""Seconds within which a trial ends, and how often a process may end by itself on a full disk."""
+QUIET, AT_MOST, LOST = 120.0, 1200.0, 3
+"""Seconds without a line in any log, and in all, after which a trial hangs; how often a process may end by itself on a
+full disk."""
 _DATABASES = ("coordinator.sqlite", "silo.db", "ledger.db")
 _SOURCE = r"""
 #define _GNU_SOURCE
@@ -357,13 +358,28 @@ class Trial:
         aside.write_text(text)
         aside.replace(self._mark(name))
 
+    def _patience(self) -> Callable[[], bool]:
+        """Return what tells whether no process has logged anything for too long."""
+        begun = since = time.monotonic()
+        written = -1
+
+        def is_over() -> bool:
+            nonlocal since, written
+            now = time.monotonic()
+            size = sum(file.stat().st_size for file in self.folder.glob("*.log"))
+            if size != written:
+                since, written = now, size
+            return now - since > QUIET or now - begun > AT_MOST
+
+        return is_over
+
     def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + EXPECTED
+        patience = self._patience()
         while not condition():
             for name in list(self._running):
                 if (status := self._status(name)) is not None:
                     self._again(name, status)
-            if time.monotonic() > deadline or self.wrong:
+            if patience() or self.wrong:
                 self.wrong.append(
                     f"the run has not ended: {[self._log(name)[-300:] for name in (COORDINATOR, *self.plan.data)]}"
                 )
@@ -391,8 +407,8 @@ class Trial:
     def _stop(self) -> None:
         for process in self._running.values():
             os.kill(process, signal.SIGTERM)
-        deadline = time.monotonic() + EXPECTED
-        while self._running and time.monotonic() < deadline:
+        patience = self._patience()
+        while self._running and not patience():
             for name in list(self._running):
                 status, hit = self._status(name), name == self.turn.victim
                 if status not in (None, 0, -signal.SIGKILL if hit else 0) and not (hit and self.turn.how == FILL):

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 _SERVICES = ("Enrolment", "Control", "Transfer", "Lead")
 _MEMBER_THREADS, _LEAD_THREADS, _SESSION_THREADS = 8, 4, 4
 _MAINTENANCE_S = 5.0
-_FEW_DESCRIPTORS = 4096
+_LEAST_DESCRIPTORS, _FEW_DESCRIPTORS = 256, 4096
 _MAX_CONNECTIONS = 1 << 20
 _OWN_DESCRIPTORS = 1024
 """Descriptors that no connection takes, where there are enough: databases, objects, logs."""
@@ -282,6 +282,12 @@ def _raise_descriptor_limit() -> int:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
+    if soft != resource.RLIM_INFINITY and soft < _LEAST_DESCRIPTORS:
+        raise StateError(
+            "E-STATE-63",
+            f"expected to be allowed {_LEAST_DESCRIPTORS} files and connections open at once, found {soft}: raise the "
+            f"limit (LimitNOFILE in its unit, or ulimit -n {_LEAST_DESCRIPTORS}), then start the service again",
+        )
     if soft != resource.RLIM_INFINITY and soft < _FEW_DESCRIPTORS:
         log.warning("this process may have %d files and connections open at once: raise its LimitNOFILE", soft)
     return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft

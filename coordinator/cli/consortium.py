@@ -26,7 +26,7 @@ from service_core import startup
 from service_core.command_line import command
 from service_core.console import Reply, local_time
 from service_core.operations import checks, logs
-from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals, notify
+from service_core.operations.exit_status import HANGUP, READY, STOPPING, ShutdownSignals, notify
 from service_core.pki.identity import check_name, colons
 from service_core.storage import private_files, unfinished
 from service_core.storage.unfinished import Marker
@@ -161,13 +161,15 @@ def serve(
     logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, home)
     for found in loading.load_distributions(extension):
         log.info("runs may use the %s %s", found.kind, found)
-    with ShutdownSignals() as signals:
+    with ShutdownSignals(service=True) as signals:
         server = CoordinatorServer(home, bind, build_manifest, Settings(metrics=metrics_at))
         port = server.start()
         gc.freeze()  # else each full collection looks at all that torch has made, and nobody is answered for 0.3 s
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
         while not signals.received:
+            if signals.hung_up():
+                log.info(HANGUP)
             time.sleep(_POLL_S)
         notify(STOPPING)
         log.info("stopping: runs continue when the service is started again")

@@ -15,6 +15,7 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.types.survey import QUESTIONS, parse_questions
 from service_core.command_line import Json, command
 from service_core.console import ERR, Reply
+from service_core.storage.private_files import replace_file
 
 _IMAGES = {"folder", "manifest", "isic2019"}
 
@@ -65,7 +66,7 @@ def survey(
             )
         found = fetched(client, detail)
     if picture is not None:
-        picture.write_bytes(plots.survey_picture(found, picture.suffix.lower().lstrip(".")))
+        replace_file(picture, plots.survey_picture(found, picture.suffix.lower().lstrip(".")), 0o600)
     value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **found.as_json()}
     notes = [f"wrote {picture}"] if picture is not None else []
     return Reply(value, found.lines(), notes)

@@ -122,7 +122,10 @@ def manifest_from(
     trained = trained_part(network, schema, spec.train, model.name)
     capabilities.check_batches(built, trained.model, spec.train)
     metrics = _metrics(spec, schema, built, privacy, basic_only)
-    masked = _secagg(spec, len(names)) is not None
+    terms = _secagg(spec, len(names))
+    masked = terms is not None
+    if terms is not None:
+        terms.require_quorum(spec.quorum, spec.cohort or len(names))
     closing = closing_layout(len(schema.classes), spec.by_hospital, bool(spec.own), metrics, masked)
     own = derive_layout(built, *trained, spec.personal, metrics, trains=spec.rounds > 0, closing=closing)
     check_shared(built, own, spec.train)
@@ -148,7 +151,7 @@ def manifest_from(
         aggregator=_aggregator(spec),
         metrics=metrics,
         extensions=_extensions(method, model),
-        secagg=_secagg(spec, len(names)),
+        secagg=terms,
         **{name: getattr(spec, name) for name in _OF_SPEC},
     )
     compiled = CompiledRun.of(manifest)

@@ -56,7 +56,7 @@ from service_core.model_card.card import (
 from service_core.model_card.documents import page
 from service_core.model_card.signed_card import SignedCard, file_sha256, utc
 from service_core.pki.identity import Identity, certificate_fingerprint, identity_of
-from service_core.storage.private_files import Credentials
+from service_core.storage.private_files import Credentials, replace_file
 
 LUCK, NOISE = "the luck of the test examples", "the noise of privacy"
 
@@ -405,8 +405,8 @@ def write(
     signed = SignedCard.sign(card, own)
     verified, _ = signed.verify(certificate_fingerprint(own.ca_pem))
     document, html = (files[0].with_name(f"{detail.info.run_id}.card.{ending}") for ending in ("json", "html"))
-    document.write_text(signed.to_json(), encoding="utf-8")
-    html.write_text(page(signed, verified), encoding="utf-8")
+    replace_file(html, page(signed, verified).encode(), 0o600)
+    replace_file(document, signed.to_json().encode(), 0o600)
     return document, html
 
 

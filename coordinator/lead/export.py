@@ -35,6 +35,7 @@ from protos.wire.codec import read_state, read_weights
 from service_core import clinical_report
 from service_core.console import printable
 from service_core.model_card.signed_card import file_sha256
+from service_core.storage.private_files import written_together
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -109,26 +110,27 @@ def export_model(
     if weights_file is not None:
         run = run.with_weights(read_weights(weights_file))
     weights = dict(run.exported(server))
-    out.mkdir(parents=True, exist_ok=True)
-    tensors, card = out / f"{info.run_id}.safetensors", out / f"{info.run_id}.md"
     facts = replace(ModelFacts.of(manifest, info.model_digest, info.run_id), untaught=accuracy.coverage(info).untaught)
     if temperature:
         facts = replace(facts, temperature=_suggested(manifest, detail.rounds))
-    save_file(weights, tensors, metadata=facts.metadata())
-    sha256 = file_sha256(tensors)
-    text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence, sha256)
-    others = list[Path]()
-    if facts.temperature is not None:
-        told = f"`consilium predict` divides logits by the temperature {facts.temperature:.4g}, which the file holds."
-        text += f"\n{told}\n"
-    text += "\n".join(map(_inert, card_lines(detail.withdrawals, info.run_id)))
-    for kind in dict.fromkeys(formats):
-        others.append(out / f"{info.run_id}{portable.SUFFIX[kind]}")
-        said = portable.facts(manifest, info.run_id, info.model_digest, licence)
-        portable.write(kind, run, server, said, others[-1])
-        text += "\n".join(map(printable, portable.lines(kind, others[-1].name, manifest)))
-    card.write_text(text)
-    return tensors, card, others
+    tensors, card = f"{info.run_id}.safetensors", f"{info.run_id}.md"
+    others = {kind: f"{info.run_id}{portable.SUFFIX[kind]}" for kind in formats}
+    with written_together(out, f"export-{info.run_id}", card) as aside:
+        save_file(weights, aside / tensors, metadata=facts.metadata())
+        sha256 = file_sha256(aside / tensors)
+        text = model_card(info, manifest, detail.rounds, software_text(detail.software), intended_use, licence, sha256)
+        if facts.temperature is not None:
+            text += (
+                f"\n`consilium predict` divides logits by the temperature {facts.temperature:.4g}, which the file "
+                "holds.\n"
+            )
+        text += "\n".join(map(_inert, card_lines(detail.withdrawals, info.run_id)))
+        for kind, name in others.items():
+            said = portable.facts(manifest, info.run_id, info.model_digest, licence)
+            portable.write(kind, run, server, said, aside / name)
+            text += "\n".join(map(printable, portable.lines(kind, name, manifest)))
+        (aside / card).write_text(text)
+    return out / tensors, out / card, [out / name for name in others.values()]
 
 
 def _suggested(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> float:

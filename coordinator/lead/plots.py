@@ -14,6 +14,7 @@ from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import printable
+from service_core.storage.private_files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +57,7 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
             + (f"there are {', '.join(there)}" if there else "no round is closed yet"),
         )
     names = [_name(detail.info) for detail in details]
-    out.write_bytes(picture(drawn, names, found, kind))
+    replace_file(out, picture(drawn, names, found, kind), 0o600)
     return drawn
 
 

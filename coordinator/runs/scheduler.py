@@ -34,6 +34,7 @@ from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import read_state
 from service_core.audit_log.lines import Entry
+from service_core.console import counted
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import Credentials
 
@@ -177,6 +178,8 @@ class RunScheduler:
         manifest = RunManifest.from_json(run.manifest)
         if quorum:
             validate.between("E-CFG-02", "", 1, len(run.members), quorum=quorum)
+            if manifest.secagg is not None:
+                manifest.secagg.require_quorum(quorum, manifest.cohort or len(run.members))
             asked = capabilities.required_capabilities(manifest.train, len(run.members), manifest.cohort, quorum)
             capabilities.check_supported(CompiledRun.of(manifest).method, asked)
         run = self.store.runs.resume(run.id, quorum)
@@ -196,9 +199,14 @@ class RunScheduler:
                 "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
             )
         left = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
-        if not left and not readmit:
+        manifest = RunManifest.from_json(run.manifest)
+        terms = manifest.secagg
+        least = 1 if terms is None else terms.smallest_sum(manifest.cohort or len(run.members))
+        if len(left) < least and not readmit:
             raise ConfigError(
-                "E-CFG-02", f"expected a silo that stays, found {silo!r} as the last: abort the run instead"
+                "E-CFG-02",
+                f"expected {counted(least, 'hospital')} or more to stay, since no smaller sum is opened, found "
+                f"{len(left)} without {silo!r}: abort the run instead",
             )
         if self.store.steering.exclude(run.id, silo, readmit):
             kind, text = ("readmitted", "asked again") if readmit else ("excluded", "by the lead: it is asked no more")

@@ -117,3 +117,13 @@ class Secagg:
     def smallest_sum(self, cohort: int) -> int:
         """Return how many updates a sum has at least."""
         return max(MIN_MASKED, answers(cohort), min(self.min_sum, cohort))
+
+    def require_quorum(self, quorum: int, cohort: int) -> None:
+        """Raise ConfigError (E-CFG-02) on a quorum with which no round could close; 0 is that of the run."""
+        least = self.smallest_sum(cohort)
+        if 0 < quorum < least:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected quorum=0 or a quorum of {least} or more, found {quorum}: updates leave under masks, and of "
+                f"{cohort} hospitals no sum of fewer than {least} is opened; name more, or set secagg=off",
+            )

@@ -69,15 +69,34 @@ def _file_system(error: OSError | sqlite3.OperationalError) -> StateError:
     )
 
 
-class ShutdownSignals:
-    """Notes SIGTERM and SIGINT; the second one ends the process at once, with status 143 or 130."""
+HANGUP = "SIGHUP: the service goes on. There is nothing to read again; SIGTERM ends it"
 
-    def __init__(self) -> None:
+
+class ShutdownSignals:
+    """Notes SIGTERM and SIGINT; the second one ends the process at once, with status 143 or 130.
+
+    service: one that also outlives its terminal. SIGHUP is then noted, and ends nothing.
+    """
+
+    def __init__(self, service: bool = False) -> None:
         self.received: list[int] = []
+        self._handlers = {signal.SIGTERM: self._note, signal.SIGINT: self._note}
+        if service:
+            self._handlers[signal.SIGHUP] = self._note_hangup
+        self._hangups = 0
 
     def __enter__(self) -> ShutdownSignals:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, handler) for number, handler in self._handlers.items()}
         return self
+
+    def hung_up(self) -> bool:
+        """Tell whether SIGHUP came since this was asked last."""
+        came, self._hangups = self._hangups > 0, 0
+        return came
+
+    def _note_hangup(self, number: int, _: FrameType | None) -> None:
+        del number
+        self._hangups += 1
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -9,8 +9,10 @@ import fcntl
 import logging
 import os
 import shlex
+import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -193,6 +195,31 @@ def remove(path: Path) -> None:
     if path.exists():
         path.unlink()
         sync_folder(path.parent)
+
+
+@contextmanager
+def written_together(folder: Path, name: str, last: str) -> Iterator[Path]:
+    """Give a folder whose files appear in `folder` together once all are written, `last` at the end.
+
+    What an interrupted one of this name left goes first, and the log says so. Raises UnavailableError (E-STATE-63) on a
+    full disk. Guarantees: a file is whole or not there.
+    """
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / f".{name}.tmp"
+        if aside.exists():
+            log.warning("removed %s, which an interrupted command left: its files are written anew", aside)
+            shutil.rmtree(aside)
+        aside.mkdir(mode=0o700)
+        try:
+            yield aside
+            for file in sorted(aside.iterdir(), key=lambda file: file.name == last):
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+                file.replace(folder / file.name)
+            sync_folder(folder)
+        finally:
+            shutil.rmtree(aside)
 
 
 def replace_file(path: Path, data: bytes, mode: int) -> None:

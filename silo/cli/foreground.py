@@ -18,7 +18,7 @@ from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import OUT, json_line, local_time, print_parts, printable
 from service_core.operations import logs
-from service_core.operations.exit_status import READY, STOPPING, ShutdownSignals, notify
+from service_core.operations.exit_status import HANGUP, READY, STOPPING, ShutdownSignals, notify
 from service_core.operations.logs import FIELDS, LogFormat
 from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
@@ -134,12 +134,14 @@ def serve(
         root = "" if settings.data_root is None else str(settings.data_root.absolute())
         settings.home.note_served(Served(settings.data, root, str(Path.cwd())))
         try:
-            with ShutdownSignals() as signals, ExitStack() as beside:
+            with ShutdownSignals(service=True) as signals, ExitStack() as beside:
                 if page:
                     show(event("page", f"the page opens by the file {_show_page(settings.home, beside)}"))
                 service.start()
                 notify(READY)
                 while not signals.received and not service.wait(POLL_S):
+                    if signals.hung_up():
+                        show(event("hangup", HANGUP))
                     liveness.beat()
                     printer.progress(service.doing())
                 notify(STOPPING)

@@ -15,6 +15,7 @@ from markdown_it import MarkdownIt
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from coordinator.lead import export
 from coordinator.lead.accuracy import clinical_message
 from coordinator.lead.board_card import training_text
 from coordinator.lead.client import LeadClient
@@ -284,3 +285,31 @@ def test_a_closed_form_is_said_to_take_no_training_step() -> None:
             "| local training | none: the model is solved in closed form" in model_card(pb.RunInfo(), run, [])
         ) is not steps
         assert ("momentum" in training_text(CompiledRun(run))) is steps
+
+
+def test_a_model_and_its_card_appear_together_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def killed(*_: object, **__: object) -> str:
+        seen.append(sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".") and p.name != "state"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "model_card", killed)
+    with pytest.raises(KeyboardInterrupt):
+        exported(tmp_path, "fedavg", {})
+    monkeypatch.undo()
+    assert seen == [[]], "nothing has a name of the user's before all is written"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["state"]
+    exported(tmp_path, "fedavg", {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r1.md", "r1.safetensors", "state"]
+
+
+def test_what_a_killed_export_left_is_named_and_removed_by_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = tmp_path / ".export-r1.tmp"
+    left.mkdir()
+    (left / ".tmpAbC123").write_bytes(b"half of a model")
+    exported(tmp_path, "fedavg", {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r1.md", "r1.safetensors", "state"]
+    assert ".export-r1.tmp" in caplog.text

@@ -209,3 +209,14 @@ def test_a_run_that_goes_on_keeps_its_masks_and_words_say_them() -> None:
     assert compose_from(spec, ["secagg=off"]).secagg == SecaggSpec()
     assert "secagg=on" in words_of(spec)
     assert compose_simulation(["secagg=auto"]).secagg.name == "auto"
+
+
+def test_a_quorum_below_the_smallest_sum_is_refused_with_it() -> None:
+    """It was taken, and meant the smallest sum."""
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*quorum of 3 or more, found 2.*of 3 hospitals.*fewer than 3"):
+        made("secagg=on", "quorum=2", names=NAMES[:3])
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*quorum of 4 or more, found 3"):
+        made("secagg=on", "quorum=3", "secagg.min_sum=4", names=NAMES[:4])
+    assert made("secagg=on", "quorum=3", names=NAMES[:3]).quorum == 3
+    assert made("secagg=on", names=NAMES[:3]).quorum == 0
+    assert made("secagg=off", "quorum=2", names=NAMES[:3]).quorum == 2

@@ -17,7 +17,7 @@ from coordinator.runs.opening import Openings
 from coordinator.runs.withdrawal import Withdrawals
 from coordinator.storage.records import RunState
 from fl_core.aggregation.flat_blocks import MODEL, WORDS
-from fl_core.errors import StateError
+from fl_core.errors import ConfigError, StateError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
@@ -240,6 +240,16 @@ def test_a_masked_run_waits_for_the_keys_of_all_members_excluded_ones_too(four: 
         assert four.finished(run.id).model_digest == simulated(agreed, "west")
         assert events(four, run.id, "keys") == [("", "the keys of 4 hospitals are fixed for this run")]
         assert people["west"].memory.trained == []
+
+
+def test_no_order_leaves_a_masked_run_fewer_hospitals_than_a_sum_has(four: World) -> None:
+    run = four.submit(masked(FOUR, Secagg(1, EACH), rounds=1))
+    four.server.runs.exclude(run.id, "west")
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*3 hospitals or more to stay.*found 2 without 'east'"):
+        four.server.runs.exclude(run.id, "east")
+    four.server.runs.exclude(run.id, "west", readmit=True)
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*quorum of 3 or more, found 2"):
+        four.server.runs.resume(run.id, 2)
 
 
 def test_the_keys_are_one_object_which_members_alone_read(four: World, tmp_path: Path) -> None:

@@ -277,3 +277,25 @@ def test_a_full_disk_is_called_one(tmp_path):
         done.stderr
         == "E-STATE-63: expected room on the disk, found it full: free some there, and run the command again\n"
     )
+
+
+@pytest.mark.integration
+@pytest.mark.fault("an operator", "closes the terminal of a hospital's service, or sends it SIGHUP", "it goes on")
+def test_serve_goes_on_after_a_hangup_and_says_so(tmp_path):
+    home, log = enrolled(tmp_path / "home"), tmp_path / "log"
+    words = ["serve", "--data", "digits/hospital0", "--home", str(home.path), "--device", "cpu", "--json"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
+    home.write_addresses(home.addresses())
+    silo = Path(sys.executable).with_name("silo")
+    with log.open("w") as out:
+        process = subprocess.Popen([str(silo), *words], stdout=out, stderr=subprocess.STDOUT, env=env)
+    try:
+        until(lambda: "serving" in log.read_text() or process.poll() is not None, seconds=120)
+        process.send_signal(signal.SIGHUP)
+        until(lambda: "the service goes on" in log.read_text() or process.poll() is not None, seconds=60)
+        assert process.poll() is None, log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,74 @@
+"""`coordinator serve` as a process: what it does on SIGHUP, and with too few descriptors."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support import until
+from tests.support.coordinator import World
+
+
+@contextmanager
+def serving(home: Path, log: Path, descriptors: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    def limited() -> None:
+        if descriptors:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
+    program = str(Path(sys.executable).with_name("coordinator"))
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [program, "serve", "--bind", "127.0.0.1:0", "--home", str(home)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=limited,  # before any thread of this process matters
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.mark.integration
+@pytest.mark.fault("an operator", "closes the terminal of a coordinator, or sends it SIGHUP", "it goes on, and logs it")
+def test_a_coordinator_goes_on_after_a_hangup_and_logs_it(tmp_path: Path) -> None:
+    home, log = World.create(tmp_path / "home", ["north"]).home, tmp_path / "log"
+    with serving(home, log) as process:
+        until(lambda: b"serving on" in log.read_bytes() or process.poll() is not None, "the service", seconds=120)
+        process.send_signal(signal.SIGHUP)
+        until(lambda: b"SIGHUP: the service goes on" in log.read_bytes(), "a line about it", seconds=60)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.integration
+@pytest.mark.fault("a system", "allows a coordinator 24 descriptors", "it refuses to start, and names the limit needed")
+def test_a_coordinator_with_too_few_descriptors_ends_with_the_number_that_it_needs(tmp_path: Path) -> None:
+    home, log = World.create(tmp_path / "home", ["north"]).home, tmp_path / "log"
+    with serving(home, log, descriptors=24) as process:
+        assert process.wait(120) == 1
+    assert "E-STATE-63" in log.read_text()
+    assert "LimitNOFILE" in log.read_text()
+    assert "256" in log.read_text()
+
+
+@pytest.mark.integration
+def test_the_number_that_it_names_is_enough(tmp_path: Path) -> None:
+    home, log = World.create(tmp_path / "home", ["north"]).home, tmp_path / "log"
+    with serving(home, log, descriptors=256) as process:
+        until(lambda: b"serving on" in log.read_bytes() or process.poll() is not None, "the service", seconds=120)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
