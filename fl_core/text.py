@@ -22,7 +22,8 @@ def composed(text: str) -> str:
 
 def decoded(raw: bytes) -> str:
     """Decode UTF-8, with or without a byte-order mark; raises ValueError that names another encoding."""
-    return _decoder(BytesIO(raw), None).read()
+    with _named_encoding():
+        return _decoder(BytesIO(raw), None).read()
 
 
 def read_text(file: Path, most: int | None = None) -> str:
@@ -36,14 +37,23 @@ def read_text(file: Path, most: int | None = None) -> str:
 
 @contextmanager
 def opened(file: Path) -> Iterator[IO[str]]:
-    """Open a file to read it line by line, line ends as they are; raises as `read_text`."""
-    with file.open("rb") as stream:
+    """Open a file to read it line by line, line ends as they are; raises as `read_text`, also while it is read."""
+    with _named_encoding(), file.open("rb") as stream:
         yield _decoder(stream, "")
+
+
+@contextmanager
+def _named_encoding() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        byte = f"the byte {error.object[error.start]:#x}"
+        raise ValueError(f"{byte}, which is not UTF-8 (Windows-1252?): save it as UTF-8") from error
 
 
 def _decoder(stream: IO[bytes], newline: str | None) -> TextIOWrapper:
     start = stream.read(4)
     stream.seek(0)
-    if start.startswith(_OTHER_MARKS) or b"\0" in start[:2]:
+    if start.startswith(_OTHER_MARKS) or start[:2].count(0) == 1:
         raise ValueError("UTF-16 (Excel's Unicode text): save it as UTF-8")
     return TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)

@@ -62,8 +62,16 @@ def test_text_is_read_whole_or_refused_above_a_limit(tmp_path: Path) -> None:
         assert list(stream) == ["ä\r\n", "b"]  # a CSV reader wants the ends of lines as they are
     with pytest.raises(ValueError, match="more than 3 bytes"):
         read_text(tmp_path / "file", 3)
-    with pytest.raises(ValueError, match="utf-8"):
-        decoded("ä".encode("cp1252"))
+    (tmp_path / "file").write_bytes(b"\0\0\0")
+    assert read_text(tmp_path / "file") == "\0\0\0"  # a damaged file, which its reader refuses
+
+
+@pytest.mark.parametrize(("read", "content"), READERS)
+def test_windows_1252_is_guessed_by_its_name(tmp_path: Path, read: Callable[[Path], object], content: str) -> None:
+    """What a German Excel writes into a CSV."""
+    (tmp_path / "file").write_bytes(content.replace("\n", "\n# ä\n", 1).encode("cp1252"))
+    with pytest.raises(ValueError, match=r"the byte 0xe4, which is not UTF-8 \(Windows-1252\?\): save it as UTF-8"):
+        read(tmp_path / "file")
 
 
 def test_a_name_has_one_form() -> None:
