@@ -19,11 +19,11 @@ import logging
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, delete, insert, select
+from sqlalchemy import Connection, delete, insert, select
 
 from service_core.storage.sqlite import Database
 from silo.storage.schema import survey_people, surveys
@@ -78,16 +78,15 @@ class SurveyMemory:
     def answerable(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
         """Name the cells whose numbers tell of no fewer than `least` people beside all that was answered."""
         with self._database.read() as db:
-            return _History(db).decide(patients, questions, least).told
+            return _History(db).decide(patients, questions, least)
 
     def claim(self, run: str, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
         """Note that those that `answerable` names are answered, and name them: before any number leaves."""
         with self._database.write() as db:
             history = _History(db)
-            decision = history.decide(patients, questions, least)
-            if decision.told:
-                history.write(db, decision, run, self._clock())
-        return decision.told
+            told = history.decide(patients, questions, least)
+            history.write(db, told, run, self._clock())
+        return told
 
 
 class _Keys(NamedTuple):
@@ -114,30 +113,10 @@ class _Person:
     seen: tuple[int, ...] = ()
     counts: dict[str, _Count] = field(default_factory=dict)
     now: dict[str, dict[str, float]] | None = None
-    rows: set[int] = field(default_factory=set)
 
-
-@dataclass(slots=True)
-class _Decision:
-    """digest: of who and what is in the data   states: digests of the shares of each question."""
-
-    told: Told
-    questions: Mapping[str, Countable]
-    people: Mapping[int, _Person]
-    digest: bytes
-    states: Mapping[str, str]
-
-    def answer(self, name: str, told: frozenset[str]) -> dict[str, object]:
-        """Return what is kept of an answer: all numbers, of which `told` leave."""
-        question = self.questions[name]
-        cells = {cell: asked for cell, asked in question.cells.items() if cell != asked}
-        return {
-            "form": question.form,
-            "state": self.states[name],
-            "told": sorted(told),
-            "numbers": dict(question.patients),
-            "cells": cells,
-        }
+    def row(self, number: int) -> dict[str, object]:
+        texts = {"seen": json.dumps(self.seen), "counts": json.dumps(self.counts)}
+        return {"number": number, "keys": b"".join(sorted(self.keys)), **texts}
 
 
 class _History:
@@ -153,53 +132,55 @@ class _History:
         self._people, self._cache = dict[int, _Person](), dict[Hashable, tuple[str, ...]]()
         for row in db.execute(select(survey_people).order_by(survey_people.c.number)):
             counts = {name: _Count(*count) for name, count in json.loads(row.counts).items()}
-            self._people[row.number] = _Person(
-                set(_split(row.keys)), tuple(json.loads(row.seen)), counts, rows={row.number}
-            )
+            self._people[row.number] = _Person(set(_split(row.keys)), tuple(json.loads(row.seen)), counts)
+        self._asked, self._states, self._digest = dict[str, Countable](), dict[str, str](), b""
 
-    def decide(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> _Decision:
+    def decide(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
         """Decide which cells leave; see the module."""
         sizes = [{"": float(len(records))} for records in patients.contents]
         everybody = Countable("", "", {"": ""}, sizes, {"": len(sizes)}, frozenset({""}))
-        asked = {question.name: question for question in (everybody, *questions)}
-        keys = _keys(self._salt, patients)
-        states = {name: _state(keys, question.shares) for name, question in asked.items()}
-        digest = _digest(self._salt, b"version", *sorted(key.whole[0] for key in keys))
+        keys, told = _keys(self._salt, patients), Told()
+        self._asked = {question.name: question for question in (everybody, *questions)}
+        self._states = {name: _state(keys, question.shares) for name, question in self._asked.items()}
+        self._digest = _digest(self._salt, b"version", *sorted(key.whole[0] for key in keys))
         units = self._linked(keys, patients.grouped)
-        decision = _Decision({}, asked, self._people, digest, states)
         if any(key.name[0] in self._older for key in keys):
             log.warning("a survey is held back: an earlier version of this software surveyed these data")
-            return decision
+            return told
         for k, person in enumerate(units):
-            person.now = person.now or {name: {} for name in asked}
-            for name, question in asked.items():
+            person.now = person.now or {name: {} for name in self._asked}
+            for name, question in self._asked.items():
                 person.now[name] = _added(person.now[name], question.shares[k])
-        before = self._same(decision)
-        if "" not in before and not self._free(decision, everybody, least):
+        before = self._same()
+        names = {name for person in self._people.values() if person.now is not None for name in person.counts}
+        earlier = [Countable(name, "", {}, (), {}, frozenset()) for name in names]  # this version's size divides them
+        if "" not in before and (
+            not self._free(everybody, least) or any(self._too_few(question, set(), least) for question in earlier)
+        ):
             log.warning(
                 "a survey is held back: fewer than %d people are others than in data that were surveyed before", least
             )
-            return decision
+            return told
         for question in questions:
             answer = before.get(question.name)
             if answer is None:
-                cells = self._free(decision, question, least)
+                cells = self._free(question, least)
             else:
                 cells = frozenset(answer["told"] if answer["form"] == question.form else ())
             if cells:
-                decision.told[question.name] = cells
+                told[question.name] = cells
             if cells < question.free:
                 log.warning(
                     "%s: numbers are held back that would tell of fewer than %d people beside earlier answers",
                     question.form,
                     least,
                 )
-        return decision
+        return told
 
-    def _same(self, decision: _Decision) -> dict[str, Any]:
+    def _same(self) -> dict[str, Any]:
         """Return what was answered about just these people, records and shares, by question."""
-        answers = [self._answers[n] for n, digest in self._digests.items() if digest == decision.digest]
-        states = decision.states
+        answers = [self._answers[n] for n, digest in self._digests.items() if digest == self._digest]
+        states = self._states
         return {n: answer[n] for answer in answers for n in states if n in answer and answer[n]["state"] == states[n]}
 
     def _linked(self, keys: Sequence[_Keys], grouped: bool) -> list[_Person]:
@@ -232,7 +213,6 @@ class _History:
     def _merged(self, people: Sequence[_Person]) -> _Person:
         """Make one of several; its counts are theirs where these have one path, else a path of its own."""
         whole = _Person(set().union(*(p.keys for p in people)), tuple(sorted({n for p in people for n in p.seen})))
-        whole.rows = set[int]().union(*(p.rows for p in people))
         for name in {name for person in people for name in person.counts}:
             parts = [person.counts.get(name) for person in people]
             paths = {(p.seen, c and (c.path, c.since)) for p, c in zip(people, parts, strict=True)}
@@ -265,14 +245,16 @@ class _History:
             self._cache[key] = tuple(f"{n} {asked if asked in told else ''}" for n, asked, told in cells)
         return self._cache[key]
 
-    def _free(self, decision: _Decision, question: Countable, least: int) -> frozenset[str]:
+    def _free(self, question: Countable, least: int) -> frozenset[str]:
         """Return the cells of a question that may leave; the others are held back together."""
         told = set(question.free)
-        versions = {n for person in decision.people.values() if person.now is not None for n in person.seen}
+        versions = {n for person in self._people.values() if person.now is not None for n in person.seen}
         answers = [self._answers[n].get(question.name) for n in versions]
         earlier = [answer for answer in answers if answer and answer["form"] == question.form]
         while told:
-            more = self._too_near(question, told, earlier, least) or self._too_few(decision, question, told, least)
+            more = self._too_near(question, told, earlier, least) or self._too_few(question, told, least)
+            if "" in more:
+                return frozenset()
             if not more:
                 break
             told -= more
@@ -294,84 +276,83 @@ class _History:
                 return _fewest(question, told)
         return set()
 
-    def _too_few(self, decision: _Decision, question: Countable, told: set[str], least: int) -> set[str]:
-        """Name cells to hold back since people who are counted in them would be a group of too few."""
-        blocks = {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
+    def _too_few(self, question: Countable, told: set[str], least: int) -> set[str]:
+        """Name cells to hold back since too few would be counted in them as nobody else is; "": all of the question."""
+        blocks = _blocks(question, told)
         inside, parts = Counter[tuple[Group, str]](), defaultdict[Group, set[str]](set)
         gone, related = defaultdict[Group, set[int]](set), defaultdict[Group, set[str]](set)
-        for number, person in decision.people.items():
+        for number, person in self._people.items():
             groups = self._groups(question.name, person)
             if person.now is None:
                 for group, _ in groups:
                     gone[group].add(number)
                 continue
-            now, count = person.now[question.name], person.counts.get(question.name)
-            places = {blocks.get(cell, "") for cell in now}
+            count = person.counts.get(question.name)
+            now = _in_blocks(person.now.get(question.name, count.shares if count else {}), blocks)
             if count is None:
-                parted = {(group, place) for group, _ in groups for place in places}
-            elif _in_blocks(count.shares, blocks) == _in_blocks(now, blocks):
-                parted = {(group, blocks.get(cell, "")) for group, cell in groups}
+                parted = {(group, place) for group, _ in groups for place in now}
             else:
-                path: Group = (), _path(group for group, _ in groups), ()
-                parted = {(path, place) for place in places}
-                related[path] |= {blocks.get(cell, "") for _, cell in groups} | places
+                before, path = _in_blocks(count.shares, blocks), _path(group for group, _ in groups)
+                changed = {place for place in {*before, *now} if before.get(place) != now.get(place)}
+                parted = {(((), path, (str(place in now),)), place) for place in changed}
+                for group, _ in parted:
+                    related[group] |= changed
+                parted |= {(group, place) for group, cell in groups if (place := blocks.get(cell, "")) not in changed}
             inside.update(parted)
-            for group, _ in groups if person.seen else ():
-                parts[group] |= places
+            for group, cell in groups if person.seen else ():
+                place = blocks.get(cell, "")
+                parts[group] |= {place} if place in now and count is not None else now.keys()
         more = set[str]()
         for (group, place), n in inside.items():
             if n < least:
                 cells = ({place} | related[group]) - {""}
-                more |= cells or _fewest(question, told & {other for one, other in inside if one == group}) or told
+                more |= cells or _fewest(question, told & {other for one, other in inside if one == group}) or {""}
         left = defaultdict[str, set[int]](set)
         for group, places in parts.items():
             for place in places:
                 left[place] |= gone[group]
         for place, people in left.items():
             if 0 < len(people) < least:
-                more |= {place} if place else _fewest(question, told) or told
+                more |= {place} if place else _fewest(question, told) or {""}
         return more
 
-    def write(self, db: Connection, decision: _Decision, run: str, now: float) -> None:
+    def write(self, db: Connection, told: Told, run: str, now: float) -> None:
         """Note what is told, and how everybody is counted in it."""
-        before = self._same(decision)
-        told = {name: cells for name, cells in decision.told.items() if name not in before}
+        before = self._same()
+        told = {name: cells for name, cells in told.items() if name not in before}
         if not told:
             return
         told[""] = frozenset({""})
-        present = {number: person for number, person in decision.people.items() if person.now is not None}
-        for person in present.values():
-            person.counts.update({name: self._count(person, decision, name, told[name]) for name in told})
-            person.seen = (*person.seen, self._next)
-        answers = json.dumps({name: decision.answer(name, cells) for name, cells in told.items()})
+        for person in self._people.values():
+            if person.now is not None:
+                person.counts.update({name: self._count(person, name, cells) for name, cells in told.items()})
+                person.seen = (*person.seen, self._next)
+        answers = {name: self._answer(self._asked[name], cells) for name, cells in told.items()}
         row = {"number": self._next, "run": run, "answered": now, "salt": self._salt, "names": b""}
-        db.execute(insert(surveys).values(**row, contents=decision.digest, questions=answers))
-        rows = [{"row": row} for person in present.values() for row in person.rows]
-        if rows:
-            db.execute(delete(survey_people).where(survey_people.c.number == bindparam("row")), rows)
-        db.execute(
-            insert(survey_people),
-            [
-                {
-                    "number": number,
-                    "keys": b"".join(sorted(person.keys)),
-                    "seen": json.dumps(person.seen),
-                    "counts": json.dumps(person.counts),
-                }
-                for number, person in present.items()
-            ],
-        )
+        db.execute(insert(surveys).values(**row, contents=self._digest, questions=json.dumps(answers)))
+        db.execute(delete(survey_people))
+        db.execute(insert(survey_people), [person.row(number) for number, person in self._people.items()])
 
-    def _count(self, person: _Person, decision: _Decision, name: str, told: frozenset[str]) -> _Count:
+    def _answer(self, question: Countable, told: frozenset[str]) -> dict[str, object]:
+        """Return what is kept of an answer: all numbers, of which `told` leave."""
+        cells = {cell: asked for cell, asked in question.cells.items() if cell != asked}
+        kept = {"form": question.form, "state": self._states[question.name], "told": sorted(told)}
+        return {**kept, "numbers": dict(question.patients), "cells": cells}
+
+    def _count(self, person: _Person, name: str, told: frozenset[str]) -> _Count:
         """Say how somebody is counted from now on: as before, where no number shows that he is counted otherwise."""
         assert person.now is not None
-        question, now, count = decision.questions[name], person.now[name], person.counts.get(name)
-        blocks = {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
+        now, count, blocks = person.now[name], person.counts.get(name), _blocks(self._asked[name], told)
         if count is None:
             return _Count("", self._next, now)
         if _in_blocks(count.shares, blocks) == _in_blocks(now, blocks):
             return count
         return _Count(_path(group for group, _ in self._groups(name, person)), self._next, now)
+
+
+def _blocks(question: Countable, told: Collection[str]) -> dict[str, str]:
+    """Return the cell that is told of each least cell; "" where it is held back."""
+    return {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
 
 
 def _fewest(question: Countable, cells: set[str]) -> set[str]:

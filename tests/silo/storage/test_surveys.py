@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_core.survey.answers import held_back
 from silo.storage.store import Store
 from silo.storage.surveys import Countable, SurveyedPatients, SurveyMemory
 
@@ -165,6 +167,13 @@ def test_two_parts_and_the_whole_with_one_more_tell_of_nobody(memory):
     assert numbers(memory, Version.of({**one, **other}), "classes") == {"classes": {"a": 60}}
 
 
+def test_what_was_told_of_a_question_counts_where_another_is_asked_of_fewer_people(memory):
+    numbers(memory, Version.of(classes(a=12, b=12)), "classes")
+    fewer = classes(a=3, b=10)  # who are all, less the a of before, are 10 less 9
+    assert numbers(memory, Version.of(fewer), "ages:3") == {}
+    assert numbers(memory, Version.of(classes(b=12)), "ages:6") != {}
+
+
 def test_the_same_questions_about_the_same_records_are_answered_again(memory):
     for _ in range(3):
         assert numbers(memory, Version.of(BEFORE), "classes", "sites")["classes"] == {"a": 20, "b": 22}
@@ -218,6 +227,74 @@ def test_memory_outlives_the_service_and_names_nobody(tmp_path):
     files = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
     assert b"p49" not in files
     assert b"content" not in files.replace(b"contents", b"")
+
+
+# ---- patients with several images ------------------------------------------------------------------------------------
+
+Images = dict[int, dict[int, str]]
+"""Patient -> image -> class."""
+
+
+def told_of(memory: SurveyMemory, data: Images, prefix: str = "p") -> frozenset[str]:
+    """Ask for the classes of patients with several images; return the cells that leave."""
+    contents = [[f"content {p}-{k}" for k in images] for p, images in data.items()]
+    labelled = [[f"content {p}-{k} {label}" for k, label in images.items()] for p, images in data.items()]
+    shares = [{label: float(n) for label, n in Counter(images.values()).items()} for images in data.values()]
+    touched = torch.tensor([[label in one for label in "abc"] for one in shares])
+    free = frozenset(c for c, held in zip("abc", held_back(touched, FLOOR).tolist(), strict=True) if not held)
+    counts = {c: sum(c in one for one in shares) for c in "abc"}
+    people = SurveyedPatients([f"{prefix}{p}" for p in data], contents, labelled, grouped=True)
+    asked = [Countable("classes", "classes", {c: c for c in "abc"}, shares, counts, free)]
+    return memory.claim("run", people, asked, FLOOR).get("classes", frozenset())
+
+
+def test_a_class_that_few_patients_lost_is_held_back_though_many_left(memory):
+    data = {p: {0: "a", 1: "b"} if p < 20 or p > 55 else {0: "a"} for p in range(60)}
+    assert told_of(memory, data) >= {"a", "b"}
+    assert told_of(memory, {p: images for p, images in data.items() if p < 48}) == set()  # 12 of a left, and 4 of b
+
+
+def test_one_more_image_of_a_patient_is_not_told(memory):
+    data = {p: {0: "a", 1: "b"} for p in range(40)}
+    assert told_of(memory, data) >= {"a", "b"}
+    assert told_of(memory, {**data, 7: {0: "a", 1: "b", 2: "b"}}) == set()
+    more = {p: {**images, 2: "b"} if p < 10 else images for p, images in data.items()}
+    assert told_of(memory, more) >= {"a", "b"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+@pytest.mark.integration
+def test_no_difference_of_two_answers_about_several_images_each_is_about_few_patients(r):
+    def images() -> dict[int, str]:
+        return {k: r.choice("abc") for k in range(r.choice([1, 1, 2, 3]))}
+
+    data, answered = {p: images() for p in range(r.randint(25, 60))}, []
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "silo.sqlite")
+        for k in range(r.randint(2, 5)):
+            for _ in range(r.randint(0, 2) if k else 0):
+                some = r.sample(sorted(data), min(len(data), r.choice([1, 2, 9, 10, 12, 20])))
+                match r.choice(["append", "remove", "relabel", "image"]):
+                    case "append":
+                        data = data | {10**6 * (k + 1) + p: images() for p in some}
+                    case "remove":
+                        data = {p: own for p, own in data.items() if p not in some}
+                    case "relabel":
+                        data = data | {p: {**data[p], max(data[p]): r.choice("abc")} for p in some}
+                    case "image":
+                        data = data | {p: {**data[p], max(data[p]) + 1: r.choice("abc")} for p in some}
+            if told := data and told_of(store.surveys, data, r.choice(["p", f"export {k} "])):
+                answered.append((data, told))
+        store.close_database()
+    for (one, first), (other, second) in itertools.combinations(answered, 2):
+        for cell in first & second:
+            before, after = ({p: Counter(own.values())[cell] for p, own in version.items()} for version in (one, other))
+            every = {*before, *after}
+            changed = {p for p in every if before.get(p, 0) != after.get(p, 0)}
+            came = {p for p in every if not before.get(p) and after.get(p)}
+            left = {p for p in every if before.get(p) and not after.get(p)}
+            assert all(not people or len(people) >= FLOOR for people in (changed, came, left))
 
 
 # ---- whoever adds and subtracts ------------------------------------------------------------------------------------
