@@ -81,8 +81,8 @@ class TransferService(rpc.TransferServicer):
         """Take the announcement of an update and say how much of it is here."""
         silo = self._authorizer.caller(context).identity.name
         found, anew = await self._workers.run(self._announce, request, silo)
-        if found.receipt is not None:
-            return pb.OpenReply(have=found.size, receipt=pb.Receipt.FromString(found.receipt))
+        if found.received is not None:
+            return pb.OpenReply(have=found.size, receipt=self._receipt(found))
         have = self._uploads.size(silo, found.id)
         if (anew and have) or have > found.size:
             async with self._uploads.writing(found.id):
@@ -95,7 +95,7 @@ class TransferService(rpc.TransferServicer):
     def _announce(self, request: pb.OpenRequest, silo: str) -> tuple[Contribution, bool]:
         wanted = _announced(request, silo)
         known = self._store.contributions.contribution(wanted.id)
-        if known is None or known.receipt is None:
+        if known is None or known.received is None:
             self._check_size(wanted)
             _require_digests(request)
         stated = request.attestation if request.HasField("attestation") else None
@@ -122,7 +122,7 @@ class TransferService(rpc.TransferServicer):
         if first is None or not first.object:
             raise ProtocolError("E-WIRE-06", "expected a first chunk that names its contribution, found none")
         c = await self._workers.run(self._mine, first.object, silo)
-        if c.receipt is not None:
+        if c.received is not None:
             return pb.PutReply(have=c.size)
         with self._slots.using(c.id, silo) as slot:
             async with self._uploads.writing(c.id, stream.end) as upload:
@@ -149,8 +149,8 @@ class TransferService(rpc.TransferServicer):
         """Verify an upload, take it and sign for it; object and record are on disk before the receipt leaves."""
         silo = self._authorizer.caller(context).identity.name
         c = await self._workers.run(self._mine, request.contribution_id, silo)
-        if c.receipt is not None:
-            return pb.Receipt.FromString(c.receipt)
+        if c.received is not None:
+            return self._receipt(c)
         async with self._uploads.writing(c.id) as upload:
             receipt, fresh = await self._workers.run(self._commit, c.id, silo, upload)
         if fresh:
@@ -161,8 +161,8 @@ class TransferService(rpc.TransferServicer):
 
     def _commit(self, contribution_id: str, silo: str, upload: Upload) -> tuple[pb.Receipt, bool]:
         c = self._mine(contribution_id, silo)
-        if c.receipt is not None:  # a second Commit came before us
-            return pb.Receipt.FromString(c.receipt), False
+        if c.received is not None:  # a second Commit came before us
+            return self._receipt(c), False
         try:
             return self._take(c, upload), True
         except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
@@ -177,11 +177,11 @@ class TransferService(rpc.TransferServicer):
         found = upload.digest or file_digest(partial)
         if found == c.object_digest:  # else the commit below says that bytes were damaged on the way
             self._check(c, partial)
-        receipt = self._sign(c)
+        receipt = self._sign(c, time.time())
         with self._objects.lock:
             self._objects.commit(partial, c.object_digest, found)
             try:
-                self._store.contributions.commit(c, receipt.at_unix, receipt.SerializeToString(deterministic=True))
+                self._store.contributions.commit(c, receipt.at_unix)
             except FederationError:
                 if c.object_digest not in self._store.contributions.referenced_digests():
                     self._objects.remove(c.object_digest)
@@ -199,7 +199,11 @@ class TransferService(rpc.TransferServicer):
             self._dispatcher.reject(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), told)
             raise told from error
 
-    def _sign(self, c: Contribution) -> pb.Receipt:
+    def _receipt(self, c: Contribution) -> pb.Receipt:
+        """Return the receipt of a committed update, which is signed again: all that it says is stored."""
+        return self._sign(c, c.received or 0.0)
+
+    def _sign(self, c: Contribution, at: float) -> pb.Receipt:
         own = self._certificate.current()
         plain = pb.Receipt(
             contribution_id=c.id,
@@ -210,7 +214,7 @@ class TransferService(rpc.TransferServicer):
             manifest_digest=c.manifest_digest,
             object_digest=c.object_digest,
             size=c.size,
-            at_unix=time.time(),
+            at_unix=at,
             attestation=self._store.attestations.of(c.id),
         )
         return receipts.sign(plain, own.key_pem, own.cert_pem)

@@ -168,7 +168,7 @@ class GrpcPort:
     def _taken(self, task: Task) -> str | None:
         """Return the digest of the update that was taken before; one that the disk has lost is asked for again."""
         found = self.store.contributions.contribution(task.contribution_id)
-        if found is None or found.receipt is None:
+        if found is None or found.received is None:
             return None
         with self.objects.lock:
             if self.objects.holds(found.object_digest):

@@ -46,7 +46,7 @@ class ContributionStore:
         """
         with self._db.write() as db:
             known = _contribution(db, wanted.id)
-            if known is not None and known.receipt is not None:
+            if known is not None and known.received is not None:
                 if (known.object_digest, known.size) != (wanted.object_digest, wanted.size):
                     raise ProtocolError(
                         "E-WIRE-07",
@@ -64,12 +64,12 @@ class ContributionStore:
             _change(db, wanted.id, object_digest=wanted.object_digest, size=wanted.size)
             return wanted, True
 
-    def commit(self, contribution: Contribution, received: float, receipt: bytes) -> None:
+    def commit(self, contribution: Contribution, received: float) -> None:
         """Commit a contribution whose object is on disk; raises StateError (E-RUN-06) when its round was closed."""
         c = contribution
         with self._db.write() as db:
             _expect_open(db, c)
-            _change(db, c.id, received=received, receipt=receipt)
+            _change(db, c.id, received=received)
             note_object(db, c.object_digest, c.run_id, ObjectKind.BUNDLE, c.round, c.size)
             db.execute(update(runs).where(runs.c.id == c.run_id).values(bytes_up=runs.c.bytes_up + c.size))
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
@@ -81,7 +81,7 @@ class ContributionStore:
         """
         c = contribution
         with self._db.write() as db:
-            _change(db, c.id, received=None, receipt=None)
+            _change(db, c.id, received=None)
             db.execute(delete(objects).where(objects.c.digest == c.object_digest, objects.c.run_id == c.run_id))
             add_event(db, self._clock(), c.run_id, "lost", c.round, c.silo, "its update is damaged: asked for again")
 
@@ -109,7 +109,7 @@ class ContributionStore:
         """Return whether an unfinished upload still belongs to an open round of a run that goes on."""
         with self._db.read() as db:
             found = _contribution(db, contribution_id)
-            if found is None or found.receipt is not None:
+            if found is None or found.received is not None:
                 return False
             try:
                 _expect_open(db, found)

@@ -231,7 +231,7 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """An announced update; `receipt` (a serialised message) is there once the object and its record are on disk."""
+    """An announced update; received: when it was committed: object and record are on disk."""
 
     id: str
     run_id: str
@@ -243,7 +243,6 @@ class Contribution:
     object_digest: str
     size: int
     received: float | None = None
-    receipt: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

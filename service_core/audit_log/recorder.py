@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,14 @@ class _Repeated:
     bytes: int = 0
 
 
+HEAD_LINE_S = 3600.0
+"""A head of the other side is a line of 2 kB: so often at most for each of them."""
+
+
+def _head_line(head: SignedHead) -> Entry:
+    return Entry(head.of, "head", f"its log ends at line {head.number}", head=head)
+
+
 class Recorder:
     """Records what a service is asked and does. own: the service's identity. Thread-safe; `record` never raises.
 
@@ -45,6 +54,8 @@ class Recorder:
         self._clock = clock
         self._lock = threading.RLock()
         self._repeated: dict[_Key, _Repeated] = {}
+        self._head_lines: dict[str, float] = {}
+        self._unwritten: dict[str, SignedHead] = {}
         self._lost = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="audit-log", daemon=True)
@@ -79,16 +90,22 @@ class Recorder:
         return SignedHead.sign(self.own, number, hash, own, *self._log.folder.restored()) if number else None
 
     def keep(self, head: SignedHead) -> str | None:
-        """Keep the other side's head, as a line and as its newest; return what is wrong where its log went back."""
+        """Keep the other side's head as its newest, and once an hour as a line; return what is wrong if it went back.
+
+        A head vouches for all lines before it, so that of many the last one is enough; where a log went back, both are.
+        """
         try:
             before = self._heads.keep(head)
         except OSError as error:
             log.error("the end of the audit log of %s cannot be kept: %s", head.of, error)
             before = None
         with self._lock:
-            self._write(Entry(head.of, "head", f"its log ends at line {head.number}", head=head))
+            self._unwritten[head.of] = head
             if before is None:
+                self._write_heads(HEAD_LINE_S, [head.of])
                 return None
+            self._write(_head_line(before))
+            self._write_heads(0.0, [head.of])
             text = f"its log ended at line {before.number}, and now ends otherwise at line {head.number}"
             if 0 < head.restored <= before.number:
                 text += f"; its home was restored at line {head.restored}, and the lines from there on are lost there"
@@ -106,7 +123,16 @@ class Recorder:
                 self._end_window(key)
                 if found.times:  # it may go on: the next minute is counted as well
                     self._repeated[key] = _Repeated(now, found.entry)
+            self._write_heads(HEAD_LINE_S, list(self._unwritten))
         self._sync()
+
+    def _write_heads(self, age: float, sides: Iterable[str]) -> None:
+        """Write the newest heads of sides as lines, where the last such line is as old as that."""
+        now = self._clock()
+        for of in sides:
+            if of in self._unwritten and now - self._head_lines.get(of, -math.inf) >= age:
+                self._write(_head_line(self._unwritten.pop(of)))
+                self._head_lines[of] = now
 
     def close(self) -> None:
         """Write what was counted and the end of the service."""
@@ -116,6 +142,7 @@ class Recorder:
         with self._lock:
             for key in list(self._repeated):
                 self._end_window(key)
+            self._write_heads(0.0, list(self._unwritten))
             self._write(Entry(self.own, "service stopped"))
         self._sync()
         with suppress(OSError):  # said already

@@ -161,7 +161,7 @@ def test_nothing_is_signed_that_no_round_would_take(world: World, lie: str, tmp_
     assert world.server.uploads.size("north", request.contribution_id) == 0
     found = world.server.store.contributions.contribution(request.contribution_id)
     assert found is not None
-    assert found.receipt is None
+    assert found.received is None
 
 
 @pytest.mark.fault(

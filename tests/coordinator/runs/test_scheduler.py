@@ -176,7 +176,7 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         bases = [world.server.store.runs.round(run.id, t).base_digest for t in range(4)]
         kinds = [TaskKind.TRAIN] * 3 + [TaskKind.EVALUATE]
         names = [contribution_id(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
-        assert all(world.server.store.contributions.contribution(name).receipt for name in names)
+        assert all(world.server.store.contributions.contribution(name).received for name in names)
         assert run.bytes_up == sum(world.server.store.contributions.contribution(n).size for n in names) * 3
         stop(people)
 
@@ -208,7 +208,7 @@ def test_of_what_hospitals_state_a_lead_sees_all_but_what_is_sealed(world: World
         stated = pb.Attestation(policy_digest=name, ledger_seq=number, ledger_sealed=b"for itself", ledger_restored=1)
         store.contributions.announce(wanted, stated)
         if name == NAMES[0]:
-            store.contributions.commit(wanted, 5.0, b"receipt")
+            store.contributions.commit(wanted, 5.0)
     (shown,) = world.lead().Show(pb.RunQuery(run_id=run.id)).declarations
     assert (shown.silo, shown.round, shown.stated.policy_digest) == ("north", 0, "north")
     assert (shown.stated.ledger_restored, shown.stated.ledger_sealed) == (1, b"")

@@ -198,3 +198,20 @@ def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, said
     with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
         Store(tmp_path)
     assert (tmp_path / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_receipts_which_are_signed_again_when_asked_for_leave_the_rows_of_updates(tmp_path: Path, age: str) -> None:
+    older_file(age, "coordinator", tmp_path / FILE)
+    with closing(sqlite3.connect(tmp_path / FILE)) as db:
+        before = db.execute("SELECT id, received FROM contributions ORDER BY id").fetchall()
+    with closing(Store(tmp_path)) as store:
+        for id, received in before:
+            contribution = store.contributions.contribution(id)
+            assert contribution is not None
+            assert contribution.received == received is not None
+    with closing(sqlite3.connect(tmp_path / FILE)) as db:
+        columns = [row[1] for row in db.execute("PRAGMA table_info(contributions)")]
+        assert "receipt" not in columns
+        sizes = [sum(len(str(value)) for value in row) for row in db.execute("SELECT * FROM contributions")]
+    assert max(sizes) < 500

@@ -235,8 +235,8 @@ def test_an_announced_object_is_fixed_once_it_is_taken(store: Store) -> None:
     assert store.contributions.announce(update()) == (update(), False)
     changed = update(digest="e" * 64)
     assert store.contributions.announce(changed) == (changed, True)
-    store.contributions.commit(changed, 1.0, b"receipt")
-    assert store.contributions.announce(changed)[0].receipt == b"receipt"
+    store.contributions.commit(changed, 1.0)
+    assert store.contributions.announce(changed)[0].received == 1.0
     with pytest.raises(ProtocolError, match="E-WIRE-07"):
         store.contributions.announce(update())
     assert store.runs.get("run-0001").bytes_up == 10
@@ -250,7 +250,7 @@ def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(sto
         assert store.attestations.of("c") == word
     with pytest.raises(StateError, match="E-RUN-06"):
         store.contributions.announce(update(silo="west"), stated[1])
-    store.contributions.commit(update(), 1.0, b"r")
+    store.contributions.commit(update(), 1.0)
     store.contributions.announce(update(), stated[1])  # it was taken: what was signed for stays
     assert store.attestations.of("c") == store.attestations.newest("north") == stated[0]
 
@@ -275,7 +275,7 @@ def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: Store)
     store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
     for attempt in (
         lambda: store.contributions.announce(update()),
-        lambda: store.contributions.commit(update(), 1.0, b"r"),
+        lambda: store.contributions.commit(update(), 1.0),
     ):
         with pytest.raises(StateError, match="E-RUN-06"):
             attempt()
@@ -288,7 +288,7 @@ def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> No
     store.runs.add(opened_two, 2)
     store.runs.begin("run-0002", "0" * 64, 5)  # the same initial state
     store.contributions.announce(update())
-    store.contributions.commit(update(), 1.0, b"r")
+    store.contributions.commit(update(), 1.0)
     gone: list[str] = []
     store.contributions.delete_unreferenced("run-0001", gone.append)
     assert gone == []
@@ -299,7 +299,7 @@ def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> No
     store.contributions.delete_unreferenced("run-0001", gone.append)
     assert gone == ["1" * 64, "b" * 64, "d" * 64]  # round 0's state is still run-0002's
     assert {"2" * 64, "3" * 64, "0" * 64, "m" * 64} == store.contributions.referenced_digests()
-    assert store.contributions.contribution("c").receipt == b"r"
+    assert store.contributions.contribution("c").received == 1.0
     store.runs.end("run-0001", RunState.ABORTED, "", [RunState.RUNNING])
     store.contributions.delete_unreferenced("run-0001", gone.append)
     assert gone[-1] == "2" * 64
