@@ -158,10 +158,14 @@ class Evaluation:
     "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
     by_hospital: what is sent may be kept and shown under this hospital's name, in runs that ask for it; else the
     coordinator shows sums over hospitals alone.
+    min_examples: least test examples of a class of which exact counts leave (0: any number)
+    runs_a_day: runs that may measure models here within a day, as far as what they measure leaves exact.
     """
 
     send: Annotated[str, bounded(one_of, (CLINICAL, ACCURACY, NOTHING))] = ACCURACY
     by_hospital: bool = False
+    min_examples: Count = 0
+    runs_a_day: Annotated[int, bounded(between, 1, 1_000_000)] = 100
 
     def __post_init__(self) -> None:
         validate.declared("E-POLICY-01", "evaluation", self)

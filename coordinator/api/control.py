@@ -149,6 +149,7 @@ class ControlService(rpc.ControlServicer):
         welcome = pb.Welcome(
             signed_roster=self._membership.roster(hello.roster_version),
             attested=self._dispatcher.store.attestations.newest(name),
+            masked_answers=self._dispatcher.store.secagg.note_answers(name, hello.masked_answers),
         )
         welcome.MergeFrom(self._common)
         welcome.recycle_seconds = session_seconds(welcome.recycle_seconds, len(self._dispatcher.connected()))

@@ -108,6 +108,7 @@ def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: 
             f"submitted {info.run_id}: {what} {_listed(manifest)}; manifest {info.manifest_digest[:16]}",
             tables.started_from(manifest, parent),
             tables.private_form(manifest),
+            tables.unmasked(manifest),
             tables.aggregator_warning(manifest, holds) if info.rounds else "",
         )
         for text in filter(None, notes):
@@ -209,7 +210,8 @@ def show(run: Run = "latest", *, client: Client) -> Reply:
 def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
     yield from _shown(detail.info)
     form, made = tables.private_form(detail.manifest_json), tables.software_text(detail.software)
-    yield from filter(None, (tables.started_from(detail.manifest_json), form, made and f"software: {made}"))
+    read = tables.unmasked(detail.manifest_json)
+    yield from filter(None, (tables.started_from(detail.manifest_json), form, read, made and f"software: {made}"))
     yield from (f"{one.silo} withdrew from {one.run_id}: {outcome(one)}" for one in detail.withdrawals)
     survey = detail.info.method == SURVEY
     if not survey:

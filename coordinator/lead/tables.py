@@ -11,6 +11,7 @@ from rich.table import Table
 from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.as_json import activity, personal_json, start_json
 from fl_core.aggregation import options
+from fl_core.types import secagg
 from fl_core.types.clinical import BASIC
 from fl_core.types.records import NO_BOUND, Judged, judgements
 from privacy.accounting.uncertainty import UNBOUNDED, Estimate
@@ -38,6 +39,13 @@ def private_form(manifest: str) -> str:
     was, options = raw.get("private_form") or {}, raw["method"]["options"]
     changes = ", ".join(f"method.{name}={options[name]} (was {was[name]})" for name in sorted(was) if name in options)
     return f"{raw['method']['name']} takes its private form: {changes}" if changes else ""
+
+
+def unmasked(manifest: str) -> str:
+    """Say who reads the updates of a run without masks; empty for one with. manifest: JSON."""
+    raw = json.loads(manifest)
+    members = raw.get("members", ())
+    return "" if raw.get("secagg") or not members else secagg.read_alone(len(members))
 
 
 def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> str:

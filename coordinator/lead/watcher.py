@@ -21,7 +21,7 @@ from service_core.console import OUT, counted, error_text, laid_out, local_time,
 _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
 
-_SAID_ABOVE = ("warning", "refused", "classes")
+_SAID_ABOVE = ("warning", "refused", "classes", "clear")
 """Kinds of events that stay above the repainted view: nothing in it says the same later."""
 
 

@@ -419,6 +419,8 @@ class Dispatcher:
 
     def member_says(self, session: SiloSession, message: FromMember) -> None:
         """Process what a silo says of a sealed set; about a round that nobody asks for any more it is ignored."""
+        if isinstance(message, pb.SecaggConfirm):
+            self.store.secagg.note_answers(session.name, message.masked_answers)
         with self._lock:
             sealed = self._sealed.get(message.run_id)
         if sealed is not None:

@@ -39,6 +39,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import LEFT_OUT, ClassCoverage, counted_holders, listed
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
+from fl_core.types.secagg import read_alone
 from fl_core.types.survey import SURVEY
 from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun, secagg_run
@@ -85,6 +86,8 @@ class RunExecution:
         steering = self.store.steering.of(run.id)
         self.dispatcher.note_software(run.id, run.members)
         keys = self._member_keys(run, manifest) if compiled.masked else None
+        if keys is None and self.store.runs.round(run.id, 0) is None:
+            self.store.runs.event(run.id, "clear", text=read_alone(len(run.members)))
         if keys is not None:
             if keys.object is None:
                 ready = ask_preflight(run, manifest, self.dispatcher, check=keys.check, roster=self.roster())

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import ObjectKind
 from coordinator.storage.runs import add_event, live_run, note_object
-from coordinator.storage.schema import contributions, objects, rounds, runs, secagg_seals
+from coordinator.storage.schema import contributions, counters, objects, rounds, runs, secagg_seals
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.sqlite import Database
+
+_MOST_ANSWERS = 1 << 53
+"""Of a silo that states more no more is kept."""
 
 
 class SecaggStore:
@@ -25,6 +29,18 @@ class SecaggStore:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
         self._clock = clock
+
+    def note_answers(self, silo: str, number: int) -> int:
+        """Keep how many answers in masked runs a silo knows of; return the most that it has stated before."""
+        name = f"masked answers {silo}"
+        with self._db.read() as db:
+            known = db.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
+        if number > known:
+            with self._db.write() as db:
+                raised = {"value": func.max(counters.c.value, min(number, _MOST_ANSWERS))}
+                row = upsert(counters).values(name=name, value=min(number, _MOST_ANSWERS))
+                db.execute(row.on_conflict_do_update(index_elements=["name"], set_=raised))
+        return known
 
     def keys(self, run_id: str) -> str | None:
         """Return the digest of the object with everybody's keys; None before it is stored."""

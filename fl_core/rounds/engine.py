@@ -169,6 +169,8 @@ class RoundLoop:
     def needed(self, cohort: int) -> int:
         """Return how many updates of a cohort close a round."""
         everybody = not self.schedule.quorum and Capability.PARTIAL_PARTICIPATION in self.method.unsupported
+        if self.masked is not None and not self.method.has_global_model and self.schedule.rounds > 1:
+            everybody = True  # what is sent down may stay as it is, and a sum about it is opened for one set
         found = cohort if everybody else closing.needed(self.schedule.quorum, cohort)
         return found if self.masked is None else max(found, self.masked.least(cohort))
 

@@ -42,7 +42,7 @@ from fl_core.training.delong import paired_auc
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
 from fl_core.types.records import HospitalResult, OwnModels
-from fl_core.types.targets import FOUND, UNKNOWN
+from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN, class_counts, has_class, is_multi_label
 from fl_core.types.values import BatchSums, Bundle, ClassSums, Examples, Part, Tensors
 
 METRICS = "metrics"
@@ -253,6 +253,37 @@ def personal_scores(total: Bundle) -> dict[str, float]:
             square = sum(float(total[part].total[f"{name}_square{rest}"]) for rest in ("", "_rest")) / n
             found[name], found[f"{name}_std"] = mean, math.sqrt(max(0.0, square - mean * mean))
     return found
+
+
+def few_tested(labels: Tensor, n_classes: int, least: int) -> Tensor:
+    """Tell of which classes (C,) there are test examples, but fewer than `least`.
+
+    Of several labels at once: of which so few were found, or looked for and not found.
+    """
+    found = class_counts(labels, n_classes)
+    few = (found > 0) & (found < least)
+    if is_multi_label(labels):
+        absent = (labels == NOT_FOUND).sum(0)
+        few |= (absent > 0) & (absent < least)
+    return few
+
+
+def names_of_few(labels: Tensor, classes: Sequence[str], least: int) -> list[str]:
+    """Name the classes that `few_tested` tells of."""
+    few = few_tested(labels, len(classes), least).tolist()
+    return [name for name, some in zip(classes, few, strict=True) if some]
+
+
+class WithoutFew(Examples):
+    """Test examples without the classes of fewer than `least`: whatever is measured of a model leaves these out."""
+
+    def __init__(self, examples: Examples, n_classes: int, least: int) -> None:
+        self._examples, labels, few = examples, examples.labels, few_tested(examples.labels, n_classes, least)
+        gone = few.expand_as(labels) if is_multi_label(labels) else has_class(labels) & few[labels.clamp(min=0)]
+        self.labels, self.groups = labels.masked_fill(gone, UNKNOWN), examples.groups
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return self._examples.batch(index, augment)[0], self.labels[index]
 
 
 class ConcatExamples(Examples):

@@ -37,6 +37,12 @@ def withstood(cohort: int) -> int:
     return 1 if cohort == MIN_MASKED else 2 * answers(cohort) - cohort - 1
 
 
+def read_alone(silos: int) -> str:
+    """Say who reads the updates of a run of so many hospitals without masks, and why it has none."""
+    few = f"; masks need {MIN_MASKED} hospitals, and {silos} {'takes' if silos == 1 else 'take'} part"
+    return f"no masks: the coordinator reads each hospital's update by itself{few if silos < MIN_MASKED else ''}"
+
+
 def shapes_beside(cohort: int) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of bytes that a masked update has beside its two blocks, whatever a silo holds.
 

@@ -115,6 +115,7 @@ class HospitalPage:
             "decided": self._decisions.decided(),
             "policy_error": known.policy_error,
             "policy": known.policy,
+            "measured": known.measured,
             "policy_file": self.home.policy,
             "spending": self._spending(known),
             "shares_ledger": self._shares_ledger(),
@@ -160,7 +161,9 @@ class HospitalPage:
 
     def _known(self) -> PolicyAndLedger:
         report = self.data.report()
-        found = PolicyAndLedger.of(self.home, report.fingerprint if report else "", self._ledger)
+        found = PolicyAndLedger.of(
+            self.home, report.fingerprint if report else "", self._ledger, self.store.answers.measured_today()
+        )
         self._ledger = found.ledger
         return found
 

@@ -37,6 +37,8 @@ WORDS: Mapping[str, str] = {
 }
 """Parts of updates in plain words; others are named as they are."""
 NO_PRIVACY = "no privacy"
+READ_ALONE = "the coordinator reads this hospital's update by itself"
+"""Of a run without masks."""
 FLOAT_BYTES = 4
 _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
 """The most that an update's file takes beside its numbers: what names and places them."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class PolicyAndLedger:
     """What a request is held against: policy and ledger, or why they cannot be read; the data's fingerprint.
 
-    confirmed: members whose key this hospital confirmed.
+    confirmed: members whose key this hospital confirmed   measured: runs of the last day that measured models here.
     """
 
     policy: Policy | None
@@ -34,9 +34,10 @@ class PolicyAndLedger:
     ledger_error: str
     fingerprint: str = ""
     confirmed: frozenset[str] = frozenset()
+    measured: int = 0
 
     @classmethod
-    def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None) -> PolicyAndLedger:
+    def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None, measured: int = 0) -> PolicyAndLedger:
         """Read both as they are now. ledger: one that is open already; it reads what is new."""
         policy, policy_error, ledger_error = None, "", ""
         try:
@@ -56,7 +57,7 @@ class PolicyAndLedger:
             ledger, ledger_error = None, str(error)
         identity = SiloIdentity(home.path)
         confirmed = identity.pins().confirmed() if identity.joined else frozenset[str]()
-        return cls(policy, policy_error, ledger, ledger_error, fingerprint, confirmed)
+        return cls(policy, policy_error, ledger, ledger_error, fingerprint, confirmed, measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Question:
         request = _request(approval)
         comparisons: tuple[Comparison, ...] = ()
         if request is not None and known.policy is not None:
-            comparisons = tuple(request.compare(known.policy, known.confirmed))
+            comparisons = tuple(request.compare(known.policy, known.confirmed, known.measured))
         previews, spends = _spends(request, known)
         shown = [
             approval.run_id,

@@ -15,7 +15,7 @@ from privacy.accounting.shared_noise import SharedFigures
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
 from service_core.console import counted
-from silo.reports.leaving import FLOAT_BYTES, UpdateContents
+from silo.reports.leaving import FLOAT_BYTES, READ_ALONE, UpdateContents
 
 
 class Comparison(NamedTuple):
@@ -103,6 +103,8 @@ class RunRequest:
             smallest sum, the other members
         shared: what noise that hospitals share out comes to; None where all of it is the hospital's own
         survey: what would leave of a survey; None of other runs
+        models: that are measured on this hospital's test images, exactly
+        few: classes of fewer test images here than the policy asks for, of which nothing is sent
     """
 
     method: str
@@ -130,6 +132,8 @@ class RunRequest:
     others: tuple[str, ...] = ()
     shared: SharedFigures | None = None
     survey: SurveyPreview | None = None
+    models: int = 0
+    few: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -160,10 +164,11 @@ class RunRequest:
     def mechanisms(self) -> dict[str, list[Mechanism]]:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}
 
-    def compare(self, policy: Policy, confirmed: Collection[str] = ()) -> list[Comparison]:
+    def compare(self, policy: Policy, confirmed: Collection[str] = (), measured: int = 0) -> list[Comparison]:
         """Set what is asked for beside the policy. Whether it is allowed, the service decides: `Policy.check`.
 
-        confirmed: members whose key this hospital confirmed by its fingerprint.
+        confirmed: members whose key this hospital confirmed by its fingerprint   measured: runs of the last day that
+        measured models here.
         """
         floors, runs = policy.privacy, policy.runs
         most = f"epsilon {floors.epsilon:g} at delta {floors.delta:g}"
@@ -178,8 +183,7 @@ class RunRequest:
             Comparison("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
             Comparison("Length", f"{length} with {self.hospitals} hospitals, {self.model}{start}", trains),
         ]
-        if self.sums_of or policy.secagg.require:
-            rows.append(self._sums(policy, confirmed))
+        rows.append(self._sums(policy, confirmed))
         if self.survey is not None:
             allowed = f"{', '.join(policy.survey.allow) or 'none'}; {self.survey.floor(policy.survey.min_patients)}"
             asked = ", ".join(dict.fromkeys(row.question for row in self.survey.rows))
@@ -190,7 +194,7 @@ class RunRequest:
         if self.epsilon is None or self.delta is None:
             asked, allowed = "no differential privacy", f"only {floors.require}" if floors.require else "also without"
             rows.append(Comparison("Privacy", asked, allowed))
-            return rows if self.survey else [*rows, self._results(policy), self._prototypes(policy)]
+            return rows if self.survey else [*rows, self._results(policy, measured), self._prototypes(policy)]
         rows += [
             Comparison(
                 "Privacy",
@@ -220,7 +224,7 @@ class RunRequest:
 
     def _sums(self, policy: Policy, confirmed: Collection[str]) -> Comparison:
         """Say who reads single updates, and whose keys that rests on."""
-        floors, asked = policy.secagg, "none: the coordinator reads every update"
+        floors, asked = policy.secagg, f"none: {READ_ALONE}"
         if self.sums_of:
             there = len({*self.others} & {*confirmed})
             asked = f"updates under masks, only sums over at least {self.sums_of} hospitals are read; {there} of "
@@ -230,15 +234,24 @@ class RunRequest:
         allowed += [f"at least {floors.confirmed_peers} confirmed"] if floors.confirmed_peers else []
         return Comparison("Secure aggregation", asked, ", ".join(allowed))
 
-    def _results(self, policy: Policy) -> Comparison:
+    def _results(self, policy: Policy, measured: int) -> Comparison:
         """Say what an exact evaluation sends of the results on this hospital's test images."""
+        said = policy.evaluation
         accuracies = "correct answers per class"
         more = ", confusion matrix, scores and confidence in bins" if "clinical" in self.parts else ""
         leaves = {CLINICAL: "all of it leaves", ACCURACY: f"only {accuracies} leave", NOTHING: "nothing leaves"}
-        allowed = leaves[policy.evaluation.send]
+        allowed = leaves[said.send]
         if "by_hospital" in self.parts:
             more += ", shown under this hospital's name beside the sums"
-            allowed += "; under its name too" if policy.evaluation.by_hospital else "; shown in sums alone"
+            allowed += "; under its name too" if said.by_hospital else "; shown in sums alone"
+        if self.models and said.send != NOTHING:
+            more += (
+                f"; {counted(self.models, 'model')}, counted exactly: of a class with one test image here, the counts "
+            )
+            more += "say what the model made of that image"
+            left = f": {', '.join(self.few)}" if self.few else ""
+            allowed += f"; no class of fewer than {said.min_examples} test images{left}" if said.min_examples else ""
+            allowed += f"; {measured} of at most {counted(said.runs_a_day, 'run')} a day measured models here"
         return Comparison("Results on test images", f"{accuracies}{more}", allowed)
 
     def _prototypes(self, policy: Policy) -> Comparison:

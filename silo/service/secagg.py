@@ -34,6 +34,7 @@ from privacy.secagg.terms import Round, SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
 from protos.wire.tasks import TaskKey
+from service_core.console import counted
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
 from service_core.storage import digests
@@ -171,6 +172,23 @@ class SecaggMember:
         self.emit(event("census", text, facts={"run": key.run_id, "withheld": len(coverage.left_out)}))
         return found
 
+    def compare_answers(self, seen: int) -> None:
+        """Give the masked runs of a home up that was put back: of one that answered less than the coordinator has seen.
+
+        A coordinator that lies ends this hospital's part in masked runs, and nothing else.
+        """
+        if seen <= (own := self.store.answers.masked()):
+            return
+        lost = self.store.secagg.forget()
+        self.store.answers.catch_up(seen)
+        runs = f"absent for the rest of {', '.join(lost)}" if lost else "it was in none"
+        text = (
+            f"this home was put back: it lacks {counted(seen - own, 'answer')} in masked runs that the coordinator has"
+        )
+        self.emit(
+            event("behind", f"{text} seen. Its keys of masked runs are deleted: {runs}", facts={"code": "E-RUN-50"})
+        )
+
     # ---- the session's -------------------------------------------------------------------------------------------
 
     def note_offer(self, offer: pb.Offer) -> None:
@@ -213,6 +231,7 @@ class SecaggMember:
                 kind=key.wire_kind,
                 seal_hash=confirmed.seal_hash,
                 signature=confirmed.signature,
+                masked_answers=self.store.answers.masked(),
             )
             self.send(pb.SiloMessage(secagg_confirm=answer))
 

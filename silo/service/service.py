@@ -337,6 +337,7 @@ class Service:
             roster_version=pinned_version(self._identity),
             instance=self._instance.id,
             previous_instance=self._instance.previous,
+            masked_answers=self.store.answers.masked(),
         )
 
     def _declared_data(self) -> pb.DataOffer:
@@ -358,6 +359,7 @@ class Service:
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         self._controls.record_attestation(Attestation.of(welcome.attested))
+        self._secagg.compare_answers(welcome.masked_answers)
         self._queue.retry_now()
         self._membership.apply_roster(welcome.signed_roster)
 

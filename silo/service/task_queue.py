@@ -339,10 +339,11 @@ class TaskQueue:
         self._send(pb.SiloMessage(answer=answer))
 
     def _settle(self, key: TaskKey, included: bool) -> None:
+        claimed, included = included, included and self._store.entry(key) is not None
         if self._concerns(key.run_id) and self._store.close(key, included):
-            self._emit(
-                event("closed", f"{key} closed, {'' if included else 'not '}included", key, {"included": included})
-            )
+            told = ": nothing was sent from here, although the coordinator says so" if claimed != included else ""
+            text = f"{key} closed, {'' if included else 'not '}included{told}"
+            self._emit(event("closed", text, key, {"included": included}))
         if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):
             self._pulse = pb.Pulse(activity=pb.IDLE)
         self._refused = {name: found for name, found in self._refused.items() if name[0] != key}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from torch import nn
@@ -19,6 +19,7 @@ from fl_core.errors import ConfigError, DataError, FederationError, ProtocolErro
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
 from fl_core.survey.method import Survey
+from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
@@ -33,6 +34,7 @@ from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
+from silo.reports.leaving import READ_ALONE
 from silo.service.secagg import MAX_KEYS_BYTES, SecaggMember, TaskMasks
 from silo.service.task_queue import PreflightTask, Task, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
@@ -198,6 +200,7 @@ class TaskRunner:
     def _require_ready(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
         """Return what a run is prepared as; raises RefusedError unless all of it can be done here."""
         run_id = preflight_task.key.run_id
+        self.outbox.store.answers.require_room(run_id, self.controls.runs_a_day(run))
         began = self.outbox.store.run_data.find(run_id)
         prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task), began)
         try:
@@ -294,7 +297,8 @@ class TaskRunner:
             self.queue.tell(task, killed)
         msg = {} if key.kind is TaskKind.CENSUS else self._fetch_base(task, prepared)
         doing = _DOING[key.kind]
-        self.emit(event("training", f"{key} of {name}: {doing}", key, {"name": name}))
+        read = "" if masks is not None else f", without masks ({READ_ALONE})"
+        self.emit(event("training", f"{key} of {name}{read}: {doing}", key, {"name": name}))
         self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
         state, own = self._kept_state(task, prepared), self._beside(task, prepared)
@@ -303,7 +307,8 @@ class TaskRunner:
         try:
             with self._marked(task):
                 broken = self._broken_records(key)
-                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress, own, broken)
+                claim = partial(self._claim, task, prepared)
+                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress, own, broken, claim)
         except CancelledError:
             raise
         except Exception:
@@ -330,6 +335,15 @@ class TaskRunner:
         if prepared.ledger is not None:
             prepared.ledger.commit(pending.entry.object_digest)
         return pending
+
+    def _claim(self, task: Task, prepared: PreparedRun, model: State) -> None:
+        """Note which model a task is about; raises as `AnswerMemory.claim`. A private round is charged instead."""
+        run, key, offer = prepared.run, task.key, task.offer
+        if run.private and key.kind is TaskKind.TRAIN:
+            return
+        tensors = {f"{group}/{name}": v for group, values in model.items() for name, v in values.items()}
+        content, most = tensor_maps.digest(tensors) if run.masked else "", self.controls.runs_a_day(run)
+        self.outbox.store.answers.claim(key, offer.base_digest, content, offer.incarnation, most)
 
     def _fetch_base(self, task: Task, prepared: PreparedRun) -> State:
         """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""

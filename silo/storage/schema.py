@@ -169,6 +169,20 @@ survey_people = Table(  # everybody who was ever counted in an answer without no
     Column("counts", String, nullable=False),  # question -> how, as JSON
 )
 
+answers = Table(  # the models that this hospital answered about, for ever (`silo.storage.answers`)
+    "answers",
+    metadata,
+    Column("run_id", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("base_digest", String, primary_key=True),
+    Column("content", String, nullable=False, default=""),  # digest of its numbers, where this hospital read them
+    Column("inside", String, nullable=False, default=""),  # for whom its sum is opened, as JSON
+    Column("coordinator", String, nullable=False, default=""),  # incarnation that asked
+    Column("counted", Boolean, nullable=False, default=False),  # among the runs of a day that measure models
+    Column("at", Double, nullable=False, default=0.0),
+)
+
 
 _ATTESTED_AND_APPROVALS = """
 ALTER TABLE tasks ADD COLUMN attested VARCHAR NOT NULL DEFAULT '';
@@ -225,6 +239,12 @@ _PEOPLE_OF_SURVEYS = """
 CREATE TABLE survey_people (
     number INTEGER NOT NULL, keys BLOB NOT NULL, seen VARCHAR NOT NULL, counts VARCHAR NOT NULL, PRIMARY KEY (number));
 """
+_MODELS_ANSWERED_ABOUT = """
+CREATE TABLE answers (
+    run_id VARCHAR NOT NULL, kind VARCHAR NOT NULL, round INTEGER NOT NULL, base_digest VARCHAR NOT NULL,
+    content VARCHAR NOT NULL, inside VARCHAR NOT NULL, coordinator VARCHAR NOT NULL, counted BOOLEAN NOT NULL,
+    at DOUBLE NOT NULL, PRIMARY KEY (run_id, kind, round, base_digest));
+"""
 MIGRATIONS: tuple[Step, ...] = (
     # States are told apart: what was staged before is discarded unless it is included.
     sql("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1;"),
@@ -237,4 +257,5 @@ MIGRATIONS: tuple[Step, ...] = (
     sql(_TABLE_OF_SURVEYS),
     sql(_BROKEN_RECORDS),
     sql(_PEOPLE_OF_SURVEYS),
+    sql(_MODELS_ANSWERED_ABOUT),
 )

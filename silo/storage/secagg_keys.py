@@ -25,6 +25,7 @@ from privacy.secagg.keys import OwnKeys, RunKeys
 from privacy.secagg.terms import SecaggError, SecaggRun
 from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
+from silo.storage.answers import keep_to_one_set
 from silo.storage.schema import secagg_rounds, secagg_runs
 from silo.storage.tasks import OutboxEntry
 
@@ -170,12 +171,14 @@ class SecaggStore:
     def confirm(self, key: TaskKey, before: RoundRow | None, row: RoundRow) -> None:
         """Note the one set of a round.
 
-        Raises SecaggError (E-RUN-50) where the row is another one than `before` by now, or the round was closed.
+        Raises SecaggError (E-RUN-50) where the row is another one than `before` by now, or the round was closed, and as
+        `keep_to_one_set`.
         """
         with self._database.write() as db:
             run = _run(db, key.run_id)
             if run is None or run.state != READY or _position(key) < run.position or _round(db, key) != before:
                 raise SecaggError("E-RUN-50", f"{key} has changed here meanwhile: ask for its set again")
+            keep_to_one_set(db, key, row.base_digest.hex(), row.inside)
             _put_round(db, key, row)
 
     def begin_round(self, key: TaskKey) -> None:

@@ -37,6 +37,7 @@ from protos.wire.tasks import TaskKey
 from service_core.storage.object_store import count_objects
 from service_core.storage.sqlite import Database
 from silo.storage import secagg_keys
+from silo.storage.answers import AnswerMemory
 from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.run_data import RunDataStore
@@ -136,6 +137,7 @@ class Store:
         self.approvals = Approvals(self.database, clock)
         self.secagg = SecaggStore(self.database)
         self.surveys = SurveyMemory(self.database, clock)
+        self.answers = AnswerMemory(self.database, clock)
         self.run_data = RunDataStore(self.database)
         self._clock = clock
 

@@ -19,7 +19,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.survey.facts import names_patients
 from fl_core.survey.method import Survey
-from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED
+from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED, names_of_few
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import Capability
@@ -27,6 +27,7 @@ from fl_core.types.interfaces import DataFactory, RoundData
 from fl_core.types.targets import classes_in
 from fl_core.types.values import SurveySums, Tensors
 from privacy.accounting.accountant import Filter
+from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
 from privacy.policy import Policy, check_labels, validates_only
@@ -34,8 +35,10 @@ from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING, Evaluation
 from privacy.profiles.prototype_filter import Withheld
 from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
+from service_core.console import counted
 from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
+from silo.reports.leaving import READ_ALONE
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
 from silo.storage.store import Store
@@ -220,10 +223,13 @@ class HospitalControls:
         if known := self.store.approvals.find(run_id, digest):
             return known.decided
         silo = SiloIdentity(self.home.path).load().identity.name
-        survey = None
+        survey, few = None, []
         if data_of is not None and isinstance(run.method, Survey):
             survey = self._survey_preview(run, data_of(run), policy)
-        request = request_of(run, silo, policy.prototypes.submit, survey).to_json()
+        elif data_of is not None and (said := self.exact_results(run)) is not None and said.min_examples:
+            names = run.manifest.schema.classes
+            few = names_of_few(data_of(run).test.labels, names, said.min_examples)
+        request = request_of(run, silo, policy.prototypes.submit, survey, few).to_json()
         return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
 
     def _compiled(self, manifest: RunManifest) -> CompiledRun:
@@ -335,6 +341,16 @@ class HospitalControls:
         kept = {CLINICAL: frozenset[str](), ACCURACY: less, NOTHING: METRIC_PARTS}[found.send]
         return kept if found.by_hospital else kept | {BY_HOSPITAL}
 
+    def exact_results(self, run: CompiledRun) -> Evaluation | None:
+        """Return what the policy says of evaluations; None where nothing that a run measures leaves without noise."""
+        said, exact = self.policy().evaluation, TEST not in run.profile.protected and not isinstance(run.method, Survey)
+        return said if exact and said.send != NOTHING else None
+
+    def runs_a_day(self, run: CompiledRun) -> int:
+        """Return how many runs may measure models here in a day; 0: any number."""
+        said = self.exact_results(run)
+        return 0 if said is None else said.runs_a_day
+
     def record_refusal(self, run: str, error: FederationError) -> None:
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
             self.ledger.note_refusal(run, error.code, self.coordinator)
@@ -375,10 +391,15 @@ def describe_request(run: CompiledRun) -> str:
     lead += f", {'going on from' if manifest.rounds else 'of the model of'} {manifest.start}" if manifest.start else ""
     lead += ", with the results of each hospital that lets them be shown" if manifest.by_hospital else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
-    lead += ", under masks" if manifest.secagg is not None else ""
+    masked = manifest.secagg is not None
+    lead += ", under masks" if masked else ""
+    tail = "" if masked else f"; no masks: {READ_ALONE}"
+    if TEST not in profile.protected and not isinstance(run.method, Survey):
+        tail += f"; {counted(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
     if profile.terms is None:
-        return f"{what}{lead}, without differential privacy"
-    return f"{what}{lead}, epsilon {profile.terms.epsilon:g} at delta {profile.terms.delta:g} for {profile.subject}"
+        return f"{what}{lead}, without differential privacy{tail}"
+    terms = profile.terms
+    return f"{what}{lead}, epsilon {terms.epsilon:g} at delta {terms.delta:g} for {profile.subject}{tail}"
 
 
 def _warn_of_few(run: CompiledRun, examples: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
 from fl_core.types.secagg import bytes_beside
+from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
-from silo.reports.leaving import NO_PRIVACY, UpdateContents
+from silo.reports.leaving import NO_PRIVACY, READ_ALONE, UpdateContents
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
 
@@ -27,11 +29,12 @@ def leaves_of(run: CompiledRun) -> UpdateContents:
 
 def privacy_of(run: CompiledRun) -> str:
     """Say what a run promises about privacy, and what of it does not hold; of masks, whose sums alone are read."""
-    said = _noise_of(run)
-    if (terms := run.manifest.secagg) is None:
-        return said
-    least = terms.smallest_sum(run.manifest.cohort_size)
-    return f"{said}{'; ' if ': ' in said else ': '}updates leave under masks, only sums over at least {least} are read"
+    said, terms = _noise_of(run), run.manifest.secagg
+    read = READ_ALONE
+    if terms is not None:
+        least = terms.smallest_sum(run.manifest.cohort_size)
+        read = f"updates leave under masks, only sums over at least {least} are read"
+    return f"{said}{'; ' if ': ' in said else ': '}{read}"
 
 
 def _noise_of(run: CompiledRun) -> str:
@@ -45,8 +48,16 @@ def _noise_of(run: CompiledRun) -> str:
     return said if terms.test_data == "private" else f"{said}; test images are counted exactly"
 
 
-def request_of(run: CompiledRun, silo: str, submits: bool, survey: SurveyPreview | None = None) -> RunRequest:
+def request_of(
+    run: CompiledRun,
+    silo: str,
+    submits: bool,
+    survey: SurveyPreview | None = None,
+    few: Sequence[str] = (),
+) -> RunRequest:
     """Say what a run asks for. submits: the policy lets prototypes leave; survey: what would leave of one.
+
+    few: classes of which no result is sent.
 
     The charges are the most that the run takes: class counts that were released before cost nothing again.
     """
@@ -86,6 +97,8 @@ def request_of(run: CompiledRun, silo: str, submits: bool, survey: SurveyPreview
         others=() if manifest.secagg is None else tuple(m.name for m in manifest.members if m.name != silo),
         shared=shared,
         survey=survey,
+        models=0 if TEST in profile.protected or survey is not None else manifest.rounds + 1,
+        few=tuple(few),
     )
 
 

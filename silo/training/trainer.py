@@ -26,7 +26,7 @@ from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
 from fl_core.training import memory
 from fl_core.training.broken_records import UNREADABLE, EmptyWhereBroken, require_few, unreadable, without
-from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL
+from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL, WithoutFew, names_of_few
 from fl_core.training.frozen_features import with_rows
 from fl_core.training.local_data import eval_batch, has_batch_norm
 from fl_core.types import tensor_maps
@@ -73,7 +73,8 @@ class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
     ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends
-    data_version: see `DataSource.version`   device: where the model is.
+    data_version: see `DataSource.version`   device: where the model is   least_tested: of a class with fewer test
+    examples nothing that is measured leaves.
     """
 
     run: CompiledRun
@@ -86,6 +87,11 @@ class PreparedRun:
     broadcast: Mapping[str, object]
     data_version: str
     device: torch.device
+    least_tested: int = 0
+
+    def model_of(self, msg: State) -> State:
+        """Return what the method's server sent, without the settings of guards."""
+        return adaptive_guards.method_state(msg, adaptive_guards.groups(self.runtime.guards))
 
     def require_whole_run(self, folder: Path) -> None:
         """Raise RefusedError unless the whole run fits here: E-BUDGET-01, E-BUDGET-02 or E-RUN-38.
@@ -193,6 +199,7 @@ class Trainer:
         self._fitting: PreparedRun | None = None
         self._unreadable: tuple[PreparedRun, frozenset[str]] | None = None
         self._features = features
+        self._few: tuple[str, ...] = ()
 
     @property
     def declared_classes(self) -> tuple[str, ...]:
@@ -265,8 +272,11 @@ class Trainer:
                 self._controls.record_refusal(manifest.name, error)
                 raise
         broadcast = tensor_maps.signature(run.method.broadcast(run.initial_state()))
+        exact = self._controls.exact_results(run)
+        least_tested = 0 if exact is None else exact.min_examples
+        self._few = ()
         prepared = PreparedRun(
-            run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device
+            run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device, least_tested
         )
         self._prepared = (policy, prepared)
         return prepared
@@ -299,11 +309,13 @@ class Trainer:
         progress: Progress,
         own: nn.Module | None = None,
         broken: BrokenRecords | None = None,
+        claim: Callable[[State], None] = lambda _: None,
     ) -> TrainingResult:
         """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
 
         own: the model to be measured beside the one received   broken: what the run does without; records that cannot
-        be read now are added before anything leaves.
+        be read now are added before anything leaves   claim: called with the model received once it is one that the run
+        may send, before any example is read; what it raises ends the task.
 
         Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
         model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
@@ -326,6 +338,7 @@ class Trainer:
             self._check_start(prepared, key, msg)
             # A clip of the coordinator's own is refused before anything is charged.
             adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
+            claim(prepared.model_of(msg))
         if prepared.ledger is not None:
             prepared.ledger.begin(key.run_id)
         with _cpu_threads(manifest.threads):
@@ -370,16 +383,17 @@ class Trainer:
         private = prepared.run.private
         with _hide_details(private):
             train, test = self._examples(prepared, progress, broken)
+        sent = self._sent_of(prepared, test)
         try:
             opened = RoundData(train, test, prepared.run.manifest.train, context, self.device, progress)
-            data = prepared.data_factory(opened)
+            data = prepared.data_factory(replace(opened, test=sent))
         except RefusedError as error:
             self._controls.record_refusal(key.run_id, error)
             raise
         try:
             with _hide_details(private):
                 done = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
-                if private and METRICS in done.measured:
+                if (private or sent is not test) and METRICS in done.measured:
                     done = done._replace(measured=measure_exactly(prepared.runtime, msg, opened))
                 return done
         except DataError as error:
@@ -388,6 +402,16 @@ class Trainer:
             log.warning("%s begins anew, since a file could not be read: %s", key, error.message)
             self._unreadable = None
             return None
+
+    def _sent_of(self, prepared: PreparedRun, test: Examples) -> Examples:
+        """Return the test examples of which something leaves: without classes that have too few of them."""
+        classes = prepared.run.manifest.schema.classes
+        names = tuple(names_of_few(test.labels, classes, prepared.least_tested))
+        if names and names != self._few:
+            self._few = names
+            text = "%s: of test images of %s nothing is sent: there are fewer than %d (evaluation.min_examples)"
+            log.warning(text, prepared.run.manifest.name, ", ".join(names), prepared.least_tested)
+        return WithoutFew(test, len(classes), prepared.least_tested) if names else test
 
     def _examples(self, prepared: PreparedRun, progress: Progress, broken: BrokenRecords) -> list[Examples]:
         """Return the training and test examples of a run, without its broken ones: with a frozen body their features.
@@ -468,8 +492,7 @@ class Trainer:
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
         """Refuse a message of another form before any example is read: else what fails would depend on the records."""
-        sent = adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards))
-        found = tensor_maps.signature(sent)
+        found = tensor_maps.signature(prepared.model_of(msg))
         if found != prepared.broadcast:
             different = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
             raise ProtocolError(
@@ -484,8 +507,7 @@ class Trainer:
         start = prepared.run.manifest.start
         if start is None or key.round:
             return
-        sent = adaptive_guards.method_state(msg, adaptive_guards.groups(prepared.runtime.guards))
-        found = {group: tensor_maps.digest(values) for group, values in sent.items()}
+        found = {group: tensor_maps.digest(values) for group, values in prepared.model_of(msg).items()}
         if found != start.broadcast or found.get("w") != start.model:
             raise ProtocolError(
                 "E-RUN-33",
@@ -500,7 +522,8 @@ class Trainer:
             manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0
         )
         last = {TaskKind.TRAIN: manifest.rounds - 1, TaskKind.EVALUATE: manifest.rounds, TaskKind.CENSUS: 0}[key.kind]
-        late = key.round > last or (key.kind is TaskKind.CENSUS and not prepared.run.counts_classes)
+        other = key.round > last or (key.kind is TaskKind.EVALUATE and key.round < last)  # rounds before are measured
+        late = other or (key.kind is TaskKind.CENSUS and not prepared.run.counts_classes)
         if late or size != len(cohort) or prepared.index not in cohort:
             raise ProtocolError(
                 "E-RUN-33",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -170,11 +171,18 @@ class MaskedHospital(Hospital):
         """Read the newest update that arrived."""
         return read_upload(bytes(list(self.transfer.uploads.values())[-1]), self.folder)
 
-    def sum_of(self, offer: pb.Offer, own: bool = True) -> tuple[UploadSum, list[np.ndarray]]:
-        """Add the updates of the colleagues, random words, and of the hospital; return their plain sum as well."""
+    def sum_of(
+        self, offer: pb.Offer, own: bool = True, absent: Collection[int] = ()
+    ) -> tuple[UploadSum, list[np.ndarray]]:
+        """Add the updates of the colleagues, random words, and of the hospital; return their plain sum as well.
+
+        absent: colleagues that are left out, whether they sent or not.
+        """
         round, sizes = self.round_of(offer), self.sizes(FROM_WIRE[offer.kind])
         total, plain = UploadSum(round, *sizes), [np.zeros(k, round.run.dtype) for k in sizes]
         for u, colleague in self.colleagues.items():
+            if u in absent:
+                continue
             words = [self.random.integers(0, 2**31, k).astype(round.run.dtype) for k in sizes]
             digest = bytes([u]) * 32
             total.add(u, digest, colleague.upload(round, digest, *words))

@@ -264,6 +264,7 @@ class Hello(_message.Message):
     ROSTER_VERSION_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     PREVIOUS_INSTANCE_FIELD_NUMBER: _builtins.int
+    MASKED_ANSWERS_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     protocol_max: _builtins.int
     software: _builtins.str
@@ -272,6 +273,8 @@ class Hello(_message.Message):
     instance: _builtins.str
     """This process, and the last one before it on the same home: what tells a restart from a second machine."""
     previous_instance: _builtins.str
+    masked_answers: _builtins.int
+    """how many answers in masked runs this home knows of: one that was put back knows of fewer"""
     @_builtins.property
     def data(self) -> Global___DataOffer: ...
     @_builtins.property
@@ -290,10 +293,11 @@ class Hello(_message.Message):
         roster_version: _builtins.int = ...,
         instance: _builtins.str = ...,
         previous_instance: _builtins.str = ...,
+        masked_answers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "instance", b"instance", "policy_digest", b"policy_digest", "previous_instance", b"previous_instance", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "roster_version", b"roster_version", "software", b"software", "staged", b"staged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "instance", b"instance", "masked_answers", b"masked_answers", "policy_digest", b"policy_digest", "previous_instance", b"previous_instance", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "roster_version", b"roster_version", "software", b"software", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,12 +486,15 @@ class Welcome(_message.Message):
     RECYCLE_SECONDS_FIELD_NUMBER: _builtins.int
     SIGNED_ROSTER_FIELD_NUMBER: _builtins.int
     ATTESTED_FIELD_NUMBER: _builtins.int
+    MASKED_ANSWERS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     software: _builtins.str
     pulse_seconds: _builtins.float
     recycle_seconds: _builtins.float
     signed_roster: _builtins.bytes
     """empty when the silo has the newest"""
+    masked_answers: _builtins.int
+    """the most that this silo has stated: a home that knows of fewer gives its masked runs up"""
     @_builtins.property
     def attested(self) -> Global___Attestation:
         """what this silo stated with its newest update: a ledger that lacks that was put back"""
@@ -501,10 +508,11 @@ class Welcome(_message.Message):
         recycle_seconds: _builtins.float = ...,
         signed_roster: _builtins.bytes = ...,
         attested: Global___Attestation | None = ...,
+        masked_answers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attested", b"attested"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attested", b"attested", "protocol", b"protocol", "pulse_seconds", b"pulse_seconds", "recycle_seconds", b"recycle_seconds", "signed_roster", b"signed_roster", "software", b"software"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attested", b"attested", "masked_answers", b"masked_answers", "protocol", b"protocol", "pulse_seconds", b"pulse_seconds", "recycle_seconds", b"recycle_seconds", "signed_roster", b"signed_roster", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,12 +765,15 @@ class SecaggConfirm(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SEAL_HASH_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    MASKED_ANSWERS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     round: _builtins.int
     kind: Global___TaskKind.ValueType
     seal_hash: _builtins.bytes
     signature: _builtins.bytes
     """Ed25519, by the key of the member's entry"""
+    masked_answers: _builtins.int
+    """as in Hello, with this one"""
     def __init__(
         self,
         *,
@@ -771,10 +782,11 @@ class SecaggConfirm(_message.Message):
         kind: Global___TaskKind.ValueType = ...,
         seal_hash: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
+        masked_answers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "round", b"round", "run_id", b"run_id", "seal_hash", b"seal_hash", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "masked_answers", b"masked_answers", "round", b"round", "run_id", b"run_id", "seal_hash", b"seal_hash", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

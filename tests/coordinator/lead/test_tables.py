@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from fl_core.types.records import NO_BOUND
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
 from service_core.console import Facts, Rows, make_table
+from tests.support.made_up_service import MASKED, every_kind
 
 
 @pytest.mark.parametrize(
@@ -286,3 +288,20 @@ def test_a_terminal_without_unicode_gets_plain_characters() -> None:
 def test_a_long_run_fits_the_width() -> None:
     lines = chart([k / 5000 for k in range(5000)], width=60)
     assert {len(line) for line in lines} == {68}
+
+
+@pytest.mark.parametrize(("members", "why"), [(2, "; masks need 3 hospitals, and 2 take part"), (3, "")])
+def test_a_run_without_masks_says_who_reads_single_updates_and_why(members: int, why: str) -> None:
+    """`secagg=auto` has none with two hospitals, or with three of which one is away."""
+    named = [{"name": f"h{k}"} for k in range(members)]
+    text = tables.unmasked(json.dumps({"members": named}))
+    assert text == f"no masks: the coordinator reads each hospital's update by itself{why}"
+    assert tables.unmasked(json.dumps({"members": named, "secagg": {"min_contributors": 1}})) == ""
+
+
+def test_show_says_of_a_run_whether_the_coordinator_reads_single_updates() -> None:
+    service = every_kind(1e9)
+    lines = {d.info.run_id: [line for line in detail_lines(d) if isinstance(line, str)] for d in service.details}
+    read = "reads each hospital's update by itself"
+    said = {run: any(read in line for line in found) for run, found in lines.items()}
+    assert said == {run: run != MASKED for run in lines}

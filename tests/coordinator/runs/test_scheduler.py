@@ -276,6 +276,8 @@ def test_a_lead_is_told_at_the_start_of_a_run_whose_hospitals_have_another_build
     for name in NAMES:
         until(online(world, name), f"{name} to be here")
     run = world.submit(manifest("fedavg"))
+    ((_, read),) = heard(world, run.id, "clear")
+    assert read == "no masks: the coordinator reads each hospital's update by itself"
     ((_, warning),) = heard(world, run.id, "warning")
     assert f"expected {software()} on all sides, found" in warning
     assert [name for name in NAMES if name in warning] == list(NAMES[1:])

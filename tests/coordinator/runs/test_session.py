@@ -49,6 +49,23 @@ def test_a_session_begins_with_a_welcome_and_has_pulses_both_ways(tmp_path: Path
         known.close()
 
 
+def test_a_welcome_tells_a_silo_the_most_answers_in_masked_runs_that_it_has_stated(world: World) -> None:
+    """Also after fewer, as of a home that was put back, and after a number that no database holds."""
+    for stated, told in ((7, 0), (3, 7), (9, 7), (2**64 - 1, 9), (0, 1 << 53)):
+        hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, masked_answers=stated)
+        line = Line(world, "north", hello)
+        until(lambda line=line: line.got, "a welcome")
+        assert line.got[0].welcome.masked_answers == told
+        line.close()
+        until(lambda: not online(world, "north")(), "north to leave")
+    line = Line(world, "south", HELLO)
+    until(lambda: line.got, "a welcome")
+    assert line.got[0].welcome.masked_answers == 0
+    line.say(secagg_confirm=pb.SecaggConfirm(run_id="run-1", kind=pb.TRAIN, masked_answers=4))
+    until(lambda: world.server.store.secagg.note_answers("south", 0) == 4, "a number that came with a confirmation")
+    line.close()
+
+
 def test_sessions_that_begin_together_are_not_replaced_together(world: World) -> None:
     lines = [Line(world, name, HELLO) for name in NAMES]
     until(lambda: all(line.got for line in lines), "welcomes")

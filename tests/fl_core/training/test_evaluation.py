@@ -8,18 +8,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.datasets import TensorExamples
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.evaluation import (
+    METRICS,
     PERSONAL,
     PERSONAL_GA,
     PERSONAL_PUBLIC,
     ConcatExamples,
+    WithoutFew,
+    _scored,
     evaluate,
+    evaluate_global,
+    evaluate_own,
     evaluate_personal,
+    names_of_few,
     personal_scores,
     weighted_accuracy,
 )
@@ -27,7 +34,8 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig, fairness
-from fl_core.types.values import RoundContext
+from fl_core.types.targets import FOUND, UNKNOWN
+from fl_core.types.values import Part, RoundContext
 from tests.support.federations import FED, Given, manifest, same, shares
 
 
@@ -178,3 +186,60 @@ def test_personal_models_are_those_after_local_training() -> None:
         found.append(float((model.eval()(x).argmax(1) == y).float().mean()))
     assert history.records[0].personal["pa"] == pytest.approx(statistics.fmean(found))
     assert history.records[0].personal["pa_std"] == pytest.approx(statistics.pstdev(found), abs=1e-5)
+
+
+# ---- classes of few test images --------------------------------------------------------------------------------------
+
+
+def measured(labels: Tensor, logits: Tensor, least: int, clinical: bool = True) -> dict[str, Part]:
+    """Measure two models whose logits are the examples, and the first one minus itself as a hospital's own."""
+    classes = logits.shape[1]
+    examples = WithoutFew(TensorExamples(logits, labels), classes, least)
+    data = PlainLocalData(RoundData(examples, examples, TrainConfig(batch_size=2), FED))
+    model, own = nn.Identity(), nn.Hardtanh()
+    parts = evaluate_global(model, data, classes, clinical) | evaluate_own(model, own, data, classes, paired=True)
+    return parts | {"personal": _scored("personal", [(evaluate(model, data, classes), torch.ones(classes))])}
+
+
+def plainly(labels: Tensor, logits: Tensor) -> dict[str, Part]:
+    return measured(labels, logits, 0)
+
+
+@pytest.mark.parametrize("clinical", [False, True])
+def test_of_a_class_of_few_test_images_nothing_is_in_any_part_that_is_sent(clinical: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0] * 10 + [1] * 9 + [2] * 1 + [4] * 12)
+    logits = torch.randn(len(labels), 5, generator=draw)
+    there = (labels != 1) & (labels != 2)
+    found, expected = measured(labels, logits, 10, clinical), plainly(labels[there], logits[there])
+    assert {"clinical"} <= set(found) or not clinical
+    for name, part in found.items():
+        assert torch.equal(part.weight, expected[name].weight), name
+        assert all(torch.equal(part.total[k], expected[name].total[k]) for k in part.total), name
+    other = logits.clone()
+    other[~there] = torch.randn(10, 5, generator=draw)  # whatever the model makes of them
+    again = measured(labels, other, 10, clinical)
+    assert all(torch.equal(found[n].total[k], again[n].total[k]) for n in found for k in found[n].total)
+    assert names_of_few(labels, list("abcde"), 10) == ["b", "c"]
+
+
+def test_of_several_labels_one_with_few_of_either_answer_is_left_out_and_the_others_stay() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(30, 4, generator=draw), torch.zeros(30, 4, dtype=torch.int64)
+    labels[:12, 0], labels[:1, 1], labels[:29, 2], labels[:15, 3] = FOUND, FOUND, FOUND, UNKNOWN
+    found, whole = measured(labels, logits, 5), plainly(labels, logits)
+    assert names_of_few(labels, list("abcd"), 5) == ["b", "c"]
+    assert found[METRICS].weight.tolist() == [30, 0, 0, 15]
+    assert torch.equal(found[METRICS].total["correct"][[0, 3]], whole[METRICS].total["correct"][[0, 3]])
+    assert not found["clinical"].total["confusion"][1:3].any()
+    assert not found["clinical"].total["positive"][1:3].any()
+    assert float(found["clinical"].total["examples"].sum()) == 45
+    other = logits.clone()
+    other[:, 1:3] *= -1
+    again = measured(labels, other, 5)
+    assert all(torch.equal(found["clinical"].total[k], again["clinical"].total[k]) for k in found["clinical"].total)
+
+
+def test_a_hospital_whose_classes_are_all_small_sends_weights_of_0() -> None:
+    found = measured(torch.tensor([0, 1, 1]), torch.randn(3, 2), 5)
+    assert all(not part.weight.any() for part in found.values())

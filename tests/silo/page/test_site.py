@@ -128,7 +128,10 @@ def test_the_commands_say_how_many_updates_left_without_privacy(home, capsys) ->
     assert silo(["status", "--json", *place]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["left"]["unprotected"] == {"updates": 4, "runs": 1, "unregistered": 0, "unknown": 0}
-    assert [run["privacy"] for run in found["runs"]] == ["epsilon 8 at delta 1e-05 for each record", "no privacy"]
+    assert [run["privacy"] for run in found["runs"]] == [
+        f"{said}: the coordinator reads this hospital's update by itself"
+        for said in ("epsilon 8 at delta 1e-05 for each record", "no privacy")
+    ]
     assert silo(["status", *place]) == 0
     assert "4 updates left without noise, in 1 run: no bound holds for what they tell." in capsys.readouterr().out
     assert silo(["ledger", "show", "--json", *place]) == 0

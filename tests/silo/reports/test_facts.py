@@ -90,9 +90,13 @@ def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() ->
         for metrics, found in (("basic", layout), ("clinical", every))
         for send in ("clinical", "accuracy", "nothing")
     }
-    assert said["basic", "clinical"] == ("correct answers per class", "all of it leaves")
+    assert said["basic", "clinical"] == (
+        "correct answers per class; 3 models, counted exactly: of a class with one test image here, the counts say "
+        "what the model made of that image",
+        "all of it leaves; 0 of at most 100 runs a day measured models here",
+    )
     assert "confusion matrix" in said["clinical", "accuracy"][0]
-    assert said["clinical", "accuracy"][1] == "only correct answers per class leave"
+    assert said["clinical", "accuracy"][1].startswith("only correct answers per class leave; ")
     assert said["clinical", "nothing"][1] == "nothing leaves"
     assert sum("how sure it was" in words for words in leaves_of(CompiledRun(replace(run, layout=every))).words()) == 1
 
@@ -317,8 +321,9 @@ def test_noise_that_can_be_repeated_and_results_that_are_counted_exactly_are_no_
         compiled = CompiledRun.of(run)
         return sorted(compiled.profile.protected), privacy_of(compiled)
 
-    assert of(manifest()) == ([], "no privacy")
-    assert of(private(rng="secure")) == (["test", "train"], "epsilon 8 at delta 1e-05 for each record")
+    assert of(manifest()) == ([], "no privacy: the coordinator reads this hospital's update by itself")
+    read = "the coordinator reads this hospital's update by itself"
+    assert of(private(rng="secure")) == (["test", "train"], f"epsilon 8 at delta 1e-05 for each record: {read}")
     assert of(private(rng="secure", test_data="public"))[0] == ["train"]
     for run in (private(), hospital_level(), hospital_level(rng="secure", placement="central")):
         protected, said = of(run)

@@ -120,7 +120,11 @@ def test_a_run_waits_for_the_hospitals_decision(make, tmp_path, monkeypatch, app
     assert watched.read == 0
     assert hospital.answers() == []
     (asked,) = service.store.approvals.all()
-    assert asked.about == "fedavg on digits, 2 rounds, without differential privacy"
+    assert asked.about == (
+        "fedavg on digits, 2 rounds, without differential privacy; no masks: "
+        "the coordinator reads this hospital's update by itself; "
+        "3 models measured on test images here, counted exactly"
+    )
     service.store.approvals.decide("run-1", approved)
     if approved:
         hospital.sent()
