@@ -178,13 +178,15 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             f"expected {MIN_MASKED} hospitals or more with secagg=on, since of two each knows the other from the sum, "
             f"found {silos}: ask more, or set secagg=off",
         )
-    if asked.min_contributors > 1 and profiles.is_private(_choice(spec.privacy)):
+    private = profiles.is_private(_choice(spec.privacy))
+    if private and asked.min_contributors > 1:
         raise ConfigError(
             "E-CFG-08",
             f"expected secagg.min_contributors=1 in a private run, whose counts no census reads, found "
             f"{asked.min_contributors}: leave it out; noise covers what a class of one hospital shows",
         )
-    return Secagg(max(1, asked.min_contributors), asked.class_sums, asked.collusion, asked.min_sum)
+    census = spec.rounds > 0 and spec.method["name"] != SURVEY and not private
+    return Secagg(max(1, asked.min_contributors), asked.class_sums, asked.collusion, asked.min_sum, census)
 
 
 def _with_grid(run: CompiledRun, asked: SecaggSpec, examples: Sequence[DeclaredSize]) -> RunManifest:

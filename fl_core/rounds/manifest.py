@@ -241,6 +241,8 @@ class RunManifest:
         for name, default in (("columns", ()), ("window", None), ("multi_label", False)):
             if raw["schema"][name] == default:
                 del raw["schema"][name]
+        if self.secagg is not None and not self.secagg.census:
+            del raw["secagg"]["census"]
         if self.aggregator == NamedOptions(aggregators.DEFAULT):
             del raw["aggregator"]
         if self.start is not None and self.start.weights is None:

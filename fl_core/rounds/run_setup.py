@@ -310,7 +310,9 @@ class RunSetup:
     @property
     def counts_classes(self) -> bool:
         """Whether it is counted before round 1, from records, at how many hospitals each class is trained."""
-        return self.manifest.rounds > 0 and self.manifest.method.name != SURVEY and not self.private
+        terms, trains = self.manifest.secagg, self.manifest.rounds > 0 and self.manifest.method.name != SURVEY
+        asks = terms is None or terms.census or self.contributor_floor is not None
+        return trains and asks and not self.private
 
     def coverage(self, hospitals: Sequence[int], *, partial: bool = False, why: str = "") -> ClassCoverage:
         """Say of each class at how many hospitals it is trained. hospitals: (C,), as counted; empty: not known."""

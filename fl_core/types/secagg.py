@@ -67,12 +67,15 @@ class Secagg:
     collusion: hospitals whose noise does not count, where noise is shared out
     min_sum: updates that a sum has at least, where that is more than follows from the number of members; a round of
     fewer members then needs all of them
+    census: whether it is counted before round 1 at how many hospitals each class is trained, also where that changes
+    nothing; not in runs of 0.1.0
     """
 
     min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 1
     class_sums: Annotated[str, bounded(one_of, CLASS_SUMS)] = COMPLETE
     collusion: Annotated[int, bounded(between, 0, MAX_MASKED)] = 1
     min_sum: Annotated[int, bounded(between, 0, MAX_MASKED)] = 0
+    census: bool = False
 
     def check(self, members: int, cohort: int, rounds: int) -> None:
         """Raise ConfigError (E-CFG-02) on terms that no run of so many members has; cohort: of a round, 0: all."""

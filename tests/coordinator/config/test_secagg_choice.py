@@ -53,7 +53,7 @@ def test_members_of_a_masked_run_have_their_declared_sizes_in_two_digits() -> No
     run = made("secagg=on")
     assert [m.units for m in run.members] == [290, 1300, 0, 410]
     assert [run.masked_units(k) for k in range(4)] == [290, 1300, 1, 410]
-    assert run.secagg == Secagg(min_contributors=1, class_sums="complete", collusion=1)
+    assert run.secagg == Secagg(min_contributors=1, class_sums="complete", collusion=1, census=True)
 
 
 def test_who_declares_no_size_may_count_as_much_as_the_largest() -> None:
@@ -64,8 +64,8 @@ def test_who_declares_no_size_may_count_as_much_as_the_largest() -> None:
 
 def test_a_class_of_one_hospital_is_learnt_unless_somebody_asks_for_more() -> None:
     for words in ((), ("secagg.min_contributors=0",)):  # as leads of 0.1.0 write the default
-        assert made("secagg=on", *words).secagg == Secagg(min_contributors=1)
-    assert made("secagg=on", "secagg.min_contributors=2").secagg == Secagg(min_contributors=2)
+        assert made("secagg=on", *words).secagg == Secagg(min_contributors=1, census=True)
+    assert made("secagg=on", "secagg.min_contributors=2").secagg == Secagg(min_contributors=2, census=True)
 
 
 def test_a_private_run_lets_classes_of_one_hospital_count() -> None:
@@ -73,7 +73,7 @@ def test_a_private_run_lets_classes_of_one_hospital_count() -> None:
     assert private.secagg == Secagg(min_contributors=1)
     assert [m.units for m in private.members] == [290] * 4
     infinite = made("secagg=on", "privacy=dp_record", "privacy.epsilon=inf", "rounds=2", sizes=[290.0] * 4)
-    assert infinite.secagg == Secagg(min_contributors=1)
+    assert infinite.secagg == Secagg(min_contributors=1, census=True)
     wide = made("secagg=on", "privacy=dp_record", "method=analytic", sizes=[290.0] * 4)
     assert (wide.grid.ring, wide.secagg) == ("ring64", Secagg(min_contributors=1))
 

@@ -11,8 +11,10 @@ from coordinator.simulate import runner
 from coordinator.simulate.engine import SimulationEngine
 from coordinator.simulate.python_api import simulate
 from coordinator.simulate.results import Result
+from coordinator.simulate.round_printer import RoundPrinter
 from fl_core.errors import ConfigError
 from privacy.compiled_run import secagg_run
+from tests.support.data import real_data
 
 WORDS = ("data=digits", "model=digits_mlp", "train.max_steps=3", "rounds=2", "threads=1")
 CLASSES = ("method=fednh", "secagg=on", "secagg.min_contributors=2", "aggregator=norm_clipped")
@@ -68,6 +70,34 @@ def test_by_default_classes_that_one_hospital_alone_has_are_learnt() -> None:
     fednh = [result("method=fednh", "rounds=4", more, federation="p5c2") for more in ("secagg=on", "secagg=off")]
     masked, plain = (run.records[-1].balanced_accuracy for run in fednh)
     assert abs(masked - plain) < 0.02
+
+
+@pytest.mark.integration
+def test_a_lesion_that_one_real_centre_has_is_recognised_and_said_to_be_at_one_hospital() -> None:
+    if (isic := real_data("isic2019")) is None:
+        pytest.skip("no isic2019 in CONSILIUM_TEST_DATA")
+    words = ["data=isic2019", "federation.centers=[1,3,5]", "method=analytic", "method.class_weights=balanced"]
+    words += ["model=random_features", "model.width=512", "data.image_size=32", "secagg=on"]
+    learnt, left_out = (
+        runner.run(compose_simulation([*words, *more]), isic.parent) for more in ((), ("secagg.min_contributors=2",))
+    )
+    assert learnt.coverage.alone == left_out.coverage.left_out == ("AK", "SCC")
+    scc = learnt.manifest.schema.classes.index("SCC")
+    assert learnt.records[-1].examples[scc] == 23
+    assert learnt.records[-1].correct[scc] > left_out.records[-1].correct[scc] == 0
+
+
+@pytest.mark.parametrize("kind", ["local", "printed"])
+def test_a_simulation_says_before_round_1_what_is_left_out(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["method=fedproto", "secagg=on", "secagg.min_contributors=2", "federation=p5c2"]
+    run = runner.run(compose_simulation([*WORDS, *words]), observer=RoundPrinter if kind == "printed" else None)
+    assert len(run.coverage.left_out) == len(run.coverage.untaught) == 10
+    assert run.summary()["classes"]["left_out"] == list(run.coverage.left_out)
+    said = " ".join(capsys.readouterr().err.split())
+    if kind == "printed":
+        assert said.index("left out, the model will not know them") < said.index("before round 1")
+    else:
+        assert not said
 
 
 def test_of_disjoint_classes_no_prototype_leaves_where_two_contributors_are_asked_for() -> None:
