@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import insert
 
 from fl_core.survey.answers import held_back
+from silo.storage.schema import surveys
 from silo.storage.store import Store
-from silo.storage.surveys import Countable, SurveyedPatients, SurveyMemory
+from silo.storage.surveys import Countable, SurveyedPatients, SurveyMemory, _digest
 
 FLOOR = 10
 
@@ -211,6 +213,17 @@ def test_a_higher_floor_looks_farther(memory):
     fewer = Version.of(dict.fromkeys(range(15, 50), "a"))
     assert numbers(memory, fewer, "classes", floor=20) == {}
     assert numbers(memory, fewer, "classes", floor=15) == {"classes": {"a": 35}}
+
+
+def test_data_that_0_1_0_surveyed_are_not_surveyed_again_without_noise(tmp_path):
+    store, salt = Store(tmp_path / "silo.sqlite"), b"s" * 16
+    row = {"salt": salt, "names": _digest(salt, b"name", b"p3"), "contents": b"c" * 16, "questions": "{}"}
+    with store.database.write() as db:
+        db.execute(insert(surveys).values(**row))
+    assert numbers(store.surveys, Version.of(BEFORE), "classes") == {}
+    others = Version.of(dict.fromkeys(range(5000, 5020), "a"))
+    assert numbers(store.surveys, others, "classes") == {"classes": {"a": 20}}
+    store.close_database()
 
 
 def test_what_is_held_back_leaves_no_version_behind(memory):
