@@ -39,7 +39,15 @@ def pinned_version(identity: SiloIdentity) -> int:
         .load()
         .signed
     )
-    return int(json.loads(signed.document)["version"]) if signed else 0
+    return version_of(signed) if signed else 0
+
+
+def version_of(signed: SignedRoster) -> int:
+    """Read the version that a roster claims, whoever signed it; 0 where it claims none."""
+    try:
+        return int(json.loads(signed.document)["version"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return 0
 
 
 def join(
@@ -189,6 +197,7 @@ class MembershipMaintainer:
         if not self.identity.renewal_due(self.clock()):
             return False
         try:
+            pinned = pinned_version(self.identity)
             request = self.identity.renewal_request()
             message = pb.RenewRequest(csr_pem=request.csr_pem, renewal_proof=request.proof)
             try:
@@ -203,16 +212,23 @@ class MembershipMaintainer:
             return False
         self._last_error = ""
         if answer.signed_roster:
-            self.apply_roster(answer.signed_roster)
+            self.apply_roster(answer.signed_roster, pinned)
         self.emit(event("renewed", f"certificate renewed until {peer.not_after:%Y-%m-%d}"))
         self.on_renewal()
         return True
 
-    def apply_roster(self, raw: bytes) -> None:
-        """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14) on a false one."""
+    def apply_roster(self, raw: bytes, pinned: int | None = None) -> None:
+        """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14) on a false one.
+
+        pinned: the version that was pinned here when this roster was asked for, if it was. One from then on is left out
+        where another answer has brought a newer one meanwhile.
+        """
         if not raw:
             return
-        change = self.identity.update_roster(SignedRoster.unpack(raw), self.accepts_new())
+        signed = SignedRoster.unpack(raw)
+        if pinned is not None and pinned <= version_of(signed) < pinned_version(self.identity):
+            return
+        change = self.identity.update_roster(signed, self.accepts_new())
         for verb, names in (("joined", change.added), ("left", change.removed), ("has a new key", change.rekeyed)):
             for name in names:
                 self.emit(

@@ -127,6 +127,7 @@ class Service:
     metrics_at: LoopbackAddress | None = None
     """Where metrics are served, once it was started."""
     _endpoint: MetricsEndpoint | None = None
+    _pinned: int = 0
 
     def __init__(
         self,
@@ -327,6 +328,7 @@ class Service:
             self._stop.wait(RENEWAL_CHECK_S)
 
     def _hello(self) -> pb.Hello:
+        self._pinned = pinned_version(self._identity)
         return pb.Hello(
             protocol_min=PROTOCOL,
             protocol_max=PROTOCOL,
@@ -334,7 +336,7 @@ class Service:
             data=self._declared_data(),
             staged=[e.key.ref for e in self.store.outbox() if not self._timing.holds((e.key, e.base_digest))],
             policy_digest=self._controls.policy_digest(),
-            roster_version=pinned_version(self._identity),
+            roster_version=self._pinned,
             instance=self._instance.id,
             previous_instance=self._instance.previous,
             masked_answers=self.store.answers.masked(),
@@ -361,7 +363,7 @@ class Service:
         self._controls.record_attestation(Attestation.of(welcome.attested))
         self._secagg.compare_answers(welcome.masked_answers)
         self._queue.retry_now()
-        self._membership.apply_roster(welcome.signed_roster)
+        self._membership.apply_roster(welcome.signed_roster, self._pinned)
 
     def _receipt_verifier(self) -> ReceiptVerifier:
         return ReceiptVerifier(self._identity.authority_pem(), self._consortium, self.name)

@@ -247,3 +247,16 @@ def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
     kept.membership.apply_roster(b"")
     with pytest.raises(RefusedError, match="E-ID-14"):
         kept.membership.apply_roster(roster(rig.ca, [mine], 1).pack())
+
+
+def test_an_answer_that_a_newer_roster_overtook_is_no_alarm_and_an_older_one_than_was_pinned_is(rig, kept):
+    mine = member(rig.ca, kept.silo.current_credentials().cert_pem)
+    kept.membership.apply_roster(roster(rig.ca, [mine], 5).pack())
+    asked = pinned_version(kept.silo)
+    kept.membership.apply_roster(roster(rig.ca, [mine], 7).pack())  # in the welcome of a session
+    kept.membership.apply_roster(roster(rig.ca, [mine], 6).pack(), asked)  # in the answer to a renewal before it
+    assert pinned_version(kept.silo) == 7
+    with pytest.raises(RefusedError, match="E-ID-14"):
+        kept.membership.apply_roster(roster(rig.ca, [mine], 4).pack(), asked)
+    with pytest.raises(RefusedError, match="E-ID-14"):
+        kept.membership.apply_roster(roster(rig.ca, [mine], 6).pack())
