@@ -12,7 +12,8 @@ tuning_seeds, seeds, measures, diagnostics: as in a setting; the first measure c
 gates: {level, lost, moves}            points from the paper's level; level where that is lost, %; least relative change
 claims: a list of                      what the papers say, each judged by `verdicts.judge`
   {paper, claim, printed, level, method, measure, baselines: [NAME], moves: {diagnostic: up or down}}
-  printed, level: points and %, or lost   moves: what shows that the method's own part is switched on
+  printed, level: points and %, or lost, also where the paper has none with these images
+  moves: what shows that the method's own part is switched on
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Gates:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a paper says of a method in this setting; printed, level: None where the paper's number is lost."""
+    """What a paper says of a method in this setting; printed, level: None where the paper has no number for it."""
 
     paper: str
     claim: str

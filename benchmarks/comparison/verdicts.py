@@ -244,7 +244,7 @@ def _percent(values: Sequence[float]) -> str:
 
 
 def _points(printed: float | None) -> str:
-    return "lost" if printed is None else f"{printed:+g}"
+    return "-" if printed is None else f"{printed:+g}"
 
 
 def _most(runs: Sequence[Run]) -> int:

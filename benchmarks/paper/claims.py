@@ -77,7 +77,7 @@ def judged(name: str) -> Iterator[Row]:
     """Yield the claims of a protocol."""
     fixed, rows = followed(name)
     for claim in fixed.claims:
-        head = claim.paper, claim.claim, "lost" if claim.printed is None else f"{claim.printed:+g}"
+        head = claim.paper, claim.claim, "-" if claim.printed is None else f"{claim.printed:+g}"
         if rows is None:
             yield Row(*head, "-", verdicts.OPEN, UNFINISHED, "", name, fixed.title)
             continue
