@@ -40,6 +40,13 @@ def sign(receipt: pb.Receipt, key_pem: bytes, certificate_pem: bytes) -> pb.Rece
     return signed
 
 
+def without_log_end(receipt: bytes) -> bytes:
+    """Return a receipt as it is kept: the end of the coordinator's log that came with it is signed and kept apart."""
+    message = pb.Receipt.FromString(receipt)
+    message.ClearField("log_head")
+    return message.SerializeToString(deterministic=True)
+
+
 def verify(receipt: pb.Receipt, authority_pem: bytes, consortium: str) -> None:
     """Raise RefusedError (E-ID-14) unless the coordinator of this consortium, under the pinned authority, signed it."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -54,7 +53,7 @@ class Recorder:
         self._clock = clock
         self._lock = threading.RLock()
         self._repeated: dict[_Key, _Repeated] = {}
-        self._head_lines: dict[str, float] = {}
+        self._head_lines: dict[str, tuple[float, SignedHead]] = {}
         self._unwritten: dict[str, SignedHead] = {}
         self._lost = 0
         self._stop = threading.Event()
@@ -104,7 +103,8 @@ class Recorder:
             if before is None:
                 self._write_heads(HEAD_LINE_S, [head.of])
                 return None
-            self._write(_head_line(before))
+            if self._head_lines.get(head.of, (0.0, None))[1] != before:
+                self._write(_head_line(before))
             self._write_heads(0.0, [head.of])
             text = f"its log ended at line {before.number}, and now ends otherwise at line {head.number}"
             if 0 < head.restored <= before.number:
@@ -130,9 +130,11 @@ class Recorder:
         """Write the newest heads of sides as lines, where the last such line is as old as that."""
         now = self._clock()
         for of in sides:
-            if of in self._unwritten and now - self._head_lines.get(of, -math.inf) >= age:
-                self._write(_head_line(self._unwritten.pop(of)))
-                self._head_lines[of] = now
+            last = self._head_lines.get(of)
+            if of in self._unwritten and (last is None or now - last[0] >= age):
+                head = self._unwritten.pop(of)
+                self._write(_head_line(head))
+                self._head_lines[of] = now, head
 
     def close(self) -> None:
         """Write what was counted and the end of the service."""

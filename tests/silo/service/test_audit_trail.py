@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire import log_heads
+from protos.wire import log_heads, receipts
 from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import Entry, Line
 from service_core.audit_log.log import LogFolder
@@ -52,6 +52,7 @@ def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cro
     round_of(hospital, 0)
     (opened,) = hospital.transfer.opened.values()
     sent = log_heads.of_message(opened.log_head, SILO, authority().ca_pem)
+    (stored,) = hospital.service.store.receipts()
     hospital.stop()
     found = entries(hospital)
     task = "run=run-1 round=1 kind=train"
@@ -65,6 +66,9 @@ def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cro
         (SILO, "service stopped", "", "allowed"),
     ]
     assert next(e.bytes for e in found if e.what == "sent") == opened.size
+    kept = pb.Receipt.FromString(stored)
+    assert not kept.HasField("log_head")  # it is in the audit log, and not a second time beside every task
+    receipts.verify(kept, authority().ca_pem, CONSORTIUM)
     folder = LogFolder(hospital.folder / "audit")
     assert verify(folder, [sent]).agreed == 1
     staged = next(n.text for n in hospital.notices if n.event == "staged")
