@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -180,9 +181,9 @@ class Service:
         self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
         source.follow_ledger(self._controls.as_registered)
         min_sum = lambda: self._controls.policy().secagg.min_sum  # noqa: E731 - as the policy is when a set comes
-        self._secagg = SecaggMember(
-            self.store, self._identity, min_sum, self._client.send, emit, self._membership.apply_roster
-        )
+        # When the list beside a question was read nobody here knows: an older one is left out, and the newer one stays.
+        overtaken = partial(self._membership.apply_roster, pinned=0)
+        self._secagg = SecaggMember(self.store, self._identity, min_sum, self._client.send, emit, overtaken)
         timed = self.metrics.timing(run_round)
         features = FeatureCache(settings.home.features, int(settings.feature_cache_gib * 2**30))
         features.forget(but=str(source.reference))

@@ -469,6 +469,16 @@ def test_a_member_that_enrolled_since_the_session_began_is_known_from_the_questi
     assert "newcomer" in identity.pins().members()
 
 
+def test_a_list_beside_a_question_that_a_newer_one_overtook_refuses_no_run(hospital):
+    identity = SiloIdentity(hospital.folder)
+    certs = [identity.current_credentials().cert_pem, *(c.cert_pem for c in hospital.colleagues.values())]
+    listed = [Member.of(cert, SINCE) for cert in certs]
+    newest = authority().roster([*listed, Member.of(Colleague("newcomer").cert_pem, SINCE)], [], 3)
+    assert ask_with_roster(hospital, newest.pack()).ready
+    assert ask_with_roster(hospital, authority().roster(listed, [], 2).pack()).ready
+    assert "newcomer" in identity.pins().members()  # the newer one stays
+
+
 def test_bytes_that_are_no_roster_are_an_answer_and_the_session_goes_on(hospital):
     answer = ask_with_roster(hospital, b"no roster")
     assert (answer.ready, answer.code) == (False, "E-WIRE-06")
