@@ -112,7 +112,7 @@ def test_only_the_named_modules_open_the_door_to_a_heavy_library() -> None:
     assert importers("hydra") <= {"coordinator"}
     assert importers("opacus") <= {"privacy"}
     assert importers("pickle") == {"fl_core"}
-    within_a_simulation = ROOT / "fl_core/simulation/tensor_messages.py"  # objects to processes that it started itself
+    within_a_simulation = ROOT / "fl_core/simulation/worker.py"  # objects to processes that it started itself
     assert [p for p in SOURCES if re.search(r"^\s*(import|from) pickle\b", p.read_text(), re.MULTILINE)] == [
         within_a_simulation
     ]

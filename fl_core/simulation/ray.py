@@ -1,8 +1,8 @@
 """Simulation on several processes, GPUs and machines: the silos' rounds run in Ray actors.
 
-Ray is an extra (`consilium-fl[ray]`) and is imported only here, when a simulation asks for it. Each actor builds what a
-silo works with from the manifest and runs the same `InProcessSilo` as a simulation in one process. A silo's rounds
-always run in the same actor, so its examples lie only there; its private state stays with the caller.
+Ray is an extra (`consilium-fl[ray]`) and is imported only here, when a simulation asks for it. Each actor is the same
+`SiloWorker` as a process of `--workers`. A silo's rounds always run in the same actor, so its examples lie only there;
+its private state stays with the caller.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from fl_core.errors.extras import require
-from fl_core.extensions import loading
 from fl_core.rounds.engine import Observer
-from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import (
-    InProcessSilo,
     MemoryStateStore,
-    PassedState,
     ResumePoint,
     SiloShare,
     StateStore,
-    on_device,
     public_test,
     run_rounds,
 )
+from fl_core.simulation.worker import SiloWorker
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import Bundle, Examples, RoundContext, State, Tensors
+from fl_core.types.values import Bundle, RoundContext, State
 
 Handle: TypeAlias = Any
 """An actor of Ray, which has no types here."""
@@ -52,39 +48,6 @@ class Cluster:
     gpus: float = 0.0
 
 
-class SiloActor:
-    """The silos of one actor; every method runs there."""
-
-    def __init__(
-        self,
-        manifest_json: str,
-        weights: Tensors | None,
-        shares: dict[int, SiloShare],
-        public: Examples | None,
-        threads: int,
-        cuda: bool,
-    ) -> None:
-        torch.set_num_threads(threads)
-        manifest = RunManifest.from_json(manifest_json)
-        loading.load_again(manifest.extensions)
-        run = RunSetup.of(manifest)
-        run = run if weights is None else run.with_weights(weights)
-        self._states = PassedState()
-        device, runtime = torch.device("cuda" if cuda else "cpu"), run.silo_runtime()
-        runtime.model.to(device)
-        self._ports = {
-            k: InProcessSilo(manifest, k, share, runtime, public, states=self._states, device=device)
-            for k, share in zip(shares, on_device(list(shares.values()), device), strict=True)
-        }
-
-    def round(
-        self, silo: int, msg: State, context: RoundContext, kind: TaskKind, state: State | None
-    ) -> tuple[Bundle, State | None]:
-        """Run one silo's round; return its bundle and, after training, its next state."""
-        self._states.before, self._states.after = state, None
-        return self._ports[silo].round(msg, context, kind), self._states.after
-
-
 @dataclass(eq=False, slots=True)
 class RayPort:
     """A silo whose rounds run in an actor."""
@@ -98,7 +61,7 @@ class RayPort:
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         state = self.states.get(self.index)
-        reply = self.actor.round.remote(self.index, self.messages.reference(msg), context, kind, state)
+        reply = self.actor.round.remote(self.messages.reference(msg), (self.index, context, kind, state))
         bundle, after = self.messages.ray.get(reply)
         if after is not None:
             self.states.stage(self.index, after)
@@ -150,13 +113,13 @@ def simulate_ray(
     torch.set_num_threads(threads)
     actors: list[Handle] = []
     try:
-        kind = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus)(SiloActor)
+        kind = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus)(SiloWorker)
         public = ray.put(public_test(shares)) if manifest.personal else None
         weights = None if run.weights is None else ray.put(dict(run.weights))
-        number = min(cluster.actors, len(shares))
+        number, device = min(cluster.actors, len(shares)), "cuda" if cluster.gpus > 0 else "cpu"
         for j in range(number):
             own = {k: shares[k] for k in range(j, len(shares), number)}
-            actors.append(kind.remote(manifest.to_json(), weights, own, public, threads, cluster.gpus > 0))
+            actors.append(kind.remote(manifest.to_json(), weights, own, public, threads, device))
         messages = _MessageCache(ray)
         ports = [
             RayPort(m.name, k, actors[k % number], messages, states, run.method.server_tracks_state)

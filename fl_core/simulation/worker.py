@@ -1,140 +1,134 @@
-"""A process that runs silos' rounds for a simulation: the other end of `workers.WorkerPool`.
-
-It is started as a program of its own, not forked: a fork of a process that has computed with torch has its locks and
-none of its threads.
-"""
+"""What runs silos' rounds outside of a simulation's own process: in a child process (`workers`) or an actor of Ray."""
 
 from __future__ import annotations
 
-import signal
+import copyreg
+import io
+import multiprocessing
+import os
+import pickle
 import traceback
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import TypeAlias, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fl_core.errors import FederationError
 from fl_core.extensions import loading
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation import tensor_messages
-from fl_core.simulation.in_process import InProcessSilo, PassedState, SiloShare
+from fl_core.simulation.in_process import InProcessSilo, PassedState, SiloShare, on_device
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import Examples, RoundContext, Tensors
+from fl_core.types.values import Bundle, Examples, RoundContext, State, Tensors
 
-Given: TypeAlias = tuple[list[SiloShare], Examples | None, Tensors | None]
-"""Shares, the official test set and weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a worker begins with.
-
-    examples: shares, the official test set and weights, taken apart   tensors: the file of theirs   threads: of a round
-    """
-
-    manifest_json: str
-    examples: bytes
-    tensors: Path
-    threads: int
+Pickled: TypeAlias = tuple[bytes, list[NDArray[np.uint8]]]
+"""A value without its tensors, and their bytes: the executor copies them once on each side."""
+Task: TypeAlias = tuple[int, RoundContext, TaskKind, State | None]
+"""A silo, its round, and the state that it begins with."""
+Reply: TypeAlias = tuple[Bundle, State | None]
+"""A bundle and, after training, the silo's next state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Broadcast:
-    """Heads the message of a round, which is sent once for all of its silos."""
+class SiloWorker:
+    """Some silos of a run; their states stay with the caller."""
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Heads a silo's state, and asks for its round with the newest message."""
-
-    silo: int
-    context: RoundContext
-    kind: TaskKind
-    has_state: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Heads a bundle and, from tensor `bundle` on, the silo's next state; None without one."""
-
-    bundle: int
-    has_state: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """What a round raised. kind, code: of our own errors; else empty, and `text` is the traceback."""
-
-    kind: str
-    code: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker can take tasks."""
-
-
-def main(descriptor: int) -> None:
-    """Serve the simulation at the other end until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends us
-    connection = Connection(descriptor)
-    try:
-        setup = connection.recv()
-        try:
-            worker = _Worker(setup)
-        except Exception as error:
-            tensor_messages.send(connection, _failure(error), [])
-            return
-        tensor_messages.send(connection, Ready(), [])
-        while True:
-            worker.serve(connection)
-    except (EOFError, ConnectionError):
-        return
-
-
-class _Worker:
-    def __init__(self, setup: Setup) -> None:
-        torch.set_num_threads(setup.threads)
-        manifest = RunManifest.from_json(setup.manifest_json)
+    def __init__(
+        self,
+        manifest_json: str,
+        weights: Tensors | None,
+        shares: Mapping[int, SiloShare],
+        public: Examples | None,
+        threads: int,
+        device_type: str = "cpu",
+    ) -> None:
+        torch.set_num_threads(threads)
+        manifest, device = RunManifest.from_json(manifest_json), torch.device(device_type)
         loading.load_again(manifest.extensions)
-        tensors = torch.load(setup.tensors, mmap=True, weights_only=True)
-        shares, public, weights = cast("Given", tensor_messages.put_together(setup.examples, tensors))
         run = RunSetup.of(manifest)
-        runtime, self._state = (run if weights is None else run.with_weights(weights)).silo_runtime(), PassedState()
-        self._ports = [
-            InProcessSilo(manifest, k, share, runtime, public, states=self._state) for k, share in enumerate(shares)
-        ]
-        self._msg: object = None
+        runtime, self._states = (run if weights is None else run.with_weights(weights)).silo_runtime(), PassedState()
+        runtime.model.to(device)
+        self._ports = {
+            k: InProcessSilo(manifest, k, share, runtime, public, states=self._states, device=device)
+            for k, share in zip(shares, on_device(list(shares.values()), device), strict=True)
+        }
 
-    def serve(self, connection: Connection) -> None:
-        """Answer one message."""
-        head, tensors = tensor_messages.receive(connection)
-        if isinstance(head, Broadcast):
-            self._msg = tensor_messages.to_state(tensors)
-            return
-        assert isinstance(head, Task)
-        try:
-            done, reply = self._round(head, tensors)
-        except Exception as error:
-            tensor_messages.send(connection, _failure(error), [])
-            return
-        tensor_messages.send(connection, done, reply)
-
-    def _round(self, task: Task, tensors: tensor_messages.Named) -> tuple[Done, tensor_messages.Named]:
-        assert isinstance(self._msg, dict)
-        self._state.before = tensor_messages.to_state(tensors) if task.has_state else None
-        self._state.after = None
-        bundle = tensor_messages.of_bundle(self._ports[task.silo].round(self._msg, task.context, task.kind))
-        after = self._state.after
-        state = tensor_messages.Named() if after is None else tensor_messages.of_state(after)
-        return Done(len(bundle), after is not None), [*bundle, *state]
+    def round(self, msg: State, task: Task) -> Reply:
+        """Run one silo's round."""
+        silo, context, kind, state = task
+        self._states.before, self._states.after = state, None
+        return self._ports[silo].round(msg, context, kind), self._states.after
 
 
-def _failure(error: Exception) -> Failed:
-    if isinstance(error, FederationError):
-        return Failed(type(error).__name__, error.code, error.message)
-    return Failed("", "", "".join(traceback.format_exception(error)))
+class _Process:
+    """What this process works with, where `workers` has started it."""
+
+    worker: SiloWorker
+    message: State
+
+
+def begin(manifest_json: str, given: Path, threads: int) -> None:
+    """Prepare this process; given: a file with weights, shares and the official test set, which is mapped."""
+    os.setsid()  # Linux shares a processor between sessions first, then between their processes
+    Thread(target=_end_with_parent, daemon=True).start()
+    with _plain_errors():
+        # Objects of the process that started this one, in a folder that no other user may enter.
+        weights, shares, public = torch.load(given, mmap=True, weights_only=False)
+        _Process.worker = SiloWorker(manifest_json, weights, dict(enumerate(shares)), public, threads)
+
+
+def run(message: Pickled | None, task: Pickled) -> Pickled:
+    """Run a silo's round; message: what the round sends to all silos, None where it is that of the last call."""
+    with _plain_errors():
+        if message is not None:
+            _Process.message = cast("State", loads(message))
+        return dumps(_Process.worker.round(_Process.message, cast("Task", loads(task))))
+
+
+def _end_with_parent() -> None:
+    """End this process where its parent was killed; it would wait for work for ever."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what any process can unpickle: our own errors as they are, of others the traceback."""
+    try:
+        yield
+    except FederationError:
+        raise
+    except Exception as error:
+        raise RuntimeError("".join(traceback.format_exception(error))) from None
+
+
+def _tensor(flat: NDArray[np.uint8], dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(flat).view(dtype).view(shape)
+
+
+def _reduced(value: Tensor) -> tuple[Callable[..., Tensor], tuple[object, ...]]:
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return _tensor, (flat.numpy(), value.dtype, value.shape)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced, torch.nn.Parameter: _reduced}  # noqa: RUF012
+
+
+def dumps(value: object) -> Pickled:
+    """Pickle a value; of a tensor its elements alone, which must not change until they are sent."""
+    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(value)
+    return stream.getvalue(), [np.asarray(buffer) for buffer in buffers]
+
+
+def loads(pickled: Pickled) -> object:
+    """Return what `dumps` was given. It runs code of whoever pickled it: this program's own processes."""
+    value: object = pickle.loads(pickled[0], buffers=pickled[1])  # noqa: S301
+    return value

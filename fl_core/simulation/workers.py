@@ -1,9 +1,8 @@
 """Silos of a round in several processes of this machine, bit for bit as in one.
 
-A worker takes silos one by one; one that has no silo of its own left takes another's. Silos' states stay with the
-caller. The tensors of examples lie in a file that all workers map, so they are in memory once; it holds nothing that
-runs code. The message of a round goes to each worker once, through a pipe: what 45 MB take there (some 40 ms, by
-estimate) is nothing beside an epoch of a model of that size.
+Each worker is a `ProcessPoolExecutor` of one process: then a silo stays where its files are decoded, and it is plain
+which silo a process was at that ended. A worker with no silo of its own left takes another's. Silos' states stay with
+the caller. The tensors of examples lie in a file that all workers map, so they are in memory once.
 """
 
 from __future__ import annotations
@@ -11,28 +10,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Self
+from types import ModuleType
+from typing import Self, cast
 
 import torch
 
-from fl_core import errors, rng
+from fl_core import rng
 from fl_core.errors import ConfigError, FederationError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.engine import Observer, Replies
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation import tensor_messages
+from fl_core.simulation import worker as child
 from fl_core.simulation.in_process import (
     InProcessSilo,
     ResumePoint,
@@ -43,7 +41,6 @@ from fl_core.simulation.in_process import (
     run_rounds,
     thread_count,
 )
-from fl_core.simulation.worker import Broadcast, Done, Failed, Given, Ready, Setup, Task
 from fl_core.training import memory
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
@@ -51,15 +48,12 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData, SiloPort
 from fl_core.types.values import Bundle, Examples, RoundContext, State
 
-_AHEAD, _SMALL = 2, 1 << 14
-"""Tasks that a worker holds, so that it never waits for the next one, where they are of so few bytes: a larger one sent
-to a worker that is sending could block both sides."""
-
-
+_AHEAD = 2
+"""Tasks that a worker holds, so that it never waits for the next one."""
 _FEW_STEPS = 200
-_REPLY_SECONDS, _START_SECONDS = 1e-3, 5.0
+_REPLY_SECONDS, _START_SECONDS = 2e-3, 5.0
 """Work of a silo's round below which its reply costs as much; seconds that workers must save."""
-_PROCESS_BYTES, _COPIES = 300 << 20, 8
+_PROCESS_BYTES, _COPIES = 300 << 20, 10
 """Of a worker: what torch takes, and how often the model: weights twice, gradients, momentum, messages, activations."""
 
 
@@ -69,11 +63,12 @@ class WorkerError(FederationError):
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: Connection
+    executor: ProcessPoolExecutor
+    process: BaseProcess
+    ready: Future[None]
     own: deque[InProcessSilo] = field(default_factory=deque)
-    running: deque[InProcessSilo] = field(default_factory=deque)
-    knows: State | None = None
+    running: deque[tuple[InProcessSilo, Future[child.Pickled]]] = field(default_factory=deque)
+    knows: child.Pickled | None = None
 
 
 class WorkerPool:
@@ -92,22 +87,21 @@ class WorkerPool:
         """Start the processes; raises ConfigError (E-CFG-08) where examples or method are known to this one alone."""
         try:
             with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
-                setup = self._setup(Path(folder) / "tensors")
+                given = self._write(Path(folder) / "given")
                 for _ in range(self._number):
-                    self._workers.append(_start())
-                for worker in self._workers:  # all have started: a pipe may hold less than this
-                    with self._watched(worker, None):
-                        worker.connection.send(setup)
+                    self._workers.append(_start(self._run.manifest.to_json(), given, self._threads))
                 for worker in self._workers:
-                    found = self._received(worker)[0]
-                    if isinstance(found, Failed):
+                    try:
+                        worker.ready.result()
+                    except BrokenExecutor as error:
+                        raise _ended(worker, None) from error
+                    except Exception as error:
                         raise ConfigError(
                             "E-CFG-08",
                             "expected data, model and method that other processes can import, found some that they "
-                            f"cannot ({found.text.strip().splitlines()[-1]}): put them into a module, or use "
+                            f"cannot ({str(error).strip().splitlines()[-1]}): put them into a module, or use "
                             "--workers 1",
-                        )
-                    assert isinstance(found, Ready)
+                        ) from error
         except BaseException:
             self.close()
             raise
@@ -122,9 +116,9 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers, whatever they do."""
         for worker in self._workers:
-            worker.connection.close()
             worker.process.kill()
-            worker.process.wait()
+        for worker in self._workers:
+            worker.executor.shutdown()
         self._workers.clear()
 
     def simulate(
@@ -147,35 +141,29 @@ class WorkerPool:
         for port in ports:
             assert isinstance(port, InProcessSilo)
             self._workers[port.index % len(self._workers)].own.append(port)
+        message = child.dumps(msg)
         try:
-            busy = {w.connection: w for w in self._workers if self._fill(w, msg, context, kind)}
-            while busy:
-                for connection in wait(list(busy)):
-                    assert isinstance(connection, Connection)
-                    worker = busy[connection]
-                    port, reply = self._reply(worker)
-                    if not self._fill(worker, msg, context, kind):
-                        del busy[connection]
-                    yield port.name, reply
+            while busy := [w for w in self._workers if self._fill(w, message, context, kind)]:
+                wait([w.running[0][1] for w in busy], return_when=FIRST_COMPLETED)
+                for worker in busy:
+                    while worker.running and worker.running[0][1].done():
+                        port, reply = self._reply(worker)
+                        self._fill(worker, message, context, kind)
+                        yield port.name, reply
         except BaseException:
             self.close()
             raise
 
-    def _fill(self, worker: _Worker, msg: State, context: RoundContext, kind: TaskKind) -> bool:
+    def _fill(self, worker: _Worker, message: child.Pickled, context: RoundContext, kind: TaskKind) -> bool:
         """Give a worker what it may hold of the silos that wait; return whether it is at work."""
-        most = _AHEAD
-        while len(worker.running) < most and (port := self._next(worker)):
-            state = port.state
-            tensors = [] if state is None else tensor_messages.of_state(state)
-            if tensor_messages.size(tensors) > _SMALL and worker.running:
-                worker.own.appendleft(port)
-                break
-            with self._watched(worker, port):
-                if worker.knows is not msg:
-                    tensor_messages.send(worker.connection, Broadcast(), tensor_messages.of_state(msg))
-                    worker.knows = msg
-                tensor_messages.send(worker.connection, Task(port.index, context, kind, state is not None), tensors)
-            worker.running.append(port)
+        while len(worker.running) < _AHEAD and (port := self._next(worker)):
+            new = None if worker.knows is message else message
+            task = child.dumps((port.index, context, kind, port.state))
+            try:
+                worker.running.append((port, worker.executor.submit(child.run, new, task)))
+            except BrokenExecutor as error:
+                raise _ended(worker, worker.running[0][0] if worker.running else port) from error
+            worker.knows = message
         return bool(worker.running)
 
     def _next(self, worker: _Worker) -> InProcessSilo | None:
@@ -185,39 +173,26 @@ class WorkerPool:
         return longest.own.pop() if longest.own else None
 
     def _reply(self, worker: _Worker) -> tuple[InProcessSilo, Future[Bundle]]:
-        port, reply = worker.running[0], Future[Bundle]()
-        head, tensors = self._received(worker)
-        worker.running.popleft()
-        if isinstance(head, Failed):
-            reply.set_exception(_error(head, port.name))
-            return port, reply
-        assert isinstance(head, Done)
-        if head.has_state:
-            port.states.stage(port.index, tensor_messages.to_state(tensor_messages.copied(tensors[head.bundle :])))
-        reply.set_result(tensor_messages.to_bundle(tensors[: head.bundle]))
+        (port, task), reply = worker.running.popleft(), Future[Bundle]()
+        try:
+            bundle, state = cast("child.Reply", child.loads(task.result()))
+        except BrokenExecutor as error:
+            raise _ended(worker, port) from error
+        except FederationError as error:
+            reply.set_exception(error)
+        except RuntimeError as error:
+            raise RuntimeError(f"the round of {port.name} failed in its process:\n{error}") from None
+        else:
+            if state is not None:
+                port.states.stage(port.index, state)
+            reply.set_result(bundle)
         return port, reply
 
-    def _received(self, worker: _Worker) -> tuple[object, tensor_messages.Named]:
-        with self._watched(worker, worker.running[0] if worker.running else None):
-            return tensor_messages.receive(worker.connection)
-
-    @contextmanager
-    def _watched(self, worker: _Worker, port: InProcessSilo | None) -> Iterator[None]:
-        """Raise WorkerError in place of what a worker that has ended makes of its pipe."""
-        try:
-            yield
-        except (EOFError, ConnectionError) as error:
-            with suppress(subprocess.TimeoutExpired):
-                worker.process.wait(10)
-            raise _ended(worker.process.returncode, port) from error
-
-    def _setup(self, file: Path) -> Setup:
-        """Write the tensors of the examples into a file that all workers map, and return what each begins with."""
+    def _write(self, file: Path) -> Path:
+        """Write what silos have and the weights into a file, whose tensors all workers map."""
         public = public_test(self._shares) if self._run.manifest.personal else None
-        given: Given = (list(self._shares), public, self._run.weights)
         try:
-            examples, tensors = tensor_messages.taken_apart(given)
-            torch.save(tensors, file)
+            torch.save((self._run.weights, list(self._shares), public), file)
         except OSError:
             raise
         except Exception as error:  # whatever a class of the caller's raises when it is written
@@ -226,7 +201,7 @@ class WorkerPool:
                 f"expected examples that can be sent to other processes, found some that cannot ({error}): make their "
                 "class importable, or use --workers 1",
             ) from error
-        return Setup(self._run.manifest.to_json(), examples, file, self._threads)
+        return file
 
 
 def cores() -> int:
@@ -236,31 +211,34 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start() -> _Worker:
-    """Start a worker on its end of a pipe; it finds modules where this process does."""
-    ours, theirs = Pipe()
-    with theirs:
-        descriptor = theirs.fileno()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))}
-        program = f"from fl_core.simulation.worker import main; main({descriptor})"
-        process = subprocess.Popen(  # noqa: S603 - this interpreter, and a number
-            [sys.executable, "-c", program],
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # Linux shares a processor between sessions first, then between their processes
-        )
-    return _Worker(process, ours)
+def _start(manifest_json: str, given: Path, threads: int) -> _Worker:
+    executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    with _without_caller():
+        ready = executor.submit(child.begin, manifest_json, given, threads)
+    [process] = executor._processes.values()
+    # Where a process ends while it sends, its pipe must end, too: the executor waits for the rest for ever otherwise.
+    executor._result_queue._writer.close()  # type: ignore[attr-defined]
+    return _Worker(executor, process, ready)
 
 
-def _error(found: Failed, name: str) -> Exception:
-    if found.kind:
-        kind = getattr(errors, found.kind, FederationError)
-        return kind(found.code, found.text)
-    return RuntimeError(f"the round of {name} failed in its process:\n{found.text}")
+@contextmanager
+def _without_caller() -> Iterator[None]:
+    """Start processes that do not run the caller's script again, and that Ctrl-C does not reach: it ends them here.
+
+    `multiprocessing` runs that script in each child, where one without `if __name__ == "__main__"` starts itself.
+    """
+    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _ended(code: int | None, port: InProcessSilo | None) -> WorkerError:
+def _ended(worker: _Worker, port: InProcessSilo | None) -> WorkerError:
+    worker.executor.shutdown()  # then the process has been waited for
+    code = worker.process.exitcode
     name = signal.Signals(-code).name if code is not None and -code in {*signal.Signals} else f"status {code}"
     when = f"in the round of {port.name}" if port else "before its first silo"
     if code == -signal.SIGKILL:
@@ -277,7 +255,7 @@ def _ended(code: int | None, port: InProcessSilo | None) -> WorkerError:
 def worthwhile(run: RunSetup, shares: Sequence[SiloShare], number: int, threads: int, rounds_left: int) -> bool:
     """Estimate whether so many workers save more time than they take to start, by two steps of the run's model.
 
-    They do not where silos are few or tiny: each reply costs the caller half a millisecond, and the start some seconds.
+    They do not where silos are few or tiny: each reply costs the caller a millisecond, and the start some seconds.
     """
     context, train = RoundContext(len(shares), len(run.manifest.schema.classes)), run.manifest.train
     steps = [PlainLocalData(RoundData(s.train, s.test, train, context)).planned_steps() for s in shares]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from multiprocessing import Pipe
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -19,13 +22,13 @@ from torch import Tensor
 from fl_core.errors import ConfigError, DataError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation import tensor_messages, workers
+from fl_core.simulation import workers
 from fl_core.simulation.in_process import MemoryStateStore, ResumePoint, RoundHistory, SiloShare, simulate
-from fl_core.simulation.worker import Failed, Ready, Setup
+from fl_core.simulation.worker import dumps, loads
 from fl_core.simulation.workers import WorkerError, WorkerPool, worthwhile
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import Part, RoundContext, State
+from fl_core.types.values import Bundle, Part, RoundContext, State
 from tests.support.federations import METHOD_OPTIONS, Given, Kept, manifest, same, same_bundle, shares
 
 pytestmark = pytest.mark.integration
@@ -55,7 +58,21 @@ class Deadly(Given):
         raise AssertionError
 
 
+class DeadlyReply(Given):
+    """Examples after whose reading the process ends in the middle of its reply."""
+
+    def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        def half(self: Connection, buffer: bytes) -> None:
+            os.write(self.fileno(), buffer[: len(buffer) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Connection._send = half  # type: ignore[attr-defined]
+        return super().batch(index, augment)
+
+
 def processes() -> list[int]:
+    """List the children of this process; that of `multiprocessing`, which stays, is there from the first call on."""
+    resource_tracker.ensure_running()
     own = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     return [int(pid) for file in own for pid in file.read_text().split()]
 
@@ -144,6 +161,26 @@ def test_a_worker_that_is_killed_ends_the_run_with_words_and_a_silos_own_error_d
     assert processes() == before
 
 
+def test_a_worker_that_is_killed_while_it_sends_ends_the_run_with_words() -> None:
+    """Half a reply is in the pipe: nobody waits for the rest."""
+    run = RunSetup.of(manifest(train=TRAIN, rounds=1))
+    with (
+        pytest.raises(WorkerError, match=r"SIGKILL in the round of north.*--workers"),
+        WorkerPool(run, spoilt(DeadlyReply), 1, 1) as pool,
+    ):
+        pool.simulate(RoundHistory())
+
+
+def test_a_worker_that_waits_and_is_killed_ends_the_next_round_with_words() -> None:
+    run = RunSetup.of(manifest(train=TRAIN, rounds=1))
+    with WorkerPool(run, shares(), 1, 1) as pool:
+        worker = pool._workers[0]
+        worker.process.kill()
+        worker.process.join()
+        with pytest.raises(WorkerError, match="SIGKILL in the round of north"):
+            pool.simulate(RoundHistory())
+
+
 @pytest.mark.slow
 def test_a_fault_of_a_round_ends_the_simulation_with_its_traceback() -> None:
     run, before = RunSetup.of(manifest(train=TRAIN, rounds=1)), processes()
@@ -169,53 +206,6 @@ def test_examples_that_cannot_be_sent_are_refused_before_anything_starts() -> No
     assert processes() == before
 
 
-class Evil:
-    """Makes a folder where it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("pickled", [False, True])
-def test_a_worker_refuses_a_file_of_examples_with_a_pickled_object_and_runs_no_code_of_it(
-    tmp_path: Path, pickled: bool
-) -> None:
-    """Whoever can write the file, or puts another one in its place."""
-    examples, tensors = tensor_messages.taken_apart((shares(), None, None))
-    torch.save([*tensors[1:], Evil(tmp_path / "ran") if pickled else tensors[0]], tmp_path / "tensors")
-    ours, theirs = Pipe()
-    with ours, theirs:
-        program = f"from fl_core.simulation.worker import main; main({theirs.fileno()})"
-        process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()])
-        try:
-            ours.send(Setup(manifest().to_json(), examples, tmp_path / "tensors", 1))
-            found, _ = tensor_messages.receive(ours)
-        finally:
-            process.kill()
-            process.wait()
-    assert (tmp_path / "ran").exists() is False
-    if pickled:
-        assert isinstance(found, Failed)
-        assert "Weights only load failed" in found.text
-    else:
-        assert found == Ready()
-
-
-def test_values_that_are_taken_apart_come_back_whole_and_share_what_they_shared() -> None:
-    whole = torch.arange(12.0)
-    given = {"a": whole, "again": whole, "view": whole[3:5], "words": ("x", 7)}
-    pickled, tensors = tensor_messages.taken_apart(given)
-    found = tensor_messages.put_together(pickled, tensors)
-    assert isinstance(found, dict)
-    assert len(tensors) == 2
-    assert found["a"] is found["again"] is whole
-    assert torch.equal(found["view"], whole[3:5])
-    assert found["words"] == given["words"]
-
-
 SCRIPT = """
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.simulation.in_process import RoundHistory
@@ -228,19 +218,30 @@ with WorkerPool(RunSetup.of(manifest(rounds=100000)), shares(), 2, 1) as pool:
 
 
 @pytest.mark.slow
-def test_workers_end_with_the_simulation_that_is_killed() -> None:
-    """It has no `if __name__ == "__main__"`, which nobody who uses a library expects to need."""
-    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_simulation_that_is_ended(tmp_path: Path, how: signal.Signals) -> None:
+    """Its script has no `if __name__ == "__main__"`, which nobody who uses a library expects to need."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
     assert parent.stdout is not None
-    with parent.stdout:
-        started = [int(pid) for pid in parent.stdout.readline().split()]
+    started = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(started) == 2
-    parent.kill()
-    parent.wait()
+    os.killpg(parent.pid, how) if how == signal.SIGINT else parent.kill()  # a terminal sends Ctrl-C to all
+    _, told = parent.communicate(timeout=60)
     deadline = time.monotonic() + 30
     while (left := [pid for pid in started if _lives(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == []
+    assert told.count("Traceback") == (how == signal.SIGINT)  # its own alone
 
 
 def _lives(pid: int) -> bool:
@@ -256,7 +257,7 @@ def test_messages_come_back_with_the_same_bits_of_any_type_and_shape() -> None:
         "empty": {},
         "k": {"half": torch.randn(3, 5).bfloat16().T, "yes": torch.tensor([True]), "double": torch.zeros(1).double()},
     }
-    found = tensor_messages.to_state(_sent(tensor_messages.of_state(state)))
+    found = cast("State", loads(pickle.loads(pickle.dumps(dumps(state)))))
     assert {g: [*v] for g, v in found.items()} == {g: [*v] for g, v in state.items()}
     for group, values in state.items():
         for name, value in values.items():
@@ -266,16 +267,16 @@ def test_messages_come_back_with_the_same_bits_of_any_type_and_shape() -> None:
                 there.contiguous().view(-1).view(torch.uint8).tolist()
                 == value.contiguous().view(-1).view(torch.uint8).tolist()
             )
-    assert tensor_messages.to_state(_sent(tensor_messages.of_state({"empty": {}}))) == {"empty": {}}
     bundle = {"delta": Part.of({"a": torch.ones(2, 2)}, 3.0), "bare": Part({}, torch.zeros(4))}
-    assert same_bundle(tensor_messages.to_bundle(_sent(tensor_messages.of_bundle(bundle))), bundle)
+    assert same_bundle(cast("Bundle", loads(dumps(bundle))), bundle)
 
 
-def _sent(tensors: tensor_messages.Named) -> tensor_messages.Named:
-    a, b = Pipe()
-    with a, b:
-        tensor_messages.send(a, None, tensors)
-        return tensor_messages.receive(b)[1]
+def test_a_message_carries_a_view_and_not_the_memory_that_it_is_a_view_of() -> None:
+    view = torch.zeros(1 << 20)[3:5]
+    sent = pickle.dumps(dumps(view))
+    assert len(sent) < 1000
+    returned = cast("Tensor", loads(pickle.loads(sent)))
+    returned += 1  # it may be written to, as a silo's state is
 
 
 def test_few_or_tiny_silos_stay_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
