@@ -121,7 +121,7 @@ def _shown(result: Result) -> Iterator[str | Table]:
         yield make_table("By class", ("class", "accuracy"), rows)
     if result.clinical is None and result.noise.evaluation is not None:
         yield clinical_report.NOT_MEASURED
-    yield from filter(None, (result.coverage.headline(), *result.coverage.sentences()))
+    yield from result.coverage.lines()
     yield f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     if scores := next((r.personal for r in reversed(result.measured or result.records) if r.personal), None):
         hidden = result.noise.scores

@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 
 from coordinator.cli.options import Extensions, Home, Place, Trackers, home_of
-from coordinator.lead import tables
+from coordinator.lead import accuracy, tables
 from coordinator.lead.as_json import detail_json, event_json, run_json, silos_json
 from coordinator.lead.client import LeadClient, credentials_of
 from coordinator.lead.watcher import Watcher
@@ -178,7 +178,7 @@ def _reply(info: pb.RunInfo, status: int = 0) -> Reply:
 
 
 def _shown(info: pb.RunInfo) -> list[str | Table]:
-    said = (*tables.class_lines(info), *info.reason.splitlines(), *tables.waiting_lines(info))
+    said = (*accuracy.coverage(info).lines(), *info.reason.splitlines(), *tables.waiting_lines(info))
     return [tables.runs_table([info]), *filter(None, said)]
 
 

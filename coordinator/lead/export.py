@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from coordinator.lead import accuracy, portable
 from coordinator.lead.board_card import share_of, training_text
-from coordinator.lead.tables import aggregator_text, class_lines, private_form, software_text, started_from
+from coordinator.lead.tables import aggregator_text, private_form, software_text, started_from
 from coordinator.lead.withdrawals import card_lines
 from fl_core.datasets.preprocessing import Preprocessing
 from fl_core.errors import ConfigError, ProtocolError, StateError
@@ -201,7 +201,7 @@ def model_card(
         "",
         f"Global: {_with_luck(last, noise)} (best over rounds: {_share(best)}; the best is a selection on test data).",
         "",
-        *(f"{line}  " for line in class_lines(info)),
+        *(f"{line}  " for line in accuracy.coverage(info).lines()),
         "",
         *_by_class(manifest, last, noise),
         "",

@@ -128,7 +128,7 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
             "data",
             "round",
             "balanced accuracy",
-            "classes tested",
+            "classes",
             "guessing",
             "accuracy",
             "up / down",
@@ -142,7 +142,7 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
                 r.data,
                 f"{r.closed}/{r.rounds}",
                 accuracy.newest_balanced(r).short(),
-                classes_tested(r),
+                accuracy.coverage(r).headline() or "-",
                 clinical_report.percent(accuracy.chance(r)),
                 accuracy.newest(r).short(),
                 f"{size(r.bytes_up)} / {size(r.bytes_down)}",
@@ -151,17 +151,6 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
             for r in runs
         ),
     )
-
-
-def classes_tested(info: pb.RunInfo) -> str:
-    tested = info.coverage.tested
-    return f"{sum(n > 0 for n in tested)} of {len(tested)}" if tested else "-"
-
-
-def class_lines(info: pb.RunInfo) -> list[str]:
-    """Say how many classes a run teaches and tests, and what becomes of those that few hospitals have."""
-    found = accuracy.coverage(info)
-    return [*filter(None, [found.headline()]), *found.sentences()]
 
 
 def _minute(unix: float) -> str:

@@ -97,7 +97,7 @@ class ClassCoverage:
         parts = []
         if self.tested:
             parts.append(f"{sum(n > 0 for n in self.tested)} of {total} classes tested")
-        if self.hospitals:
+        if self.classes and self.hospitals:
             taught = f"{total - len(self.untaught)} of {total}{'' if parts else ' classes'} trained"
             parts.append(("at least " if self.partial else "") + taught + self._where_trained())
         return ", ".join(parts)
@@ -108,6 +108,13 @@ class ClassCoverage:
             return ""
         low, high = numbers[0], numbers[-1]
         return f" at {low}{'' if low == high else f' to {high}'} {'hospital' if high == 1 else 'hospitals'} each"
+
+    def lines(self) -> list[str]:
+        """Say how many classes a run teaches and tests, and what becomes of those that few hospitals have.
+
+        Empty where the classes have no names.
+        """
+        return [*filter(None, [self.headline()]), *self.sentences()]
 
     def over(self) -> str:
         """Say over how many classes a number is, where these are not all; follows the number."""

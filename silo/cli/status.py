@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.survey import SURVEY
 from service_core import clinical_report
 from service_core.command_line import command
@@ -56,6 +57,7 @@ class Peers(NamedTuple):
 
 def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: Peers, store: Store) -> Json:
     contact, left, broken = store.contact(), leaving(store), store.run_data.broken()
+    classes = store.secagg.coverages()
     return {
         "silo": own.identity.name,
         "consortium": own.identity.consortium,
@@ -83,12 +85,12 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers
             }
             for e in store.outbox()
         ],
-        "runs": [_run_json(run, peers, broken.get(run.run_id, ())) for run in store.history()],
+        "runs": [_run_json(run, peers, broken.get(run.run_id, ()), classes.get(run.run_id)) for run in store.history()],
         "receipts": len(store.receipts()),
     }
 
 
-def _run_json(run: RunRecord, peers: Peers, broken: Sequence[str]) -> Json:
+def _run_json(run: RunRecord, peers: Peers, broken: Sequence[str], classes: ClassCoverage | None) -> Json:
     others = peers.runs.get(run.run_id)
     return {
         "run": run.run_id,
@@ -99,6 +101,7 @@ def _run_json(run: RunRecord, peers: Peers, broken: Sequence[str]) -> Json:
         "privacy": run.privacy,
         "left_out": list(broken),
         "masked": None if others is None else {"others": sorted(others), "confirmed": sorted(others & peers.confirmed)},
+        "classes": classes and classes.as_json(),
         "evaluations": [task_json(task) for task in run.tasks if task.evaluation is not None],
     }
 
@@ -116,8 +119,9 @@ def task_json(task: TaskRecord) -> Json:
 
 def _shown(
     own: PeerCertificate, addresses: Sequence[str], due: bool, peers: Peers, store: Store
-) -> Iterator[Facts | Rows]:
+) -> Iterator[Facts | Rows | str]:
     contact, left = store.contact(), leaving(store)
+    classes = {run.run_id: run.classes for run in left.runs}
     session = "never"
     if contact is not None:
         state = "open since" if contact.until is None else f"until {local_time(contact.until)} ({contact.why}), since"
@@ -153,6 +157,7 @@ def _shown(
             title += "; counted here without noise, and nothing of that leaves"
         contents = UpdateContents.from_json(run.leaves)
         yield evaluations(title, run.tasks, survey=contents is not None and SURVEY in contents.parts)
+        yield from (f"{run.run_id}: {line}" for line in classes.get(run.run_id, ()))
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:
             by_class = clinical_report.class_rows(newest.clinical, newest.classes)

@@ -140,8 +140,8 @@ NO_UPDATES = Unprotected()
 class RunDisclosure:
     """What left for one run.
 
-    privacy: what it promises, empty where not noted   last: when the newest was ready to be sent   larger: updates that
-    their numbers exceed.
+    privacy: what it promises, empty where not noted   classes: what was said of them once a census was proved
+    last: when the newest was ready to be sent   larger: updates that their numbers exceed.
     """
 
     run_id: str
@@ -155,6 +155,7 @@ class RunDisclosure:
     waiting: int
     leaves: UpdateContents | None
     privacy: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def protected(self) -> bool:
@@ -212,10 +213,12 @@ class DisclosureSummary:
 def leaving(store: Store) -> DisclosureSummary:
     """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
     unprotected = Unprotected.of_home(store.unprotected())
-    return DisclosureSummary(tuple(_of_run(run) for run in reversed(store.history())), unprotected)
+    lines = {run_id: tuple(coverage.lines()) for run_id, coverage in store.secagg.coverages().items()}
+    made = (_of_run(run, lines.get(run.run_id, ())) for run in reversed(store.history()))
+    return DisclosureSummary(tuple(made), unprotected)
 
 
-def _of_run(run: RunRecord) -> RunDisclosure:
+def _of_run(run: RunRecord, classes: tuple[str, ...]) -> RunDisclosure:
     sent = [t for t in run.tasks if t.receipt or t.refused is not None]
     waiting = [t for t in run.tasks if t.staged is not None and t.included is None and t not in sent]
     return RunDisclosure(
@@ -230,4 +233,5 @@ def _of_run(run: RunRecord) -> RunDisclosure:
         waiting=len(waiting),
         leaves=UpdateContents.from_json(run.leaves),
         privacy=run.privacy,
+        classes=classes,
     )

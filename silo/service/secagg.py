@@ -156,21 +156,21 @@ class SecaggMember:
 
         Raises RefusedError where that does not prove it: as `silo_side.verify_census`, E-RUN-48 on other bytes.
         """
-        kept = self.store.secagg.holders(key.run_id)
-        if kept is not None:
-            return kept
+        if kept := self.store.secagg.coverages(key.run_id):
+            return kept[key.run_id].hospitals
         known, census = self.store.secagg.known(key.run_id), TaskKey(key.run_id, 0, TaskKind.CENSUS)
         if not offer.secagg_census_digest:
             raise SecaggError("E-RUN-48", f"expected the census of run {key.run_id} with its first round, found none")
         proof = _proof(fetch(offer.secagg_census_digest))
         classes = len(run.manifest.schema.classes)
         counted = silo_side.verify_census(known.terms.run, known.keys, classes, proof, self.store.secagg.row(census))
-        found = [int(n) for n in counted]
-        self.store.secagg.keep_holders(key.run_id, found)
-        coverage = run.coverage(found)
+        coverage = run.coverage([int(n) for n in counted])
+        if run.manifest.start is not None:
+            coverage = coverage.after(None, trains=True)  # what the earlier run taught is not counted here
+        self.store.secagg.keep_coverage(key.run_id, coverage)
         text = "; ".join([f"{key.run_id}: the census is proved", *coverage.sentences()])
         self.emit(event("census", text, facts={"run": key.run_id, "withheld": len(coverage.left_out)}))
-        return found
+        return coverage.hospitals
 
     def compare_answers(self, seen: int) -> None:
         """Give the masked runs of a home up that was put back: of one that answered less than the coordinator has seen.

@@ -133,7 +133,7 @@ secagg_runs = Table(  # this silo's secrets of runs whose updates are masked; a 
     Column("peers", LargeBinary),  # public keys that confirm, one behind the other
     Column("chains", LargeBinary),  # with every member, one behind the other
     Column("position", Integer, nullable=False, default=0),  # of the chains: what lies before it is closed
-    Column("holders", String),  # hospitals of each class, as JSON, once the census is proved
+    Column("holders", String),  # as `ClassCoverage.facts`, once the census is proved; of 0.1.0 a list of counts
 )
 
 secagg_rounds = Table(  # of open rounds: the one update that was masked, and the one set that was confirmed

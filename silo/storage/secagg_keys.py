@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.errors import StateError
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import SECRET, Secagg
 from privacy.secagg.keys import OwnKeys, RunKeys
@@ -154,15 +155,25 @@ class SecaggStore:
             raise _gone(run_id)
         return KnownRun(MaskedRun.from_json(row.terms), _keys(row), row.keys_object)
 
-    def holders(self, run_id: str) -> list[int] | None:
-        """Return how many hospitals each class has; None before the census was proved here."""
-        with self._database.read() as db:
-            row = _run(db, run_id)
-        return None if row is None or row.holders is None else list(map(int, json.loads(row.holders)))
+    def coverages(self, run_id: str | None = None) -> dict[str, ClassCoverage]:
+        """Return at how many hospitals each class is trained, by run: of one run or of all whose census was proved.
 
-    def keep_holders(self, run_id: str, found: Sequence[int]) -> None:
+        0.1.0 kept the counts alone: its runs have no names of classes.
+        """
+        wanted = select(secagg_runs.c.run_id, secagg_runs.c.holders).where(secagg_runs.c.holders.is_not(None))
+        if run_id is not None:
+            wanted = wanted.where(secagg_runs.c.run_id == run_id)
+        with self._database.read() as db:
+            kept = {row.run_id: json.loads(row.holders) for row in db.execute(wanted)}
+        return {
+            run: ClassCoverage(hospitals=tuple(raw)) if isinstance(raw, list) else ClassCoverage.of(raw)
+            for run, raw in kept.items()
+        }
+
+    def keep_coverage(self, run_id: str, coverage: ClassCoverage) -> None:
+        raw = json.dumps(coverage.facts())
         with self._database.write() as db:
-            db.execute(update(secagg_runs).where(secagg_runs.c.run_id == run_id).values(holders=json.dumps(found)))
+            db.execute(update(secagg_runs).where(secagg_runs.c.run_id == run_id).values(holders=raw))
 
     def row(self, key: TaskKey) -> RoundRow | None:
         with self._database.read() as db:

@@ -382,6 +382,17 @@ def check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None
         )
 
 
+NAMED = (
+    "the coordinator hears which classes this hospital trains, except those that its policy hides and those below its "
+    "smallest counts"
+)
+COUNTED = (
+    "it is counted under masks at how many hospitals each class is trained; of a class that this hospital alone has, "
+    "the sums are its own, without its name"
+)
+"""What a question says of classes: before a plain run, and before a masked one."""
+
+
 def describe_request(run: CompiledRun) -> str:
     manifest, profile = run.manifest, run.profile
     length = f"{manifest.rounds} rounds" if manifest.rounds else "an evaluation, nobody trains"
@@ -396,6 +407,8 @@ def describe_request(run: CompiledRun) -> str:
     tail = "" if masked else f"; no masks: {READ_ALONE}"
     if TEST not in profile.protected and not isinstance(run.method, Survey):
         tail += f"; {counted(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
+    if run.counts_classes:
+        tail += f"; before round 1 {COUNTED if masked else NAMED}"
     if profile.terms is None:
         return f"{what}{lead}, without differential privacy{tail}"
     terms = profile.terms

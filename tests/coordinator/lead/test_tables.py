@@ -193,6 +193,17 @@ def test_on_a_narrow_terminal_a_run_can_still_be_named_and_nothing_is_left_out()
     assert "noise larger" not in out.getvalue()
 
 
+def test_the_table_of_runs_says_of_how_many_classes_a_model_was_taught_and_tested() -> None:
+    counted = pb.RunInfo(run_id="run-1", accuracy=-1)
+    counted.coverage.CopyFrom(pb.ClassCoverage(classes=[*"abcd"], hospitals=[1, 3, 2, 0], least=1, tested=[5, 0, 9, 0]))
+    older = pb.RunInfo(run_id="run-2", accuracy=-1)
+    out = io.StringIO()
+    Console(file=out, width=300).print(tables.runs_table([counted, older]))
+    first, second = (line for line in out.getvalue().splitlines() if "run-" in line)
+    assert "│ 2 of 4 classes tested, 3 of 4 trained at 1 to 3 hospitals each │" in first
+    assert "trained" not in second
+
+
 def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_above_it() -> None:
     out = io.StringIO()
     info = pb.RunInfo(run_id="run-1", state="running", rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)

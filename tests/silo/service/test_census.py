@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
+import json
 import random
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from sqlalchemy import update
 
 from fl_core.aggregation.contributor_floor import CENSUS, HOSPITALS
 from fl_core.aggregation.fixed_point import FixedPointFormat
@@ -25,7 +29,12 @@ from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
+from service_core.web.serve import PageServer
+from silo.cli.service import run as silo
+from silo.page.site import HospitalPage
 from silo.service.secagg import _proof
+from silo.storage.home import Home
+from silo.storage.schema import secagg_runs
 from tests.support.masked import (
     OWN,
     MaskedHospital,
@@ -36,6 +45,7 @@ from tests.support.masked import (
     shares_of,
     sign_as_coordinator,
 )
+from tests.support.pages import Browser
 
 GRID = FixedPointFormat("ring64", 3, {CENSUS: 2.0**61})
 RUN = masked_manifest(method=NamedOptions("fednh", {}), secagg=Secagg(2), grid=GRID)
@@ -177,7 +187,50 @@ def test_the_census_is_proved_once_and_known_after_a_restart(counted: Counted) -
     counted.sent(2)
     counted.stop()
     counted.start()
-    assert counted.service.store.secagg.holders(counted.run_id) == counted.holders
+    assert list(counted.service.store.secagg.coverages()[counted.run_id].hospitals) == counted.holders
+
+
+def test_page_and_status_name_the_classes_once_the_census_is_proved(counted: Counted, capsys) -> None:
+    def shown() -> tuple[str, str, object]:
+        page = HospitalPage(Home(counted.folder))
+        server = PageServer(page.site(), counted.folder)
+        server.start()
+        try:
+            text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", Browser(server).open().get().text)).split())
+        finally:
+            server.stop()
+            page.close()
+        capsys.readouterr()
+        assert silo(["status", "--home", str(counted.folder)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert silo(["status", "--json", "--home", str(counted.folder)]) == 0
+        (run,) = json.loads(capsys.readouterr().out)["runs"]
+        return text, said, run["classes"]
+
+    page, status, facts = shown()
+    assert "the model will not know" not in page + status
+    assert facts is None
+    counted.begin(counted.holders)
+    counted.sent(2)
+    page, status, facts = shown()
+    assert facts["hospitals"] == counted.holders == [1, 2, 1, 0, 1, 1, 1, 1, 0, 1]
+    for line in (
+        "1 of 10 classes trained at 2 hospitals each",
+        "0, 2, 4, 5, 6, 7, 9: left out, the model will not know them: at fewer than 2 hospitals",
+        "3, 8: at no hospital, the model will not know them",
+    ):
+        assert line in page
+        assert f"{counted.run_id}: {line}" in status
+
+
+def test_a_census_of_0_1_0_is_still_proved_and_names_no_class(counted: Counted) -> None:
+    counted.begin(counted.holders)
+    counted.sent(2)
+    with counted.service.store.database.write() as db:
+        db.execute(update(secagg_runs).values(holders=json.dumps(counted.holders)))
+    kept = counted.service.store.secagg.coverages()[counted.run_id]
+    assert list(kept.hospitals) == counted.holders
+    assert kept.lines() == []
 
 
 def test_a_second_census_of_a_run_is_refused(counted: Counted) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fl_core import datasets
 from fl_core.models import build_model
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
@@ -22,10 +23,11 @@ from privacy.profiles.record import release_plan
 from privacy.profiles.silo import silo_releases
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.training import trainer
+from silo.training.hospital_controls import describe_request
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first
-from tests.support.privacy import HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
+from tests.support.privacy import DATA, HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -59,6 +61,27 @@ def test_it_is_ready_without_a_charge_or_an_example_read_and_the_answer_names_th
     assert answered(hospital, 2) == found  # asked again, it is looked at again
     first(hospital)  # and the run goes on from there
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT"]
+
+
+@pytest.mark.parametrize("least", ["", "min_count = 100", "min_examples = 100"])
+def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_excepts(make, tmp_path, least):
+    """min_examples is of exact sums alone, which this method has none of."""
+    run = manifest()
+    counts = torch.bincount(datasets.load(DATA).train.labels, minlength=len(run.schema.classes))
+    hidden = int(counts.argmax())
+    (tmp_path / "home0").mkdir(mode=0o700)
+    policy = f"[prototypes]\nhidden = ['{run.schema.classes[hidden]}']\n{least}\n"
+    (tmp_path / "home0/policy.toml").write_text(policy)
+    hospital = make(run)
+    hospital.start()
+    ask(hospital)
+    enough = 100 if "min_count" in least else 1
+    assert list(answered(hospital).trains) == [c for c, n in enumerate(counts.tolist()) if n >= enough and c != hidden]
+    question = describe_request(CompiledRun.of(run))
+    assert question.endswith(
+        "; before round 1 the coordinator hears which classes this hospital trains, except those that its policy hides "
+        "and those below its smallest counts"
+    )
 
 
 def test_a_task_of_another_manifest_is_refused_after_the_preflight(make, tmp_path):

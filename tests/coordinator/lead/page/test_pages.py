@@ -116,6 +116,15 @@ def test_only_files_of_known_runs_can_be_had(lied_to: Browser, path: str) -> Non
     assert lied_to.get(path).status in (404, 409)
 
 
+def test_the_overview_says_of_how_many_classes_a_model_was_taught_and_tested(tmp_path: Path) -> None:
+    made = detail("run-1", measured([0.1, 0.2]))
+    made.info.coverage.CopyFrom(
+        pb.ClassCoverage(classes=[*"abcd"], hospitals=[1, 3, 2, 0], least=1, tested=[5, 0, 9, 0])
+    )
+    with shown(MadeUpService(details=[made]), tmp_path / "p") as (server, _):
+        assert "2 of 4 classes tested, 3 of 4 trained at 1 to 3 hospitals each" in opened(server).get().text
+
+
 def test_the_service_away_the_page_says_since_when_and_shows_its_last_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
