@@ -1,5 +1,5 @@
 """Regenerate what is generated and committed: the protocol code, docs/errors.md, docs/operations/metrics.md,
-fl_core/methods/paper_tables.txt and paper_claims.txt, and the table of claims in benchmarks/paper/README.md.
+fl_core/methods/paper_tables.txt and paper_claims.txt, and the table of claims in benchmarks/paper/results/claims.md.
 
 python -m tests.regenerate          writes
 python -m tests.regenerate --check  fails, and says what differs, when something committed is not what would be written
@@ -52,9 +52,8 @@ def generate(out: Path) -> list[Path]:
     (out / "fl_core/methods").mkdir(parents=True)
     (out / "fl_core/methods/paper_tables.txt").write_text(_paper_tables(), encoding="utf-8")
     (out / "fl_core/methods/paper_claims.txt").write_text(claims.packaged(), encoding="utf-8")
-    (out / "benchmarks/paper").mkdir(parents=True)
-    page_of_claims = ROOT / "benchmarks/paper/README.md"
-    (out / "benchmarks/paper/README.md").write_text(claims.written(page_of_claims.read_text()), encoding="utf-8")
+    (out / "benchmarks/paper/results").mkdir(parents=True)
+    (out / "benchmarks/paper/results/claims.md").write_text(claims.written(claims.PAGE.read_text()), encoding="utf-8")
     (out / "docs/operations/metrics.md").write_text(_metrics_page(), encoding="utf-8")
     return sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
 

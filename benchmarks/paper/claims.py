@@ -1,4 +1,4 @@
-"""Write the claims of the five papers, each with our number and a verdict, into README.md and for the package.
+"""Write the claims of the five papers, each with our number and a verdict, into results/claims.md and for the package.
 
     python -m benchmarks.paper.claims
 
@@ -26,6 +26,7 @@ from fl_core.errors import DataError
 
 HERE = Path(__file__).parent
 PACKAGED = HERE.parents[1] / "fl_core/methods/paper_claims.txt"
+PAGE = HERE / "results/claims.md"
 BEGIN, END = "<!-- python -m benchmarks.paper.claims -->", "<!-- end -->"
 OLDER = "rates chosen on test images"
 UNFINISHED = "the protocol's runs are not all made"
@@ -131,7 +132,6 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    file = HERE / "README.md"
-    file.write_text(written(file.read_text()))
+    PAGE.write_text(written(PAGE.read_text()))
     PACKAGED.write_text(packaged())
     print(markdown())

@@ -19,7 +19,6 @@ from coordinator.cli.runs import Client
 from coordinator.lead.client import ADDRESS_FILE, LEAD_ENV, LeadClient, credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
-from coordinator.runs.restored import end_masked_runs
 from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import Side, make_app
@@ -100,6 +99,8 @@ def restore(
     end, and the command that goes on from their last model is shown. With --accept-loss, runs that the database does
     not know are gone, and files that it does not name are deleted at the next start.
     """
+    from coordinator.runs.restored import end_masked_runs
+
     if (source is None) is not accept_loss:
         raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
     facts: dict[str, object] = {"home": str(home)}

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,6 +39,7 @@ _BUSY_S = 60.0
 _OF_DISK = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")
 _PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", *_OF_DISK)
 """Errors that say nothing against the file."""
+Snapshot = Callable[[sqlite3.Connection, str], str]
 
 
 class Event(NamedTuple):
@@ -73,8 +74,10 @@ class EventChain:
     or written without the key is found by `follow`. A file from before the key is checked, and brought under one.
     """
 
-    def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
+    def __init__(self, file: Path, key: Path | None, snapshot: Snapshot, older: bool = False) -> None:
         """Open, make or migrate the file. older: also a copy from before the key, where the key has a later one.
+
+        snapshot: returns all that a file from before the key says, as the event that brings it under one.
 
         Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-BUDGET-08 on one from before
         the key that was put back, E-STATE-22 on one of a newer version or of another form; E-STATE-26 in a home that a
@@ -86,7 +89,7 @@ class EventChain:
         if not file.exists():
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
         with self.damage():
-            self._migrate(older)
+            self._migrate(snapshot, older)
             with self.reading() as db:
                 facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
             if set(facts) != set(_FACTS):
@@ -146,7 +149,7 @@ class EventChain:
 
     # ---- the file -----------------------------------------------------------------------------------------------
 
-    def _migrate(self, older: bool) -> None:
+    def _migrate(self, snapshot: Snapshot, older: bool) -> None:
         """Make or migrate the file, whose key is on the disk before that.
 
         The key of a file from before the key has another name until the file is under it: once it has its own, such a
@@ -164,15 +167,17 @@ class EventChain:
                 )
             if version <= 1:
                 ledger_key.obtain(pending if first_key else self.key_file)
-            steps = (lambda db: self._bring_under(db, pending if first_key else self.key_file), _rebuild, _rebuild)
+            steps = (
+                lambda db: self._bring_under(db, pending if first_key else self.key_file, snapshot),
+                _rebuild,
+                _rebuild,
+            )
             migrate(db, _create, steps, _TABLES, version=schema_version, set_version=_set_version)
         if pending.exists():
             pending.unlink() if self.key_file.exists() else pending.replace(self.key_file)
             sync_folder(self.key_file.parent)
 
-    def _bring_under(self, db: sqlite3.Connection, key: Path) -> None:
-        from privacy.ledger.before_the_key import snapshot
-
+    def _bring_under(self, db: sqlite3.Connection, key: Path, snapshot: Snapshot) -> None:
         said = snapshot(db, self.file.name)
         head = head_of(db)
         _rebuild(db)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
-from privacy.ledger import owners
+from privacy.ledger import before_the_key, owners
 from privacy.ledger.account import (
     ATTEMPTS,
     OPEN,
@@ -86,7 +86,7 @@ class Ledger:
 
     def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
         """Open or make the file; as `EventChain`."""
-        self.chain = EventChain(file, key, older)
+        self.chain = EventChain(file, key, before_the_key.snapshot, older)
         self._lock = threading.RLock()
         self._account, self._seen = Account(), START
         self._refused: Counter[tuple[str, str]] = Counter()

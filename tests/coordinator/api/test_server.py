@@ -196,10 +196,10 @@ def test_what_was_not_foreseen_shows_no_internals(
 ) -> None:
     with running(tmp_path / "home", ()) as world:
 
-        def broken() -> list[object]:
+        def broken(*_: object) -> list[object]:
             raise RuntimeError("secret detail")
 
-        monkeypatch.setattr(world.server.store.runs, "all", broken)
+        monkeypatch.setattr(world.server.store.runs, "page", broken)
         with pytest.raises(grpc.RpcError) as error:
             world.lead().Runs(pb.RunsRequest())
         assert error.value.code() is grpc.StatusCode.INTERNAL

@@ -65,7 +65,7 @@ def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
         run = world.submit(agreed)
         until(lambda: len(events(world, run.id, "arrived")) >= 2, "two updates")
         with world.server.store.database.read() as db:
-            digests = db.exec_driver_sql("SELECT object_digest FROM contributions WHERE receipt IS NOT NULL").scalars()
+            digests = db.exec_driver_sql("SELECT object_digest FROM contributions WHERE received IS NOT NULL").scalars()
             damaged = world.server.objects.path(digests.all()[0])
         for silo in people:
             silo.stop()

@@ -43,9 +43,8 @@ def home(tmp_path: Path) -> Path:
     objects = ObjectStore(place / OBJECTS, sharded=True)
     with closing(Store(place)) as store, store.database.write() as db:
         db.exec_driver_sql("PRAGMA defer_foreign_keys = ON")
-        db.exec_driver_sql(
-            "INSERT INTO runs VALUES ('r','r','q','{}','{}','m','fedavg','d',1,'[]','aborted','',0,NULL,'',0,0,0,0,0,0)"
-        )
+        texts = "'r','r','q','{}','{}','m','fedavg','d',1,'[]','aborted',''"
+        db.exec_driver_sql(f"INSERT INTO runs VALUES ({texts},0,NULL,'',0,0,0,0,0,0,NULL)")
         note_object(db, objects.put(b"a model"), "r", ObjectKind.STATE, 0, 7)
     objects.put(b"not needed")
     (place / OBJECTS / ".half.part").write_bytes(b"ha")

@@ -214,10 +214,8 @@ def test_a_hospital_may_require_the_profile_that_hides_it(make, tmp_path):
 
 
 def test_an_approval_says_whom_epsilon_is_for():
-    assert describe_request(CompiledRun.of(hospital_level())).endswith(
-        "epsilon 8 at delta 1e-05 for the whole hospital"
-    )
-    assert describe_request(CompiledRun.of(private())).endswith("epsilon 8 at delta 1e-05 for each record")
+    for run, whom in ((hospital_level(), "the whole hospital"), (private(), "each record")):
+        assert f", epsilon 8 at delta 1e-05 for {whom};" in describe_request(CompiledRun.of(run))
 
 
 HIDING = f"{SEEDED_POLICY}[runs]\nhide_size = true\n"

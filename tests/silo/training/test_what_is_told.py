@@ -25,6 +25,7 @@ STATED = "set by the hospital about itself: its policy file, the ends of its led
 DRAWN = "random numbers of this process: keys and seeds of masks, shares of these, and what is signed with them"
 ASKED = "follows from what the coordinator itself sent of a sealed set"
 CODED = "a code of this software, and for what is the hospital's own a text that goes with the code"
+CLEAR = "the classes that its records train, in runs without privacy and masks alone; a private run has none"
 CHARGED = "the bundle: released by the mechanisms, charged in the ledger; or its hash"
 
 TOLD = {
@@ -47,6 +48,7 @@ TOLD = {
     "Hello.staged": DECLARED,
     "Hello.policy_digest": STATED,
     "Hello.roster_version": DECLARED,
+    "Hello.masked_answers": DECLARED,
     "Hello.instance": DRAWN,
     "Hello.previous_instance": DRAWN,
     "RoundRef.run_id": DECLARED,
@@ -77,6 +79,7 @@ TOLD = {
     "PreflightAnswer.code": CODED,
     "PreflightAnswer.reason": CODED,
     "PreflightAnswer.secagg_entry": DRAWN,
+    "PreflightAnswer.trains": CLEAR,
     "SecaggEntry.agree": DRAWN,
     "SecaggEntry.sign": DRAWN,
     "SecaggEntry.certificate_pem": DECLARED,
@@ -86,6 +89,7 @@ TOLD = {
     "SecaggConfirm.round": DECLARED,
     "SecaggConfirm.kind": DECLARED,
     "SecaggConfirm.seal_hash": ASKED,
+    "SecaggConfirm.masked_answers": DECLARED,
     "SecaggConfirm.signature": DRAWN,
     "SiloMessage.secagg_shares": DECLARED,
     "SecaggShares.run_id": DECLARED,
