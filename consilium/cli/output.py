@@ -119,7 +119,7 @@ def _row(found: Prediction, untaught: Collection[str]) -> tuple[str, ...]:
         if found.set is not None and found.unknown is None
         else ""
     )
-    if wrong := [name for name in found.labels or (found.answer,) if name in untaught]:
+    if wrong := found.answers_among(untaught):
         note = "; ".join([*filter(None, [note]), f"nobody taught it {', '.join(wrong)}"])
     shares = [f"{100 * p:.1f} %" for p in (found.probabilities if found.right else [max(found.probabilities)])]
     return found.name, found.said, ", ".join(shares), chosen, note

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +57,10 @@ class Prediction:
     sets: Mapping[str, LabelSet] = field(default_factory=dict)
     right: tuple[bool | None, ...] = ()
     problem: str = ""
+
+    def answers_among(self, names: Collection[str]) -> list[str]:
+        """Return those of the names that this example is said to be."""
+        return [name for name in self.labels or (self.answer,) if name in names]
 
     @property
     def said(self) -> str:

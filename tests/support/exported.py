@@ -56,6 +56,16 @@ def exported(folder: Path) -> Exported:
         "data.classes=[" + ",".join(f"'{c}'" for c in TAUGHT) + "]",
     ]
     result = runner.run(compose_simulation(words))
+    return Exported(_export(result, folder, None), images, result)
+
+
+def exported_without(made: Exported, folder: Path, *classes: str) -> Path:
+    """Export the same model as that of a run whose hospitals had no record of these classes."""
+    hospitals = [int(name not in classes) for name in TAUGHT]
+    return _export(made.result, folder, pb.ClassCoverage(classes=TAUGHT, hospitals=hospitals, least=1))
+
+
+def _export(result: Result, folder: Path, coverage: pb.ClassCoverage | None) -> Path:
     write_state(result.server, folder / "state")
     info = pb.RunInfo(
         run_id="digits-1",
@@ -63,7 +73,7 @@ def exported(folder: Path) -> Exported:
         model_digest=result.model_digest,
         manifest_digest=result.manifest.digest(),
         model_object="a" * 64,
+        coverage=coverage,
     )
     detail = pb.RunDetail(info=info, manifest_json=result.manifest.to_json())
-    model, _, _ = export_model(detail, folder / "state", folder / "models")
-    return Exported(model, images, result)
+    return export_model(detail, folder / "state", folder / "models")[0]

@@ -24,7 +24,7 @@ from fl_core.prediction.predictor import Prediction
 from service_core.command_line import made_command
 from service_core.operations.exit_status import status_of
 from tests.support.data import write_dicom
-from tests.support.exported import TAUGHT, Exported, exported
+from tests.support.exported import TAUGHT, Exported, exported, exported_without
 
 pytestmark = pytest.mark.integration
 
@@ -90,6 +90,29 @@ def test_calibrate_then_predict(made: Exported, model: Path, consilium: Callable
     assert json.loads(done.out)["calibration"]["model"] == whole["model"]["sha256"]
     done = consilium("predict", model, "--data", made.hospital)
     assert "was calibrated with these examples" in done.err
+
+
+def test_an_answer_that_nobody_taught_is_marked_in_the_table_and_named_in_the_file(
+    made: Exported, tmp_path: Path, consilium: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = exported_without(made, tmp_path, "3", "5"), tmp_path / "all.json"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    for digit in "3456":
+        shutil.copy(sorted((made.images / f"new/{digit}").iterdir())[0], tmp_path / f"in/{digit}.png")
+    done = consilium("predict", model, "in", "--out", out)
+    assert done.status == 0, done.err
+    assert "nobody taught the model 3, 5: it cannot recognise them" in done.err
+    whole = json.loads(out.read_text())
+    assert whole["model"]["untaught"] == ["3", "5"]
+    answers = {p["answer"] for p in whole["predictions"]}
+    assert answers & {"3", "5"}
+    assert answers - {"3", "5"}
+    done = consilium("predict", model, "in")
+    rows = dict(re.findall(r"\.png\s+(\d)\s+\d+\.\d %\s+-(.*)$", done.out, re.MULTILINE))
+    assert {answer: note.strip() for answer, note in rows.items()} == {
+        answer: f"nobody taught it {answer}" if answer in "35" else "" for answer in answers
+    }
 
 
 def test_a_folder_of_images_a_broken_one_and_status_2(

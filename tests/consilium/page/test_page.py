@@ -11,10 +11,10 @@ import pytest
 from consilium.page.site import MAX_SHOWN, PredictionPage
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.prediction import inputs, model_file
-from fl_core.prediction.predictor import Predictor, calibrated
+from fl_core.prediction.predictor import Prediction, Predictor, calibrated
 from service_core.web.serve import PageServer
 from tests.support import until
-from tests.support.exported import Exported, exported
+from tests.support.exported import Exported, exported, exported_without
 from tests.support.pages import Browser, Visit, chromium, request, send
 
 pytestmark = pytest.mark.integration
@@ -72,6 +72,26 @@ def test_an_image_is_classified_shown_and_deleted(made: Exported, page: Predicti
     seen = browser.get("/files/seen/1")
     assert seen.body.startswith(b"\x89PNG")
     assert [f.name for f in page.folder.iterdir()] == [server.file.name]
+
+
+def test_an_answer_that_nobody_taught_is_marked_and_its_class_too(made: Exported, tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir(mode=0o700)
+    page = PredictionPage(Predictor(model_file.load(exported_without(made, tmp_path, "3"))), tmp_path / "page")
+    with PageServer(page.site(), page.folder) as server:
+        browser = Browser(server).open()
+        for digit, marked in (("4", False), ("3", True)):
+            assert upload(browser, image(made, f"new/{digit}").read_bytes())[0] == 204
+            text = browser.get().text
+            assert f"<strong>{digit}</strong>" in text
+            assert ("nobody taught the model 3" in text) == marked
+        assert "3 (nobody taught it)" in text
+
+
+def test_of_several_labels_each_that_nobody_taught_is_marked() -> None:
+    several = Prediction("a.png", (0.9, 0.8, 0.7), "nevus, scar", labels=("nevus", "scar"))
+    assert several.answers_among(("scar", "burn")) == ["scar"]
+    assert Prediction("a.png", (0.9, 0.1), "nevus").answers_among(("nevus",)) == ["nevus"]
+    assert Prediction("a.png", problem="broken").answers_among(("nevus",)) == []
 
 
 def test_a_file_that_is_no_image_says_so_and_shows_nothing(page: PredictionPage, server: PageServer) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
@@ -14,8 +18,11 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
 from coordinator.lead.page.run_facts import headline
 from coordinator.storage.records import Run, RunState
+from fl_core.errors import RefusedError
 from fl_core.prediction.model_file import load
+from fl_core.rounds.silo_round import SiloRound, run_silo_round
 from fl_core.types.class_coverage import ClassCoverage
+from fl_core.types.enums import TaskKind
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, hospitals, online
 
@@ -24,6 +31,8 @@ pytestmark = pytest.mark.integration
 THREE = ("north", "east", "south")
 """Of p5c2, whose hospitals have two digits each and none that another has: four digits are at no hospital."""
 WORDS = ("data=digits", "threads=1", "rounds=1", "train.epochs=1", "model=digits_linear")
+FEW = ("method=fednh", *WORDS, "secagg.min_contributors=2")
+"""Rows of classes that every hospital has alone: each would be left out."""
 CLOSED_FORM = ("data=digits", "threads=1", "method=analytic", "model=random_features", "model.width=128")
 
 
@@ -92,7 +101,7 @@ def test_a_plain_run_says_the_same_from_the_answers_before_round_1(three) -> Non
 
 def test_a_run_that_would_leave_classes_out_asks_before_round_1_and_goes_on_when_the_lead_says_so(three) -> None:
     world, _ = three
-    run = world.ended(submitted(world, "method=fednh", *WORDS, "secagg.min_contributors=2").id, 120)
+    run = world.ended(submitted(world, *FEW).id, 120)
     assert (run.state, run.closed) == (RunState.PAUSED, 0)
     assert world.server.store.runs.rounds(run.id) == []
     assert world.server.store.runs.round(run.id, 0) is None
@@ -180,3 +189,76 @@ def test_an_evaluation_says_what_the_measured_model_was_taught(three) -> None:
     done = world.finished(world.server.store.runs.find("latest").id)
     assert done.parent == parent.id
     assert coverage(done).hospitals == coverage(parent).hospitals
+
+
+class _AwayFromTheCensus:
+    """A hospital that does every round but the census: it refuses it, or is silent until the coordinator gives up."""
+
+    def __init__(self, silent: bool) -> None:
+        self.silent, self.over, self.asked = silent, threading.Event(), 0
+
+    def __call__(self, *task: object) -> SiloRound:
+        if TaskKind.CENSUS not in task:
+            return run_silo_round(*task)
+        self.asked += 1
+        if self.silent:
+            assert self.over.wait(120)
+        raise RefusedError("E-RUN-31", "the task failed at this silo")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_census_with_a_member_away_is_left_out_and_the_run_goes_on_and_says_not_known(three, capsys, silent) -> None:
+    world, sites = three
+    away = _AwayFromTheCensus(silent)
+    sites["east"].stop()
+    sites["east"].run_round = away
+    sites["east"].start()
+    until(online(world, "east"), "east")
+    try:
+        run = submitted(world, "method=fedavg", *WORDS, f"seed={2 + silent}", "deadline_s=20")
+        until(lambda: told(world, run), "the classes", seconds=120)
+        away.over.set()
+        run = world.finished(run.id, 120)
+    finally:
+        away.over.set()
+        sites["east"].stop()
+        sites["east"].run_round = run_silo_round
+        sites["east"].start()
+        until(online(world, "east"), "east")
+    assert away.asked >= 1
+    assert coverage(run).hospitals == ()
+    why = "not all hospitals were there when it was counted"
+    unknown = f"at how many hospitals each class is trained is not known: {why}"
+    assert told(world, run) == [unknown]
+    assert world.server.store.secagg.census(run.id) is None
+    assert set(world.server.store.runs.rounds(run.id)[0].record.included) == set(THREE)
+    lead.show(run.id, home=world.home)
+    assert unknown in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("answer", ["y\n", "n\n", None])
+def test_a_run_in_a_terminal_asks_whether_to_go_on_without_classes(three, monkeypatch, capsys, answer) -> None:
+    """None: nobody is at a terminal, so nobody is asked and the run waits."""
+    world, _ = three
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return answer is not None
+
+    monkeypatch.setattr(sys, "stdin", Terminal(answer or "y\n"))
+    status = 0
+    try:
+        lead.run([*FEW], home=world.home)
+    except typer.Exit as end:
+        status = end.exit_code
+    out, err = capsys.readouterr()
+    run = world.server.store.runs.find("latest")
+    asked = "Go on without these classes?" in out + err
+    assert asked == (answer is not None)
+    if answer == "y\n":
+        assert (status, world.run(run.id).state) == (0, RunState.FINISHED)
+        assert run.reason == ""
+        return
+    assert (status, run.state, run.closed) == (1, RunState.PAUSED, 0)
+    assert f"coordinator resume {run.id}" in " ".join(out.split())
+    world.server.runs.abort(run.id)
