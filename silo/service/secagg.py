@@ -165,7 +165,7 @@ class SecaggMember:
         classes = len(run.manifest.schema.classes)
         counted = silo_side.verify_census(known.terms.run, known.keys, classes, proof, self.store.secagg.row(census))
         coverage = run.coverage([int(n) for n in counted])
-        if run.manifest.start is not None:
+        if (start := run.manifest.start) is not None and start.run:
             coverage = coverage.after(None, trains=True)  # what the earlier run taught is not counted here
         self.store.secagg.keep_coverage(key.run_id, coverage)
         text = "; ".join([f"{key.run_id}: the census is proved", *coverage.sentences()])

@@ -23,6 +23,7 @@ from fl_core.prediction.model_file import load
 from fl_core.rounds.silo_round import SiloRound, run_silo_round
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
+from silo.reports.leaving import leaving
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, hospitals, online
 
@@ -262,3 +263,20 @@ def test_a_run_in_a_terminal_asks_whether_to_go_on_without_classes(three, monkey
     assert (status, run.state, run.closed) == (1, RunState.PAUSED, 0)
     assert f"coordinator resume {run.id}" in " ".join(out.split())
     world.server.runs.abort(run.id)
+
+
+def test_hospitals_call_no_class_untaught_of_a_run_that_goes_on_from_another(three) -> None:
+    """They counted this run alone; the coordinator knows the other's hospitals, too."""
+    world, sites = three
+    lead.run(["method=fedavg", *WORDS, "seed=9"], home=world.home, as_json=True)
+    parent = world.finished(world.server.store.runs.find("latest").id)
+    lead.run([], start_from=parent.id, home=world.home, as_json=True)
+    run = world.finished(world.server.store.runs.find("latest").id)
+    assert run.parent == parent.id
+    for site in sites.values():
+        kept = site.service.store.secagg.coverages()
+        assert kept[parent.id] == coverage(parent)
+        assert len(kept[parent.id].untaught) == 4
+        assert kept[run.id].hospitals == coverage(run).hospitals
+        assert (kept[run.id].partial, kept[run.id].untaught) == (True, ())
+        assert not any("at no hospital" in line for line in leaving(site.service.store).runs[0].classes)

@@ -16,6 +16,7 @@ from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training import memory
 from fl_core.types.records import TrainConfig
+from fl_core.types.secagg import Secagg
 from privacy.accounting.accountant import aggregated
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.silo.guard import silo_level
@@ -27,6 +28,7 @@ from silo.training.hospital_controls import describe_request
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first
+from tests.support.masked import masked_manifest
 from tests.support.privacy import DATA, HOSPITAL, TEST, TRAIN, budgeted, hospital_level, private
 
 Usage = namedtuple("Usage", "total used free")
@@ -82,6 +84,16 @@ def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_
         "; before round 1 the coordinator hears which classes this hospital trains, except those that its policy hides "
         "and those below its smallest counts"
     )
+
+
+def test_the_question_of_a_masked_run_says_that_classes_are_counted_and_that_of_a_private_one_says_nothing():
+    alone = "of a class that this hospital alone has, the sums are its own, without its name"
+    question = describe_request(CompiledRun.of(masked_manifest(secagg=Secagg(1, census=True))))
+    assert (
+        "; before round 1 it is counted under masks at how many hospitals each class is trained; " + alone in question
+    )
+    for run in (private(), masked_manifest(secagg=Secagg(1)), manifest(rounds=0)):
+        assert "before round 1" not in describe_request(CompiledRun.of(run))
 
 
 def test_a_task_of_another_manifest_is_refused_after_the_preflight(make, tmp_path):
