@@ -99,6 +99,8 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
     }
     if images:
         found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
+    if spec.privacy["name"] != "none" and "secagg" in found:  # in a private run 0, the default of 0.1.0, meant 1
+        found["secagg"] = {k: 0 if (k, v) == ("min_contributors", 1) else v for k, v in found["secagg"].items()}
     found["privacy"] = profiles.stated_options(str(spec.privacy["name"]), spec.privacy)
     found["method"] = stated(method_class(str(spec.method["name"])), spec.method)
     found["model"] = {key: value for key, value in spec.model.items() if (key, value) != ("adapter", "none")}
