@@ -173,8 +173,10 @@ class SiloIdentity:
         """Sign with the key of the certificate in force (`service_core.pki.certificates.verify` checks it)."""
         return certificates.sign(self._current_key(), context, message)
 
-    def update_roster(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
-        return self.pins().update(signed, accept_additions)
+    def update_roster(
+        self, signed: SignedRoster, accept_additions: bool = True, asked_at: int | None = None
+    ) -> RosterChange:
+        return self.pins().update(signed, accept_additions, asked_at)
 
     def peers(self) -> dict[str, bytes]:
         """Give the certificates (PEM) of the members that this silo accepts, itself included, by name."""

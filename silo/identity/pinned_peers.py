@@ -53,8 +53,11 @@ class PinnedPeers:
         pins = {member.name: member.fingerprint for member in roster.members}
         return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins)
 
-    def update(self, signed: SignedRoster, accept_additions: bool = True) -> RosterChange:
+    def update(self, signed: SignedRoster, accept_additions: bool = True, asked_at: int | None = None) -> RosterChange:
         """Take over a roster and save it.
+
+        asked_at: the version that was pinned when this roster was asked for. One of then or later is left out where
+        another answer has brought a newer one meanwhile: nothing changes.
 
         | what the roster says of a name         | what happens                                              |
         |----------------------------------------|-----------------------------------------------------------|
@@ -68,12 +71,16 @@ class PinnedPeers:
         """
         roster = signed.verify(self.ca_pem, self.consortium)
         with self._locked():
-            return self._update(signed, roster, accept_additions)
+            return self._update(signed, roster, accept_additions, asked_at)
 
-    def _update(self, signed: SignedRoster, roster: Roster, accept_additions: bool) -> RosterChange:
+    def _update(
+        self, signed: SignedRoster, roster: Roster, accept_additions: bool, asked_at: int | None
+    ) -> RosterChange:
         known = self.load()
         before = known._roster()
         if before is not None and known.signed is not None:
+            if asked_at is not None and asked_at <= roster.version < before.version:
+                return RosterChange(before.version, (), (), (), {})
             if roster.version < before.version:
                 raise RefusedError(
                     "E-ID-14",

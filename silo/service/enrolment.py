@@ -33,19 +33,12 @@ CALL_TIMEOUT_S = 60.0
 
 
 def pinned_version(identity: SiloIdentity) -> int:
+    """Read the version of the roster that is pinned; 0 where there is none, or it claims none."""
     own = identity.load().identity
-    signed = (
-        PinnedPeers(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium)
-        .load()
-        .signed
-    )
-    return version_of(signed) if signed else 0
-
-
-def version_of(signed: SignedRoster) -> int:
-    """Read the version that a roster claims, whoever signed it; 0 where it claims none."""
+    peers = PinnedPeers(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium)
+    signed = peers.load().signed
     try:
-        return int(json.loads(signed.document)["version"])
+        return int(json.loads(signed.document)["version"]) if signed else 0
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return 0
 
@@ -225,10 +218,7 @@ class MembershipMaintainer:
         """
         if not raw:
             return
-        signed = SignedRoster.unpack(raw)
-        if pinned is not None and pinned <= version_of(signed) < pinned_version(self.identity):
-            return
-        change = self.identity.update_roster(signed, self.accepts_new())
+        change = self.identity.update_roster(SignedRoster.unpack(raw), self.accepts_new(), pinned)
         for verb, names in (("joined", change.added), ("left", change.removed), ("has a new key", change.rekeyed)):
             for name in names:
                 self.emit(

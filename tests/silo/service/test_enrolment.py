@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import grpc
@@ -247,6 +248,17 @@ def test_a_newer_roster_is_pinned_and_what_changed_is_told(rig, kept):
     kept.membership.apply_roster(b"")
     with pytest.raises(RefusedError, match="E-ID-14"):
         kept.membership.apply_roster(roster(rig.ca, [mine], 1).pack())
+
+
+def test_of_rosters_that_arrive_at_once_the_newest_stays_and_none_is_an_alarm(rig, kept):
+    """Hospitals that renew together get their lists from renewal, session and preflight in any order."""
+    mine = member(rig.ca, kept.silo.current_credentials().cert_pem)
+    lists = [roster(rig.ca, [mine], version).pack() for version in range(2, 34)]
+    asked = pinned_version(kept.silo)
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(kept.membership.apply_roster, raw, asked) for raw in lists[::2] + lists[1::2]]:
+            done.result(60)
+    assert pinned_version(kept.silo) == 33
 
 
 def test_an_answer_that_a_newer_roster_overtook_is_no_alarm_and_an_older_one_than_was_pinned_is(rig, kept):
