@@ -90,7 +90,7 @@ class RunExecution:
             self.store.runs.event(run.id, "clear", text=read_alone(len(run.members)))
         if keys is not None:
             if keys.object is None:
-                ready = ask_preflight(run, manifest, self.dispatcher, check=keys.check, roster=self.roster())
+                ready = self._ready(run, manifest, keys)
                 keys.keep({name: pending.entry for name, pending in ready.items() if pending.entry is not None})
         elif preflight_is_due(run, self.store):
             named = 0 if compiled.private else steering.quorum or manifest.quorum
@@ -139,6 +139,17 @@ class RunExecution:
                 if found is not None and compiled.contributor_floor is not None:
                     server = {**server, HOSPITALS: {HOSPITALS: found}}
             loop.run(server, checkpointer, start=run.closed, closed=closed)
+
+    def _ready(self, run: Run, manifest: RunManifest, keys: MemberKeys) -> Mapping[str, PendingTask]:
+        """Ask all members of a masked run until they were asked beside the list of members that is in force then.
+
+        One that renewed its certificate meanwhile signs its keys with an identity that only that list names.
+        """
+        while True:
+            roster = self.roster()
+            ready = ask_preflight(run, manifest, self.dispatcher, check=keys.check, roster=roster)
+            if self.roster() == roster:
+                return ready
 
     def _census(self, run: Run, loop: RoundLoop, checkpointer: RunCheckpointer, *, must: bool) -> Tensor | None:
         """Return how many hospitals each class has (C,): as it was counted before, or counted now.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,3 +199,21 @@ def test_a_run_without_privacy_waits_for_a_silent_silo_no_longer_than_its_patien
 def test_a_question_carries_its_deadline() -> None:
     question = Preflight(PreflightKey("run-1", "north"), DIGEST, time.monotonic() + 100).offer().preflight
     assert question.deadline_unix == pytest.approx(time.time() + 100, abs=5)
+
+
+def test_members_are_asked_again_where_one_renewed_its_certificate_while_they_were_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys that a renewed identity signed are checked by the list that names it: all have it before keys are fixed."""
+    lists, sent = iter([b"1", b"2", b"2", b"2"]), list[bytes]()
+
+    def ask(*_: object, roster: bytes, **__: object) -> dict[str, object]:
+        sent.append(roster)
+        return {"asked": len(sent)}
+
+    monkeypatch.setattr(execution, "ask_preflight", ask)
+    running = SimpleNamespace(roster=lambda: next(lists), dispatcher=None)
+    keys = SimpleNamespace(check=None)
+    ready: object = execution.RunExecution._ready(running, None, None, keys)  # type: ignore[arg-type]
+    assert ready == {"asked": 2}
+    assert sent == [b"1", b"2"]
