@@ -106,7 +106,7 @@ def test_a_protocol_is_committed_before_its_first_run_and_never_changed(name: st
     if not (ROOT / ".git").exists() or not store.exists():
         pytest.skip("no history, or no run yet")
     log = subprocess.run(
-        ["git", "log", "--format=%cI", "--", file], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "log", "--format=%aI", "--", file], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     runs = list(run_store.read(store).values())
     assert {str(r["protocol"]) for r in runs} == {protocol.load(name).digest}
