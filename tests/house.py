@@ -3,6 +3,9 @@
 
 Lines of code are lines that hold a token other than comment and newline, less docstrings, of Python files that git
 knows; generated code does not count.
+
+`python -m tests.house --walk` trains with three hospitals in this process, and names the source files that run from the
+last update of a round, on its hospital's disk, to the announcement that the round is closed.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ import io
 import re
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
+from types import FrameType
 
 CORE = ("fl_core", "privacy", "protos", "service_core", "coordinator", "silo")
 SPINE = [
@@ -95,7 +103,88 @@ def measure(files: Mapping[str, str]) -> Mapping[str, int]:
     }
 
 
+# ---- the walk of an update -------------------------------------------------------------------------------------------
+
+_ROUND = 1
+"""The round that is watched: by then everything that is made once per run is there."""
+
+
+class Recorder:
+    """The functions of the core that are called while `on`, by file; for `threading.setprofile`."""
+
+    def __init__(self, root: Path) -> None:
+        self.on = False
+        self.functions = set[tuple[str, str]]()
+        self._root = f"{root}/"
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if self.on and event == "call":
+            path = frame.f_code.co_filename.removeprefix(self._root)
+            if path.startswith(CORE) and "_pb2" not in path:
+                self.functions.add((path, frame.f_code.co_qualname))
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Return how many functions of each file were called."""
+        return dict(sorted(Counter(path for path, _ in self.functions).items()))
+
+
+def walk(*words: str) -> Recorder:
+    """Train a run of three real hospitals, and record one update's way. words: of the run's configuration."""
+    from coordinator.config.hydra_config import compose_spec
+    from coordinator.lead.client import LeadClient
+    from coordinator.operations.metrics import CoordinatorMetrics
+    from silo.storage.store import Store
+    from tests.support import until
+    from tests.support.coordinator import World, hospitals, join
+
+    names, recorder, worlds = ("north", "east", "south"), Recorder(Path.cwd()), list[World]()
+    stage, close, staged = Store.stage, CoordinatorMetrics.round_closed, list[str]()
+
+    def record_the_last(store: Store, entry: object, evaluation: object) -> None:
+        stage(store, entry, evaluation)  # type: ignore[arg-type]
+        if entry.key.round == _ROUND:  # type: ignore[attr-defined]
+            staged.append(entry.key.run_id)  # type: ignore[attr-defined]
+            if len(staged) == len(names):
+                arrived = worlds[0].server.store.contributions.arrivals  # type: ignore[union-attr]
+                until(lambda: len(arrived(staged[0], _ROUND)) == len(names) - 1, "the other updates")
+                time.sleep(1.0)  # what follows from them is over
+                recorder.on = True
+
+    def stop_at_the_close(metrics: CoordinatorMetrics, row: object) -> None:
+        recorder.on = recorder.on and row.round != _ROUND  # type: ignore[attr-defined]
+        close(metrics, row)  # type: ignore[arg-type]
+
+    threading.setprofile(recorder)
+    Store.stage, CoordinatorMetrics.round_closed = record_the_last, stop_at_the_close  # type: ignore[assignment]
+    try:
+        with tempfile.TemporaryDirectory() as folder, hospitals(Path(folder)) as (world, sites):
+            worlds.append(world)
+            join(world, sites, Path(folder), *names)
+            with closing(LeadClient.open(world.home)) as client:
+                members = list(client.silos().silos)
+            common = ["data=digits", "threads=1", "rounds=2", "train.epochs=1", "model=digits_linear", "method=fedavg"]
+            spec = compose_spec([*common, *words]).to_json()
+            world.finished(world.server.runs.submit(world.compose(spec, members), spec, "walk").id, 120)  # type: ignore[union-attr]
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        Store.stage, CoordinatorMetrics.round_closed = stage, close  # type: ignore[method-assign]
+    return recorder
+
+
+def show_walk() -> None:
+    for name, words in (("plain", "secagg=off"), ("masked", "secagg=on")):
+        recorder = walk(words)
+        print(f"{name}: {len(recorder.files)} files, {len(recorder.functions)} functions")
+        for path, number in recorder.files.items():
+            print(f"{number:>9,}  {path}")
+
+
 def main(root: str = ".") -> None:
+    if root == "--walk":
+        show_walk()
+        return
     for name, count in measure(read_tree(Path(root))).items():
         print(f"{count:>9,}  {name}")
 
