@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
 from benchmarks import run_store
@@ -23,6 +24,8 @@ from benchmarks.comparison.search import Searched
 from benchmarks.paper import images
 from benchmarks.run_store import Run
 from fl_core.errors import ConfigError, DataError
+from fl_core.models import build_model
+from fl_core.types.records import Schema
 
 ROOT = Path(__file__).parents[2]
 CLAIM = Claim(
@@ -365,3 +368,14 @@ def test_a_table_with_a_hole_is_refused_and_a_whole_one_is_of_one_machine(tmp_pa
     assert {str(r["machine"]) for r in rows["FedMR"].table.values()} == {"whole"}
     with pytest.raises(DataError, match="expected runs of tiny"):
         run.stored_rows(TINY, tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("name", protocol.names())
+def test_each_network_of_a_protocol_can_be_built(name: str) -> None:
+    fixed = protocol.load(name)
+    schema = Schema((1, 28, 28), tuple(map(str, range(10))))
+    for variants in fixed.methods.values():
+        for variant in variants:
+            words = dict(word.split("=", 1) for word in (*fixed.words, *fixed.spelled(variant)))
+            options = {key[6:]: yaml.safe_load(value) for key, value in words.items() if key.startswith("model.")}
+            build_model(words["model"], options, schema, 0)
