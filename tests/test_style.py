@@ -103,6 +103,15 @@ def test_global_random_state_is_not_touched() -> None:
     assert offenders <= {"fl_core/rng.py"}
 
 
+def test_files_that_people_rely_on_are_replaced_at_once() -> None:
+    """Through `service_core.storage.private_files`; in place: a log, a lock, what is renamed or checked later."""
+    calls = r"""\.(?:write_text|write_bytes)\(|\.open\((?:mode=)?["'][wxa]|savefig\((?!buffer|picture|FILE)"""
+    in_place = {p.name for p in SOURCES if re.search(calls, p.read_text())}
+    logs_and_locks = {"processes.py", "pinned_peers.py"}
+    renamed_or_checked = {"client.py", "export.py", "checkpoints.py", "log.py", "liveness.py", "secagg.py"}
+    assert in_place <= logs_and_locks | renamed_or_checked
+
+
 def test_only_the_named_modules_open_the_door_to_a_heavy_library() -> None:
     def importers(library: str) -> set[str]:
         pattern = re.compile(rf"^\s*(import|from) {library}\b", re.MULTILINE)

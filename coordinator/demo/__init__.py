@@ -22,6 +22,7 @@ from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import ERR
+from service_core.storage.private_files import write_private, write_public
 
 HOSPITALS = 6
 RUNS: Mapping[str, tuple[str, ...]] = {
@@ -52,9 +53,8 @@ def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
     for k in range(HOSPITALS):
         own, data = folder / f"hospital{k}", f"digits/hospital{k}"
         token = folder / f"hospital{k}.token"
-        token.touch(mode=0o600)
         invitation = processes.call("coordinator", "invite", f"hospital{k}", "--home", str(home))
-        token.write_text(str(invitation["token"]))
+        write_private(token, str(invitation["token"]).encode())
         processes.call("silo", "join", "--token-file", str(token), "--home", str(own))
         open_budget(own, data)
         processes.start("silo", "serve", "--data", data, "--home", str(own))
@@ -106,7 +106,7 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
     with Signals() as signals:
         folder = Path(mkdtemp(prefix="consilium-demo-"))
         processes = Processes(out / "demo.log", signals)
-        processes.log.write_bytes(b"")
+        write_public(processes.log, b"")
         try:
             with signals.raising(), _consortium(folder, processes) as client:
                 details = {name: _train(client, processes, name, rounds, quiet) for name in RUNS}

@@ -14,6 +14,7 @@ from privacy.accounting.release_plan import TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration
 from privacy.ledger.ledger import Ledger
+from service_core.storage.private_files import write_private
 
 COLLECTION = "digits"
 EPSILON, DELTA = 8.0, 1e-5
@@ -46,9 +47,7 @@ class Spending:
 
 
 def open_budget(home: Path, data: str) -> None:
-    policy = home / POLICY_FILE
-    policy.write_text(POLICY)
-    policy.chmod(0o600)  # whatever the umask: a file that others can write allows nothing
+    write_private(home / POLICY_FILE, POLICY.encode())
     ledger = Ledger(home / LEDGER_FILE)
     registration.register(ledger, datasets.load(data), COLLECTION)
     training = registration.collection(COLLECTION, TRAIN)

@@ -16,6 +16,7 @@ from fl_core.types.records import judgements
 from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import Reply, make_table, open_file, show_reply, span
+from service_core.storage.private_files import write_public
 from service_core.web.chart import Chart, Series
 from service_core.web.rendering import make_environment
 
@@ -87,13 +88,13 @@ def report(
         "accuracy_by_round": {method: [e.point for e in _series(d)] for method, d in details.items()},
         "hospital_accuracy": {method: dict(s) for method, s in scores.items()},
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_public(out / "summary.json", f"{json.dumps(summary, indent=2)}\n".encode())
     drawn = [curves(d.rounds) for d in details.values()]
-    (out / "accuracy.png").write_bytes(plots.picture(["accuracy"], [LABELS[m] for m in details], drawn, "png"))
+    picture = plots.picture(["accuracy"], [LABELS[m] for m in details], drawn, "png")
+    write_public(out / "accuracy.png", picture)
     found = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
     lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
-    picture = Holdings(_classes(ours), held)
-    write_page(out / "index.html", *_headline(details), picture, lines, found)
+    write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), held), lines, found)
     written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
     show_reply(
         Reply(summary, [*(make_table(*table) for table in found), f"{seconds:.0f} s; wrote {written}"]), as_json=quiet
@@ -253,7 +254,5 @@ def write_page(
     )
     template = make_environment([_FOLDER]).get_template("demo.html")
     style = Markup(_STYLE.read_text(encoding="utf-8"))  # noqa: S704 - our own file, in a style element
-    file.write_text(
-        template.render(headline=headline, below=below, holdings=holdings, curves=drawn, tables=tables, style=style),
-        encoding="utf-8",
-    )
+    page = template.render(headline=headline, below=below, holdings=holdings, curves=drawn, tables=tables, style=style)
+    write_public(file, page.encode())

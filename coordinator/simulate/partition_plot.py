@@ -18,6 +18,7 @@ from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
 from fl_core.types.enums import Split
+from service_core.storage.private_files import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -133,8 +134,7 @@ def draw(table: SplitTable, file: Path) -> None:
             colour = "white" if counts[r, c] > half else "black"
             axes.text(c, r, str(counts[r, c]), ha="center", va="center", fontsize=7, color=colour)
     figure.colorbar(image, ax=axes, label="examples")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    write_figure(file, figure)
 
 
 def _name(axis: Axis, names: Sequence[str], numbers: Locator) -> None:

@@ -382,7 +382,7 @@ class ResultFolder:
             private_files.write_public(self.folder / MODEL, model_bytes(result))
             written.append(MODEL)
         if PLOT not in left_out():
-            private_files.write_public(self.folder / PLOT, png(draw(result)))
+            private_files.write_figure(self.folder / PLOT, draw(result))
             written.append(PLOT)
         self._write(SUMMARY, json.dumps(result.summary(), sort_keys=True, indent=1) + "\n")
         return [*written, SUMMARY]
@@ -436,12 +436,6 @@ def model_bytes(result: Result) -> bytes:
     return save(tensors, metadata=facts.metadata())
 
 
-def png(figure: Figure) -> bytes:
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    return picture.getvalue()
-
-
 def draw(result: Result) -> Figure:
     """Draw accuracy and balanced accuracy by round, with the band of privacy's noise where there is one."""
     require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
@@ -452,7 +446,7 @@ def draw(result: Result) -> Figure:
         """A figure that a notebook shows by itself, whatever its backend."""
 
         def _repr_png_(self) -> bytes:
-            return png(self)
+            return private_files.png(self)
 
     figure = Picture(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

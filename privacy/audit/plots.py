@@ -14,6 +14,7 @@ from privacy.audit.attacks import Tracing
 from privacy.audit.canaries import CanaryResult
 from privacy.audit.epsilon_bounds import Floats, auc
 from privacy.audit.step_checks import Scale, SensitivityCheck
+from service_core.storage.private_files import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +118,7 @@ def steps(
         axis.axhline(1, color="C3", linewidth=1)
         axis.tick_params(labelsize="small")
     axes[0].set_ylim(0, 1.2)
-    figure.savefig(file, dpi=120)
+    write_figure(file, figure)
 
 
 def _chance(axis: Axes) -> None:
@@ -126,7 +127,7 @@ def _chance(axis: Axes) -> None:
 
 def _save(figure: Figure, axis: Axes, file: Path) -> None:
     axis.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    write_figure(file, figure)
 
 
 def _new(width: float, height: float = 3.4) -> tuple[Figure, Axes]:

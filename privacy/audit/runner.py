@@ -26,6 +26,7 @@ from privacy.audit.training import Training, memorising
 from privacy.audit.worlds import Measured, measure
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
+from service_core.storage.private_files import write_public
 
 FLAGGED, QUIET = 2.0, 0.8
 """With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""
@@ -224,7 +225,7 @@ def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> fl
 
 def save(file: Path, name: str, facts: Mapping[str, object]) -> None:
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    file.write_text(json.dumps({**found, name: facts}, indent=1) + "\n", encoding="utf-8")
+    write_public(file, f"{json.dumps({**found, name: facts}, indent=1)}\n".encode())
 
 
 def _canaries(target: AuditTarget) -> int:

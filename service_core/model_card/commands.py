@@ -18,6 +18,7 @@ from service_core.console import Facts, Reply
 from service_core.model_card.card import Card
 from service_core.model_card.signed_card import FileCheck, SignedCard, card_text, check_files
 from service_core.pki.identity import colons
+from service_core.storage.private_files import write_public
 
 File = Annotated[Path, typer.Argument(help="RUN.card.json, or the page RUN.card.html.")]
 Authority = Annotated[
@@ -110,13 +111,12 @@ def write_documents(signed: SignedCard, card: Card, out: Path) -> list[Path]:
     """Write the page and the skeletons of a card that was verified; return their paths."""
     from service_core.model_card.documents import SKELETONS, page
 
-    out.mkdir(parents=True, exist_ok=True)
     made = {"card.html": page(signed, card)}
     made |= {skeleton.file: skeleton.render(card, signed.digest) for skeleton in SKELETONS}
     paths = []
     for ending, text in made.items():
         paths.append(out / f"{card.run.id}.{ending}")
-        paths[-1].write_text(text, encoding="utf-8")
+        write_public(paths[-1], text.encode())
     return paths
 
 

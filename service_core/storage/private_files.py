@@ -6,6 +6,7 @@ A key has mode 0600 from the first byte, is never half written, and is not used 
 from __future__ import annotations
 
 import fcntl
+import io
 import logging
 import os
 import shlex
@@ -15,10 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from fl_core.errors import StateError
 from service_core.storage.disk import disk_errors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 OTHERS = 0o077
@@ -169,6 +173,17 @@ def write_public(path: Path, data: bytes) -> None:
     """Replace `path` by `data` at once, mode 0644: for certificates and other files that hold no secret."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(path, data, 0o644)
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Replace `path` by a PNG of a figure of matplotlib, as `write_public`."""
+    write_public(path, png(figure))
+
+
+def png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    return picture.getvalue()
 
 
 def read_private(path: Path) -> bytes:

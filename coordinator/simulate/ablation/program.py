@@ -35,6 +35,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
 from service_core.console import ERR, error_text, show, span
+from service_core.storage.private_files import write_public
 from service_core.version import software, version
 
 Row = Mapping[str, object]
@@ -117,7 +118,6 @@ def ablate(plan: Plan, report_progress: Callable[[str], None]) -> list[Check]:
     file = plan.folder / "runs.csv"
     done = report.read(file)
     missing = [run for run in plan.grid.runs() if plan.key(run) not in done]
-    report.write(file, list(done.values()))  # a line that a crash cut off is gone
     report_progress(f"{len(plan.grid.runs())} runs, {len(missing)} to make, {len(plan.grid.cells())} cells")
     started = time.monotonic()
     jobs = {plan.words(run): run for run in missing}
@@ -146,7 +146,7 @@ def _report(plan: Plan) -> list[Check]:
         cells.append({**row, "method": cell.variant, "share": f"{cell.share:g}", "shared_run_id": shared})
     report.write(plan.folder / "cells.csv", cells)
     text = report.table5(accuracy, grid, str(first.data["name"]), split)
-    (plan.folder / "table5.md").write_text(f"{text}\n{report.by_epsilon(accuracy, grid)}", encoding="utf-8")
+    write_public(plan.folder / "table5.md", f"{text}\n{report.by_epsilon(accuracy, grid)}".encode())
     report.draw(accuracy, grid, plan.folder / "acc_vs_eps.png", f"{first.data['name']}, {split}, {first.rounds} rounds")
     helps = report.full_share_helps(accuracy, grid)
     found = [
@@ -166,7 +166,7 @@ def _report(plan: Plan) -> list[Check]:
         "private": list(plan.private),
         "rates": {f"{e:g}": r for e, r in plan.rates.items()},
     }
-    (plan.folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_public(plan.folder / "report.json", f"{json.dumps(facts, indent=1)}\n".encode())
     return found
 
 

@@ -6,6 +6,7 @@ Fan et al., TMLR 2023.
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from scipy.stats import t
 
 from coordinator.simulate.ablation.grid import VARIANTS, Grid, Run, canonical
 from fl_core.errors.extras import require
+from service_core.storage.private_files import write_figure, write_public
 
 Accuracy = Mapping[Run, float]
 """Final accuracy, by canonical run."""
@@ -110,17 +112,12 @@ def _paired(accuracy: Accuracy, grid: Grid, low: tuple[str, float, float], high:
 
 
 def append(file: Path, row: Mapping[str, object]) -> None:
-    """Add one finished run; a line is written whole or not at all as far as `read` is concerned."""
-    new = not file.exists()
-    with file.open("a", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    """Add one finished run, in a file that is replaced at once."""
+    write(file, [*read(file).values(), row])
 
 
 def read(file: Path) -> dict[str, dict[str, str]]:
-    """Read finished runs by their hash; a last line that was cut off by a crash is dropped."""
+    """Read finished runs by their hash; a last line that a crash of an earlier version cut off is dropped."""
     if not file.exists():
         return {}
     with file.open(newline="", encoding="utf-8") as lines:
@@ -129,10 +126,12 @@ def read(file: Path) -> dict[str, dict[str, str]]:
 
 
 def write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows of equal keys in place of what was there."""
-    file.unlink(missing_ok=True)
-    for row in rows:
-        append(file, row)
+    """Write rows of equal keys, at least one, in place of what was there, at once."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_public(file, text.getvalue().encode())
 
 
 # ---- tables and the picture ------------------------------------------------------------------------------------------
@@ -214,4 +213,4 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
     axes[0].set_ylabel("final accuracy (%)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle(f"{title}; bands: 95 % interval over {len(grid.seeds)} seeds")
-    figure.savefig(file, dpi=120)
+    write_figure(file, figure)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 import stat
 
 import pytest
@@ -86,6 +87,37 @@ def test_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
     (path.parent / ".k.tmp").write_bytes(b"left by a killed process")
     private_files.write_private(path, b"new")
     assert private_files.read_private(path) == b"new"
+
+
+@pytest.mark.parametrize("write", [private_files.write_private, private_files.write_public])
+def test_a_kill_in_the_middle_of_a_write_leaves_the_old_file_whole(tmp_path, write):
+    path = tmp_path / "keys" / "k"
+    write(path, b"old")
+    child = os.fork()
+    if not child:
+        os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            write(path, b"new")
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+    write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in path.parent.iterdir()] == ["k"]
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_the_old_picture_whole(tmp_path):
+    class Torn:
+        def savefig(self, file, **options):
+            file.write(b"half")
+            raise ValueError("a label that cannot be drawn")
+
+    private_files.write_public(tmp_path / "p.png", b"old")
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        private_files.write_figure(tmp_path / "p.png", Torn())
+    assert (tmp_path / "p.png").read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["p.png"]
 
 
 def test_link_planted_in_place_of_the_temporary_file_is_not_followed(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from coordinator.simulate.ablation import program as privacy_ablation
 from coordinator.simulate.ablation import report
 from coordinator.simulate.ablation.grid import VARIANTS, Grid, Run, Words, canonical, controls
 from coordinator.simulate.ablation.report import Estimate
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, UnavailableError
 
 pytestmark = pytest.mark.integration
 
@@ -128,6 +129,26 @@ def test_the_table_has_fedmrs_layout_and_the_picture_is_drawn(tmp_path: Path) ->
     assert "| fedmr | 61.00 ± 1.00 | 61.00 ± 1.00 |" in below
     missing = {r: a for r, a in found.items() if r.variant != "fedmr"}
     assert "51.00 ± 1.00 | - |" in report.table5(missing, SMALL, "digits", "p5c2")
+
+
+def test_runs_that_were_made_outlast_a_rewriting_that_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"config_hash": str(k), "git_sha": "a", "acc_final": "0.5"} for k in range(3)]
+    for row in rows:
+        report.append(tmp_path / "runs.csv", row)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UnavailableError, match="E-STATE-63"):
+            report.append(tmp_path / "runs.csv", rows[0] | {"config_hash": "3"})
+    assert list(report.read(tmp_path / "runs.csv").values()) == rows
+    report.write(tmp_path / "runs.csv", rows[:2])
+    assert list(report.read(tmp_path / "runs.csv").values()) == rows[:2]
+    assert [file.name for file in tmp_path.iterdir()] == ["runs.csv"]
 
 
 def test_help_says_what_it_does_and_with_which_words(capsys: pytest.CaptureFixture[str]) -> None:
