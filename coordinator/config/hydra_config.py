@@ -42,7 +42,7 @@ _CONTINUED = ("method", "data", "model", "privacy", "aggregator", "secagg")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 _RUN, _SIMULATION = "run", "simulation"
 _AGGREGATORS = {_RUN: aggregators.DEFAULT, _SIMULATION: aggregators.Mean.name}
-"""What updates become one by where no word says it (docs/adr/0059-a-simulation-averages-and-a-run-bounds.md)."""
+"""What updates become one by where no word says it (docs/adr/0059-simulations-average-and-runs-bound-updates.md)."""
 _MASKS = {_RUN: AUTO, _SIMULATION: OFF}
 """Whether masks hide single updates where no word says it: a run's, of three hospitals or more."""
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))

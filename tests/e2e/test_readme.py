@@ -16,10 +16,11 @@ from tests.support.processes import BIN, ENV, ROOT, free_port
 
 pytestmark = pytest.mark.integration
 
-README, OPERATIONS, RESEARCH = (
-    (ROOT / name).read_text() for name in ("README.md", "docs/operations/README.md", "docs/research.md")
+README, TWO_HOSPITALS, OPERATIONS, RESEARCH = (
+    (ROOT / name).read_text()
+    for name in ("README.md", "docs/tutorials/two-hospitals.md", "docs/operations/README.md", "docs/research.md")
 )
-QUICKSTART = README[README.index("## Quickstart") :] + OPERATIONS
+QUICKSTART = TWO_HOSPITALS + OPERATIONS
 """What a first run needs, and what the same two machines do after it."""
 BLOCK = re.compile(r'```sh(?: { data-test="([a-z ]+)" })?\n(.*?)```', re.DOTALL)
 
@@ -103,16 +104,25 @@ def test_every_command_of_the_quickstart_works(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", ["2", "20"])
 def test_every_command_for_researchers_works(rounds: str, tmp_path: Path) -> None:
-    ((words, script),) = blocks(RESEARCH)
-    assert words == ["simulate"]
+    (script,) = [script for words, script in blocks(RESEARCH) if words == ["simulate"]]
     assert "rounds=20" in script
     assert "global accuracy" in Machine(tmp_path / "r").run(script.replace("rounds=20", f"rounds={rounds}"))
 
 
 def test_no_command_of_the_readme_is_without_a_test() -> None:
-    kinds = [" ".join(words) for words, _ in blocks(README)]
-    quickstart = [" ".join(words) for words, _ in blocks(QUICKSTART)]
-    operations = [" ".join(words) for words, _ in blocks(OPERATIONS)]
-    assert [*kinds, *operations] == ["", "", *quickstart]
-    assert set(operations) == {"north", "south"}
-    assert [script.strip() for _, script in blocks(README)][:2] == ["make demo", "make test"]
+    assert [script.split("\n") for _, script in blocks(README)] == [["make demo", ""], ["make setup", "make test", ""]]
+    assert {" ".join(words) for words, _ in blocks(TWO_HOSPITALS)} == {
+        *("both", "north", "north service", "south", "south service")
+    }
+    assert {" ".join(words) for words, _ in blocks(OPERATIONS)} == {"north", "south"}
+
+
+def test_the_readme_shows_a_picture_and_the_first_command_before_450_words() -> None:
+    above, _, below = README.partition("| topic | pages |")
+    words = re.sub(r"\]\([^)]*\)", "]", above).split()
+    assert len(words) <= 450
+    assert README.index("make demo") < 200
+    picture = re.search(r"!\[[^]]+\]\(([^)]+)\)", above)
+    assert picture is not None
+    assert (ROOT / picture[1]).exists()
+    assert "## Licence and citation" in below
