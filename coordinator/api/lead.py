@@ -103,7 +103,7 @@ class LeadService(rpc.LeadServicer):
         silos = self._silos(revoked=False)
         if request.start_from:  # before anything is built
             silos = self._may_go_on(request, silos)
-        with self._runs.model_lock:
+        with self._runs.services.model_lock:
             manifest = self._build_manifest(request.spec_json, silos)
         manifest = replace(manifest, lead=self._authorizer.caller(context).identity.name)
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id, request.start_from))

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from coordinator.lead import accuracy
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.round_closer import Waiting
+from coordinator.runs.open_round import Waiting
 from coordinator.storage.records import Contribution, EventRow, RoundRow, Run, Silo
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError

@@ -35,6 +35,7 @@ from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate, server_credentials
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
+from coordinator.runs.services import Services
 from coordinator.storage.store import OBJECTS, WEIGHTS, Store, lock_home
 from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from coordinator.storage.weights import WeightsUploads
@@ -120,10 +121,9 @@ class CoordinatorServer:
             self.dispatcher = Dispatcher(self.store, self.settings.pulse_s, self.metrics.round_closed)
             self._trail = AuditTrail.of(self.home, consortium)
             signer, record = ServerCertificate(self.home).current, self._trail.recorder.record
-            called = signer, record, Membership(self.home, self.store).roster
-            self.runs = RunScheduler(
-                self.store, self.objects, self.uploads, self.dispatcher, *called, self.settings.parallel_runs
-            )
+            roster = Membership(self.home, self.store).roster
+            services = Services(self.store, self.objects, self.dispatcher, signer, record, roster)
+            self.runs = RunScheduler(services, self.uploads, self.settings.parallel_runs)
             Leads(self.home, self.store).adopt()
             self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)
             self.metrics_at = self._serve_metrics()

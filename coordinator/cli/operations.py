@@ -99,7 +99,7 @@ def restore(
     end, and the command that goes on from their last model is shown. With --accept-loss, runs that the database does
     not know are gone, and files that it does not name are deleted at the next start.
     """
-    from coordinator.runs.restored import end_masked_runs
+    from coordinator.runs.masked_rounds import end_masked_runs
 
     if (source is None) is not accept_loss:
         raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")

@@ -1,1 +1,1 @@
-"""Runs while they run: the scheduler, one run's execution, a port per silo, the dispatcher to sessions, checkpoints."""
+"""Runs while they run: the scheduler, one run and its open round, plain and masked rounds, tasks, the dispatcher."""

@@ -1,4 +1,4 @@
-"""The sessions of silos, and the dispatch of tasks over them.
+"""The sessions of silos: what is sent in them, and which run hears what is said in them.
 
 Nothing here survives the process: after a restart the store's open rounds are offered again.
 """
@@ -6,26 +6,22 @@ Nothing here survives the process: after a restart the store's open rounds are o
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted, SiloTaskKey, Task
+from coordinator.runs.tasks import FromMember, RunTasks, SiloTaskKey
 from coordinator.storage.records import RoundRow, Run, RunState
 from coordinator.storage.store import Store
-from fl_core.errors import REASON_CHARS, FederationError, RefusedError
+from fl_core.errors import FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
 from service_core.pki.identity import PeerCertificate
-from service_core.version import software
 
 log = logging.getLogger(__name__)
-_CODE = re.compile(r"E-[A-Z]+-\d\d")
 MISSED_PULSES = 3
 _ALIVE_PULSES = 2
 """Pulses after which a silent session counts as dead and may be replaced."""
@@ -126,31 +122,10 @@ class SiloSession:
             return self._out.popleft() if self._out and not self.over else None
 
 
-FromMember = pb.SecaggConfirm | pb.SecaggShares | pb.SecaggRefusal
-
-
-class SealedSet(Protocol):
-    """What is asked of a masked round's members once its set is fixed; called by any thread."""
-
-    def messages_for(self, silo: str) -> Sequence[pb.CoordinatorMessage]:
-        """Return what a silo is still asked for; nothing where it is no member, or has answered."""
-        ...
-
-    def receive(self, silo: str, message: FromMember) -> None:
-        """Take what a silo said; what is wrong with it is noted, and raises nothing."""
-        ...
-
-    def interrupt(self) -> None:
-        """Ask and wait no longer."""
-        ...
-
-
 class Dispatcher:
-    """The sessions and open tasks of all silos. Thread-safe.
+    """The sessions of all silos, and the runs under way that hear what is said in them. Thread-safe.
 
-    Guarantees: a silo has at most one session; a task that was offered once is offered on every new session of its silo
-    until it has an outcome, and one that was not, on none; a task of a silo that was revoked, or of a run that was
-    interrupted, does not wait.
+    Guarantees: a silo has at most one session; a task of a silo that was revoked does not wait.
     """
 
     def __init__(self, store: Store, pulse_s: float, on_close: Callable[[RoundRow], None] = lambda _row: None) -> None:
@@ -161,16 +136,34 @@ class Dispatcher:
         self.changes = ChangeCounter()
         self._lock = threading.RLock()
         self._sessions: dict[str, SiloSession] = {}
-        self._pending: dict[SiloTaskKey | PreflightKey, PendingTask] = {}
-        self._stopped: set[str] = set()
-        self._sealed: dict[str, SealedSet] = {}
-        self._last_notes: dict[tuple[str, str], str] = {}
-        self._software: dict[str, dict[str, str]] = {}
+        self._runs: dict[str, RunTasks] = {}
         self._began = time.monotonic()
         self._left: dict[str, float] = {}
         self._left_training: set[str] = set()
         self._seen: set[str] = set()
         self._all_seen = time.monotonic()
+
+    # ---- runs under way --------------------------------------------------------------------------------------------
+
+    def add_run(self, run_id: str) -> RunTasks:
+        """Let a run ask silos, until `remove_run`."""
+        tasks = RunTasks(run_id, self.store, self.send, self.changes.notify)
+        with self._lock:
+            self._runs[run_id] = tasks
+        return tasks
+
+    def remove_run(self, run_id: str) -> None:
+        with self._lock:
+            self._runs.pop(run_id, None)
+
+    def tasks_of(self, run_id: str) -> RunTasks | None:
+        """Return what a run asks; None where it is not under way."""
+        with self._lock:
+            return self._runs.get(run_id)
+
+    def _running(self) -> list[RunTasks]:
+        with self._lock:
+            return list(self._runs.values())
 
     # ---- sessions --------------------------------------------------------------------------------------------------
 
@@ -210,23 +203,12 @@ class Dispatcher:
             past = run.state in (RunState.FINISHED, RunState.ABORTED) and run.ended > last_seen - _LOST_MESSAGES_S
             if past and session.name in run.members:
                 session.send(run_ended(run))
-        with self._lock:
-            for key, pending in self._pending.items():
-                if key.silo == session.name and pending.offered:
-                    self._ask(pending, session)
-            asking = list(self._sealed.values())
-        for sealed in asking:
-            for message in sealed.messages_for(session.name):
-                session.send(message)
-
-    def announce_census(self, run_id: str, names: Collection[str]) -> None:
-        """Tell the members of a masked run that its census is over."""
-        for name in names:
-            self._send(name, _census_closed(run_id))
+        for tasks in self._running():
+            tasks.catch_up(session.name, session.send)
 
     def _close_of(self, name: str, ref: pb.RoundRef) -> pb.CoordinatorMessage | None:
         if ref.kind == pb.CENSUS:
-            return _census_closed(ref.run_id) if self.store.secagg.census(ref.run_id) else None
+            return census_closed(ref.run_id) if self.store.secagg.census(ref.run_id) else None
         row = self.store.runs.round(ref.run_id, ref.round)
         if row is None or row.is_open or ref.kind not in FROM_WIRE:
             return None
@@ -280,163 +262,35 @@ class Dispatcher:
             self.changes.notify()
 
     def answer(self, session: SiloSession, answer: pb.Answer) -> None:
-        if answer.kind not in FROM_WIRE:
-            return
-        key = SiloTaskKey(answer.run_id, answer.round, FROM_WIRE[answer.kind], session.name)
-        with self._lock:
-            pending = self._pending.get(key)
-        if pending is None:
-            return  # an answer to a task that is settled: nothing to do
-        if answer.accepted:
-            self.note_software(key.run_id, [key.silo])
-            if not pending.accepted:
-                pending.accepted = True
-                self._event(key, "accepted")
-            if answer.code and not pending.noted:
-                pending.noted = True
-                self._event(key, "restarted", str(stated(answer.code, answer.reason)))
-            return
-        self._refuse(pending, answer.code, answer.reason)
+        if answer.kind in FROM_WIRE and (tasks := self.tasks_of(answer.run_id)) is not None:
+            tasks.answer(session.name, answer, self.software_of([session.name]))
 
     def preflight(self, session: SiloSession, answer: pb.PreflightAnswer) -> None:
-        """Process a silo's answer to a preflight; one about another manifest, or to none, is ignored."""
-        key = PreflightKey(answer.run_id, session.name)
-        with self._lock:
-            pending = self._pending.get(key)
-        if pending is None or pending.settled or pending.task.manifest_digest != answer.manifest_digest:
-            return
-        if answer.ready:
-            self.note_software(key.run_id, [key.silo])
-            self._event(key, "ready")
-            if answer.HasField("secagg_entry"):
-                pending.entry = answer.secagg_entry
-            pending.trains = tuple(answer.trains)
-            pending.settle(answer.manifest_digest)
-        else:
-            self._refuse(pending, answer.code, answer.reason)
+        if (tasks := self.tasks_of(answer.run_id)) is not None:
+            tasks.preflight(session.name, answer, self.software_of([session.name]))
 
-    def _refuse(self, pending: PendingTask, code: str, reason: str) -> None:
-        error = stated(code, f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}")
-        self._event(pending.task.key, "refused", str(error))
-        pending.settle(error)
-
-    # ---- tasks -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def pending_task(self, task: Task | Preflight) -> Iterator[PendingTask]:
-        """Keep a task open inside the block; raises RunInterrupted when its run was interrupted."""
-        pending = PendingTask(task)
-        with self._lock:
-            if task.key.run_id in self._stopped:
-                raise RunInterrupted(task.key.run_id)
-            self._pending[task.key] = pending
-        try:
-            yield pending
-        finally:
-            with self._lock:
-                self._pending.pop(task.key, None)
-
-    def offer(self, pending: PendingTask) -> None:
-        """Offer an open task to its silo; without a session it gets it in `catch_up`, after `interrupt` never."""
-        with self._lock:
-            pending.offered = True
-            session = self._sessions.get(pending.task.key.silo)
-            if session is not None:
-                self._ask(pending, session)
-
-    def _ask(self, pending: PendingTask, session: SiloSession) -> None:
-        if not pending.settled and pending.task.key.run_id not in self._stopped:
-            session.send(pending.task.offer())
+    def member_says(self, session: SiloSession, message: FromMember) -> None:
+        if isinstance(message, pb.SecaggConfirm):
+            self.store.secagg.note_answers(session.name, message.masked_answers)
+        if (tasks := self.tasks_of(message.run_id)) is not None:
+            tasks.member_says(session.name, message)
 
     def delivered(self, key: SiloTaskKey, digest: str) -> None:
-        """Settle the task whose update is on disk, with its record."""
-        with self._lock:
-            pending = self._pending.get(key)
-        if pending is not None:
-            pending.settle(digest)
-        self.changes.notify()
-
-    def open_silos(self, run_id: str) -> set[str]:
-        """Name the silos whose task of a run has no outcome yet."""
-        with self._lock:
-            return {key.silo for key, p in self._pending.items() if key.run_id == run_id and not p.settled}
-
-    def give_up(self, run_id: str, reasons: Mapping[str, FederationError]) -> None:
-        """Settle tasks of a run that have no outcome yet; reasons: by silo."""
-        with self._lock:
-            mine = [(p, reasons[k.silo]) for k, p in self._pending.items() if k.run_id == run_id and k.silo in reasons]
-        for pending, error in mine:
-            pending.settle(error)
+        """Tell the run of an update that it is on disk, with its record."""
+        if (tasks := self.tasks_of(key.run_id)) is not None:
+            tasks.delivered(key, digest)
         self.changes.notify()
 
     def reject(self, key: SiloTaskKey, error: FederationError) -> None:
-        """Settle the task whose update no round would take, so that nobody waits for its silo."""
-        with self._lock:
-            pending = self._pending.get(key)
-        if pending is not None and not pending.settled:
-            self._event(key, "refused", str(error))
-            pending.settle(error)
-
-    def interrupt(self, run_id: str) -> None:
-        """Fail all pending tasks of a run, and those that it opens until `allow`."""
-        with self._lock:
-            self._stopped.add(run_id)
-            mine = [p for key, p in self._pending.items() if key.run_id == run_id]
-            sealed = self._sealed.get(run_id)
-        for pending in mine:
-            pending.settle(RunInterrupted(run_id))
-        if sealed is not None:
-            sealed.interrupt()
-        self.changes.notify()
-
-    def allow(self, run_id: str) -> None:
-        with self._lock:
-            self._stopped.discard(run_id)
-
-    # ---- sealed rounds ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def asking(self, run_id: str, sealed: SealedSet) -> Iterator[None]:
-        """Ask the members of a sealed round inside the block, each new session again.
-
-        Raises RunInterrupted when the run was interrupted.
-        """
-        with self._lock:
-            if run_id in self._stopped:
-                raise RunInterrupted(run_id)
-            self._sealed[run_id] = sealed
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._sealed.pop(run_id, None)
-
-    def ask_members(self, sealed: SealedSet, names: Collection[str]) -> None:
-        """Send those that are connected what a sealed round asks of them now."""
-        for name in names:
-            for message in sealed.messages_for(name):
-                self._send(name, message)
-
-    def member_says(self, session: SiloSession, message: FromMember) -> None:
-        """Process what a silo says of a sealed set; about a round that nobody asks for any more it is ignored."""
-        if isinstance(message, pb.SecaggConfirm):
-            self.store.secagg.note_answers(session.name, message.masked_answers)
-        with self._lock:
-            sealed = self._sealed.get(message.run_id)
-        if sealed is not None:
-            sealed.receive(session.name, message)
+        """Tell the run of an update that no round would take it."""
+        if (tasks := self.tasks_of(key.run_id)) is not None:
+            tasks.reject(key, error)
 
     def fail_revoked_tasks(self) -> None:
         """Settle the tasks of silos that are no longer members; called once per pulse."""
-        with self._lock:
-            waiting = {key.silo for key in self._pending}
-        for name in waiting - self.store.members.member_names():
-            error = RefusedError("E-ID-12", f"silo {name!r} was revoked")
-            with self._lock:
-                mine = [p for key, p in self._pending.items() if key.silo == name]
-            for pending in mine:
-                self._event(pending.task.key, "refused", str(error))
-                pending.settle(error)
+        members = self.store.members.member_names()
+        for tasks in self._running():
+            tasks.revoke(members)
 
     # ---- messages to silos -----------------------------------------------------------------------------------------
 
@@ -444,17 +298,16 @@ class Dispatcher:
         """Send the close of a round to its cohort; silos without a session get it in `catch_up`."""
         self._on_close(row)
         for name in row.cohort:
-            self._send(name, round_closed(row, name))
+            self.send(name, round_closed(row, name))
         self.changes.notify()
 
     def announce_end(self, run: Run) -> None:
-        with self._lock:
-            self._software.pop(run.id, None)
         for name in run.members:
-            self._send(name, run_ended(run))
+            self.send(name, run_ended(run))
         self.changes.notify()
 
-    def _send(self, name: str, message: pb.CoordinatorMessage) -> None:
+    def send(self, name: str, message: pb.CoordinatorMessage) -> None:
+        """Queue a message in the session of a silo; without one it is lost."""
         with self._lock:
             session = self._sessions.get(name)
         if session is not None:
@@ -489,49 +342,19 @@ class Dispatcher:
         self._note(peer.identity.name, str(error), kind="refused")
 
     def _note(self, name: str, text: str, kind: str = "silo") -> None:
+        for tasks in self._running():
+            tasks.note(name, text, kind)
+
+    def software_of(self, names: Collection[str]) -> dict[str, str]:
+        """Return the software of those of these silos that are here."""
         with self._lock:
-            keys = [key for key in self._pending if key.silo == name]
-            fresh = [key for key in keys if self._last_notes.get((key.run_id, name)) != text]
-            self._last_notes |= {(key.run_id, name): text for key in fresh}
-        for key in fresh:
-            self._event(key, kind, text)
-
-    def note_software(self, run_id: str, silos: Collection[str]) -> None:
-        """Record with which software the coordinator and those silos that are here do a run; warn of another build.
-
-        What was recorded before is not recorded again, unless the coordinator's own has changed.
-        """
-        ours, stored = software(), self._software.get(run_id) or self.store.runs.software(run_id)
-        with self._lock:
-            known = self._software.setdefault(run_id, stored)
-            fresh = {} if known.get("") == ours else {"": ours}
-            if fresh:
-                known.clear()
-            here = {name: self._sessions[name].hello for name in silos if name in self._sessions}
-            said = {name: hello.software[:_SOFTWARE_CHARS] for name, hello in here.items() if hello is not None}
-            fresh |= {name: text for name, text in said.items() if known.get(name) != text}
-            known |= fresh
-        for name, text in fresh.items():
-            self.store.runs.event(run_id, "software", silo=name, text=text)
-        others = [f"{name} ({text or 'no version given'})" for name, text in sorted(fresh.items()) if text != ours]
-        if others:
-            text = f"expected {ours} on all sides, found {', '.join(others)}: the run goes on, see docs/protocol.md"
-            self.store.runs.event(run_id, "warning", text=text)
-        if fresh:
-            self.changes.notify()
-
-    def _event(self, key: SiloTaskKey | PreflightKey, kind: str, text: str = "") -> None:
-        self.store.runs.event(key.run_id, kind, key.round, key.silo, text)
-        self.changes.notify()
+            hellos = {name: self._sessions[name].hello for name in names if name in self._sessions}
+        return {name: hello.software[:_SOFTWARE_CHARS] for name, hello in hellos.items() if hello is not None}
 
 
-def _census_closed(run_id: str) -> pb.CoordinatorMessage:
+def census_closed(run_id: str) -> pb.CoordinatorMessage:
+    """Tell a member of a masked run that its census is over."""
     return pb.CoordinatorMessage(round_closed=pb.RoundClosed(run_id=run_id, kind=pb.CENSUS, included=True))
-
-
-def stated(code: str, reason: str) -> RefusedError:
-    """Make an error of what a silo says; a code that is none becomes E-RUN-14."""
-    return RefusedError(code if _CODE.fullmatch(code) else "E-RUN-14", reason[: 2 * REASON_CHARS])
 
 
 def negotiate(hello: pb.Hello, ours: int) -> None:

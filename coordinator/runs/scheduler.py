@@ -1,4 +1,4 @@
-"""All runs: submitted, queued, steered, ended, resumed. Each is executed by `coordinator.runs.execution`."""
+"""All runs: submitted, queued, steered, ended, resumed. Each that is under way is an `ActiveRun`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.runs import lineage, start_point
-from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.execution import RunExecution
-from coordinator.runs.grpc_port import StoredObject
 from coordinator.runs.lineage import Line
-from coordinator.runs.round_closer import Waiting
+from coordinator.runs.open_round import Waiting
+from coordinator.runs.run import ActiveRun, StoredObject
+from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.records import Run, RunState
-from coordinator.storage.store import Store
+from coordinator.storage.runs import require_state
 from coordinator.storage.uploads import UploadRegistry
 from fl_core import validate
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
@@ -33,55 +31,38 @@ from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import read_state
-from service_core.audit_log.lines import Entry
 from service_core.console import counted
-from service_core.storage.object_store import ObjectStore
-from service_core.storage.private_files import Credentials
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
 _NOT_NOTED_S = 1.0
 """Before a run is tried again whose end could not be noted."""
-_LIVE = (RunState.WAITING, RunState.RUNNING)
-_HALTED = (RunState.PAUSED, RunState.FAILED)
 _FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37", "E-RUN-45", "E-RUN-48"})
 """Errors that pause a run: hospitals are missing or do not open a sum, and the lead decides."""
 _MAX_HOURS = 24.0 * 365
 
 
 class _Active(NamedTuple):
-    execution: RunExecution
+    run: ActiveRun
     thread: threading.Thread
 
 
-@dataclass(slots=True, eq=False)
 class RunScheduler:
     """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
 
-    signer: gives the coordinator's certificate in force   record: writes a line into the audit log.
     Guarantees: a run goes on after a restart at its last closed round; ending the process at any moment changes no
     bit of the final model.
     """
 
-    store: Store
-    objects: ObjectStore
-    uploads: UploadRegistry
-    dispatcher: Dispatcher
-    signer: Callable[[], Credentials]
-    record: Callable[[Entry], object]
-    roster: Callable[[], bytes]
-    parallel: int = PARALLEL_RUNS
-    model_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _queue: deque[str] = field(default_factory=deque)
-    _active: dict[str, _Active] = field(default_factory=dict)
-    _stopping: bool = False
-    _cleanup: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="cleanup"))
-    checks: UpdateChecks = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.checks = UpdateChecks(self.store, self.model_lock)
+    def __init__(self, services: Services, uploads: UploadRegistry, parallel: int = PARALLEL_RUNS) -> None:
+        self.services, self.uploads, self.parallel = services, uploads, parallel
+        self.store, self.objects, self.dispatcher = services.store, services.objects, services.dispatcher
+        self.checks = UpdateChecks(services.store, services.model_lock)
+        self._lock = threading.RLock()
+        self._queue = deque[str]()
+        self._active: dict[str, _Active] = {}
+        self._stopping = False
+        self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
 
     def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> Run:
         """Take a run and queue it; a repeated submission with one request id is one run.
@@ -114,7 +95,7 @@ class RunScheduler:
         state: State | None = None
         weights = None if manifest.start is None else manifest.start.weights
         if start_from or weights is not None:
-            with self.model_lock:
+            with self.services.model_lock:
                 manifest, state = start_point.resolve(parent, manifest, self.objects)
         manifest.require_model()
         with self.objects.lock:
@@ -154,18 +135,19 @@ class RunScheduler:
             )
         if other.method.name == LocalOnly.name:
             return None
-        with self.model_lock:
+        with self.services.model_lock:
             return other, start_point.beside(run, self.objects)
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
         run = self.store.runs.find(query)
-        run = self.store.runs.end(run.id, RunState.ABORTED, reason, (*_LIVE, *_HALTED))
-        self.dispatcher.interrupt(run.id)
-        self.dispatcher.announce_end(run)
+        run = self.store.runs.end(run.id, RunState.ABORTED, reason)
         with self._lock:
-            if run.id not in self._active:
+            if (active := self._active.get(run.id)) is None:
                 self.schedule_cleanup(run.id)
+            else:
+                active.run.interrupt()
+        self.dispatcher.announce_end(run)
         return run
 
     def resume(self, query: str, quorum: int = 0) -> Run:
@@ -193,7 +175,7 @@ class RunScheduler:
         An update of it that is here already counts. Raises ConfigError: E-RUN-05 on no member of the run, E-CFG-02 when
         nobody would be left; StateError (E-RUN-11) when the run is over.
         """
-        run = self._steerable(query, (*_LIVE, *_HALTED))
+        run = require_state(self.store.runs.find(query), RunState.ABORTED.comes_from, "steered")
         if silo not in run.members:
             raise ConfigError(
                 "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
@@ -211,7 +193,7 @@ class RunScheduler:
         if self.store.steering.exclude(run.id, silo, readmit):
             kind, text = ("readmitted", "asked again") if readmit else ("excluded", "by the lead: it is asked no more")
             self.store.runs.event(run.id, kind, run.closed, silo, text)
-        self._tell_execution(run.id)
+        self.dispatcher.changes.notify()
         return run
 
     def extend(self, query: str, hours: float) -> Run:
@@ -221,39 +203,23 @@ class RunScheduler:
         """
         validate.positive("E-CFG-02", "", hours=hours)
         validate.at_most("E-CFG-02", "", _MAX_HOURS, hours=hours)
-        run = self._steerable(query, (RunState.RUNNING,))
+        run = require_state(self.store.runs.find(query), (RunState.RUNNING,), "steered")
         self.store.steering.extend(run.id, self._open_round(run), 3600 * hours)
         self.store.runs.event(run.id, "extended", self._open_round(run), text=f"by {hours:g} h")
-        self._tell_execution(run.id)
+        self.dispatcher.changes.notify()
         return run
 
     def waiting(self, run_id: str) -> Waiting | None:
         """Say whom a run's open round waits for; None where none is open."""
         with self._lock:
             active = self._active.get(run_id)
-        return None if active is None else active.execution.waiting()
-
-    def _steerable(self, query: str, states: Collection[RunState]) -> Run:
-        run = self.store.runs.find(query)
-        if run.state not in states:
-            wanted = " or ".join(s.value for s in states)
-            raise StateError(
-                "E-RUN-11", f"expected {run.id} to be {wanted}, found it {run.state.value}: it cannot be steered"
-            )
-        return run
+        return None if active is None else active.run.waiting()
 
     def _open_round(self, run: Run) -> int:
         row = self.store.runs.round(run.id, run.closed)
         if row is None or not row.is_open:
             raise StateError("E-RUN-11", f"expected an open round of {run.id}, found none yet: wait for the next")
         return row.round
-
-    def _tell_execution(self, run_id: str) -> None:
-        with self._lock:
-            active = self._active.get(run_id)
-        if active is not None:
-            active.execution.steered()
-        self.dispatcher.changes.notify()
 
     def with_model_digest(self, run: Run) -> Run:
         """Return a run with the digest of its newest model, which is computed when it is first asked for."""
@@ -288,10 +254,10 @@ class RunScheduler:
             self._stopping = True
             self._queue.clear()
             active = dict(self._active)
-        for run_id in active:
-            self.dispatcher.interrupt(run_id)
-        for run in active.values():
-            run.thread.join(seconds)
+        for each in active.values():
+            each.run.interrupt()
+        for each in active.values():
+            each.thread.join(seconds)
         wait([self._cleanup.submit(lambda: None)], seconds)  # what is being deleted now needs the store
 
     def lives(self) -> bool:
@@ -305,7 +271,6 @@ class RunScheduler:
         with self._lock:
             if run.state.ended or run.id in self._active or run.id in self._queue:
                 return
-            self.dispatcher.allow(run.id)
             self._queue.append(run.id)
             self._start_queued()
 
@@ -313,41 +278,30 @@ class RunScheduler:
         with self._lock:
             while self._queue and len(self._active) < self.parallel and not self._stopping:
                 run_id = self._queue.popleft()
-                execution = RunExecution(
-                    run_id,
-                    self.store,
-                    self.objects,
-                    self.dispatcher,
-                    self.checks,
-                    self.model_lock,
-                    self.schedule_cleanup,
-                    self.signer,
-                    self.record,
-                    self.roster,
-                )
-                thread = threading.Thread(target=self._execute, args=(execution,), name=f"run-{run_id}", daemon=True)
-                self._active[run_id] = _Active(execution, thread)
+                run = ActiveRun(run_id, self.services, self.checks, self.schedule_cleanup)
+                thread = threading.Thread(target=self._execute, args=(run,), name=f"run-{run_id}", daemon=True)
+                self._active[run_id] = _Active(run, thread)
                 thread.start()
 
-    def _execute(self, execution: RunExecution) -> None:
-        run_id = execution.run_id
+    def _execute(self, run: ActiveRun) -> None:
         try:
-            execution.run()
+            run.execute()
         except RunInterrupted:
-            log.info("run %s was interrupted", run_id)
+            log.info("run %s was interrupted", run.id)
         except FederationError as error:
-            self._end(run_id, RunState.PAUSED if error.code in _FOR_THE_LEAD else RunState.FAILED, str(error))
+            self._end(run.id, RunState.PAUSED if error.code in _FOR_THE_LEAD else RunState.FAILED, str(error))
         except Exception as error:
-            log.exception("run %s met an unforeseen error", run_id)
+            log.exception("run %s met an unforeseen error", run.id)
             reason = f"E-RUN-99: unforeseen error ({type(error).__name__}); the coordinator's log has it"
-            self._end(run_id, RunState.FAILED, reason)
+            self._end(run.id, RunState.FAILED, reason)
         finally:
-            self.dispatcher.interrupt(run_id)  # tasks may be open where a round ended before its time
-            self._on_thread_exit(run_id)
+            run.interrupt()  # tasks may be open where a round ended before its time
+            self._on_thread_exit(run.id)
 
     def _on_thread_exit(self, run_id: str) -> None:
         with self._lock:
             del self._active[run_id]
+            self.dispatcher.remove_run(run_id)
             if not self._stopping:
                 self.schedule_cleanup(run_id)
                 # A run that was resumed before this thread had left is waiting again.
@@ -357,7 +311,7 @@ class RunScheduler:
     def _end(self, run_id: str, state: RunState, reason: str) -> None:
         """End a run as paused or failed. Silos get no message: it may be resumed, with what they have staged."""
         try:
-            self.store.runs.end(run_id, state, reason, _LIVE)
+            self.store.runs.end(run_id, state, reason)
         except UnavailableError as error:  # a full disk, which has no room for this either
             log.error("run %s ended, and that cannot be noted: %s", run_id, error)
             time.sleep(_NOT_NOTED_S)

@@ -1,21 +1,39 @@
-"""Tasks and preflights of one silo, and waiting for their outcome."""
+"""What one run asks of its silos: tasks, preflights, what opens a fixed set; and waiting for their outcome."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
-from fl_core.errors import FederationError, UnavailableError
+from coordinator.storage.store import Store
+from fl_core.errors import REASON_CHARS, FederationError, RefusedError, StateError, UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.tasks import TO_WIRE, contribution_id
+from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
+from service_core.version import software
+
+T = TypeVar("T")
+_CODE = re.compile(r"E-[A-Z]+-\d\d")
 
 
 class RunInterrupted(Exception):  # noqa: N818 - no error: the run was aborted, or the service stops
     """Ends a run's loop where it is; unlike an error it is no silo's fault and closes no round."""
+
+
+def unless_over(write: Callable[[], T]) -> T:
+    """Change what is stored of a run, and return what that returns; raises RunInterrupted where it has ended."""
+    try:
+        return write()
+    except StateError as error:
+        if error.code != "E-RUN-11":
+            raise
+        raise RunInterrupted(str(error)) from error
 
 
 class SiloTaskKey(NamedTuple):
@@ -31,9 +49,9 @@ class SiloTaskKey(NamedTuple):
 class Task:
     """One silo's part of a round.
 
-    due: time.monotonic() of the round's deadline, as the offer names it; who is given up when, `RoundCloser` decides
+    due: time.monotonic() of the round's deadline, as the offer names it; who is given up when, `OpenRound` decides
     attempt: how often the run was resumed
-    incarnation, included_before, secagg_keys_digest, secagg_census_digest: as in the message `Offer`.
+    incarnation, included_before: as in the message `Offer`   masks: what it names of a masked run, by field.
     """
 
     key: SiloTaskKey
@@ -45,8 +63,7 @@ class Task:
     attempt: int = 0
     incarnation: str = ""
     included_before: int = 0
-    secagg_keys_digest: str = ""
-    secagg_census_digest: str = ""
+    masks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def contribution_id(self) -> str:
@@ -67,8 +84,7 @@ class Task:
                 deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
                 incarnation=self.incarnation,
                 included_before=self.included_before,
-                secagg_keys_digest=self.secagg_keys_digest,
-                secagg_census_digest=self.secagg_census_digest,
+                **self.masks,
             )
         )
 
@@ -105,6 +121,11 @@ class Preflight:
                 signed_roster=self.signed_roster,
             )
         )
+
+
+def stated(code: str, reason: str) -> RefusedError:
+    """Make an error of what a silo says; a code that is none becomes E-RUN-14."""
+    return RefusedError(code if _CODE.fullmatch(code) else "E-RUN-14", reason[: 2 * REASON_CHARS])
 
 
 def no_answer() -> FederationError:
@@ -151,3 +172,233 @@ class PendingTask:
             return self._outcome
         assert self._outcome is not None
         raise self._outcome
+
+
+# ---- all that a run asks ---------------------------------------------------------------------------------------------
+
+FromMember = pb.SecaggConfirm | pb.SecaggShares | pb.SecaggRefusal
+
+
+class FixedSet(Protocol):
+    """What is asked of a masked round's members once its set is fixed; called by any thread."""
+
+    def messages_for(self, silo: str) -> Sequence[pb.CoordinatorMessage]:
+        """Return what a silo is still asked for; nothing where it is no member, or has answered."""
+        ...
+
+    def receive(self, silo: str, message: FromMember) -> None:
+        """Take what a silo said. Invalid messages are recorded, and raise nothing."""
+        ...
+
+    def interrupt(self) -> None:
+        """Stop waiting for members."""
+        ...
+
+
+class RunTasks:
+    """What one run under way asks of its silos: at most one task of each, or to open a fixed set. Thread-safe.
+
+    Guarantees: a task that was offered once is offered on every new session of its silo until it has an outcome, and
+    one that was not, on none; once the run is interrupted, nothing is asked, and nobody is awaited any more.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        store: Store,
+        send: Callable[[str, pb.CoordinatorMessage], None],
+        notify: Callable[[], None],
+    ) -> None:
+        """Begin without a task. send: a message to a silo that has a session   notify: tell that something changed."""
+        self.run_id = run_id
+        self._store, self._send, self.notify = store, send, notify
+        self._lock = threading.RLock()
+        self._pending: dict[str, PendingTask] = {}
+        self._set: FixedSet | None = None
+        self._interrupted = False
+        self._notes: dict[str, str] = {}
+        self._software = store.runs.software(run_id)
+
+    # ---- asked by the run ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def pending_task(self, task: Task | Preflight) -> Iterator[PendingTask]:
+        """Keep a task open inside the block; raises RunInterrupted when the run was interrupted."""
+        pending = PendingTask(task)
+        with self._lock:
+            self._require_going_on()
+            self._pending[task.key.silo] = pending
+        try:
+            yield pending
+        finally:
+            with self._lock:
+                self._pending.pop(task.key.silo, None)
+
+    def offer(self, pending: PendingTask) -> None:
+        """Offer an open task to its silo; without a session it gets it with its next one, after `interrupt` never."""
+        with self._lock:  # until the message is queued, so that none follows the end of the run
+            pending.offered = True
+            self._ask(pending, partial(self._send, pending.task.key.silo))
+
+    def open_silos(self) -> set[str]:
+        """Name the silos whose task has no outcome yet."""
+        with self._lock:
+            return {silo for silo, pending in self._pending.items() if not pending.settled}
+
+    def give_up(self, reasons: Mapping[str, FederationError]) -> None:
+        """Settle tasks that have no outcome yet; reasons: by silo."""
+        with self._lock:
+            mine = [(pending, reasons[silo]) for silo, pending in self._pending.items() if silo in reasons]
+        for pending, error in mine:
+            pending.settle(error)
+        self.notify()
+
+    @contextmanager
+    def asking(self, fixed: FixedSet) -> Iterator[None]:
+        """Ask the members of a fixed set inside the block, each new session again; raises as `pending_task`."""
+        with self._lock:
+            self._require_going_on()
+            self._set = fixed
+        try:
+            yield
+        finally:
+            self._set = None
+
+    def ask_members(self, fixed: FixedSet, names: Sequence[str]) -> None:
+        """Send those that are connected what a fixed set asks of them now."""
+        for name in names:
+            for message in fixed.messages_for(name):
+                self._send(name, message)
+
+    def interrupt(self) -> None:
+        """Fail all tasks, and those that are opened from now on."""
+        with self._lock:
+            self._interrupted = True
+            mine, fixed = list(self._pending.values()), self._set
+        for pending in mine:
+            pending.settle(RunInterrupted(self.run_id))
+        if fixed is not None:
+            fixed.interrupt()
+        self.notify()
+
+    def event(self, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
+        """Store an event of the run, and tell those who watch it."""
+        self._store.runs.event(self.run_id, kind, round, silo, text)
+        self.notify()
+
+    def _require_going_on(self) -> None:
+        if self._interrupted:
+            raise RunInterrupted(self.run_id)
+
+    # ---- asked by the dispatcher ---------------------------------------------------------------------------------
+
+    def catch_up(self, silo: str, send: Callable[[pb.CoordinatorMessage], None]) -> None:
+        """Ask a silo in a new session for what is still asked of it."""
+        with self._lock:
+            pending, fixed = self._pending.get(silo), self._set
+            if pending is not None and pending.offered:
+                self._ask(pending, send)
+        for message in () if fixed is None else fixed.messages_for(silo):
+            send(message)
+
+    def _ask(self, pending: PendingTask, send: Callable[[pb.CoordinatorMessage], None]) -> None:
+        if not pending.settled and not self._interrupted:
+            send(pending.task.offer())
+
+    def _pending_of(self, key: SiloTaskKey | PreflightKey) -> PendingTask | None:
+        with self._lock:
+            pending = self._pending.get(key.silo)
+        return pending if pending is not None and pending.task.key == key else None
+
+    def answer(self, silo: str, answer: pb.Answer, software_of: Mapping[str, str]) -> None:
+        """Process a silo's answer to an offer; one to no open task is ignored. software_of: as in `note_software`."""
+        pending = self._pending_of(SiloTaskKey(self.run_id, answer.round, FROM_WIRE[answer.kind], silo))
+        if pending is None:
+            return
+        if not answer.accepted:
+            self._refuse(pending, answer.code, answer.reason)
+            return
+        self.note_software(software_of)
+        if not pending.accepted:
+            pending.accepted = True
+            self.event("accepted", answer.round, silo)
+        if answer.code and not pending.noted:
+            pending.noted = True
+            self.event("restarted", answer.round, silo, str(stated(answer.code, answer.reason)))
+
+    def preflight(self, silo: str, answer: pb.PreflightAnswer, software_of: Mapping[str, str]) -> None:
+        """Process a silo's answer to a preflight; one about another manifest, or to none, is ignored."""
+        pending = self._pending_of(PreflightKey(self.run_id, silo))
+        if pending is None or pending.settled or pending.task.manifest_digest != answer.manifest_digest:
+            return
+        if not answer.ready:
+            self._refuse(pending, answer.code, answer.reason)
+            return
+        self.note_software(software_of)
+        self.event("ready", 0, silo)
+        if answer.HasField("secagg_entry"):
+            pending.entry = answer.secagg_entry
+        pending.trains = tuple(answer.trains)
+        pending.settle(answer.manifest_digest)
+
+    def member_says(self, silo: str, message: FromMember) -> None:
+        """Process what a silo says of a fixed set; about a round that nobody asks for any more it is ignored."""
+        if (fixed := self._set) is not None:
+            fixed.receive(silo, message)
+
+    def delivered(self, key: SiloTaskKey, digest: str) -> None:
+        """Settle the task whose update is on disk, with its record."""
+        if (pending := self._pending_of(key)) is not None:
+            pending.settle(digest)
+
+    def reject(self, key: SiloTaskKey, error: FederationError) -> None:
+        """Settle the task whose update no round would take, so that nobody waits for its silo."""
+        pending = self._pending_of(key)
+        if pending is not None and not pending.settled:
+            self._settle(pending, error)
+
+    def revoke(self, members: Collection[str]) -> None:
+        """Settle the tasks of silos that are not among the members any more."""
+        with self._lock:
+            gone = [p for silo, p in self._pending.items() if silo not in members and not p.settled]
+        for pending in gone:
+            self._settle(pending, RefusedError("E-ID-12", f"silo {pending.task.key.silo!r} was revoked"))
+
+    def _refuse(self, pending: PendingTask, code: str, reason: str) -> None:
+        why = f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}"
+        self._settle(pending, stated(code, why))
+
+    def _settle(self, pending: PendingTask, error: FederationError) -> None:
+        self.event("refused", pending.task.key.round, pending.task.key.silo, str(error))
+        pending.settle(error)
+
+    # ---- what the lead reads -------------------------------------------------------------------------------------
+
+    def note(self, silo: str, text: str, kind: str = "silo") -> None:
+        """Show what happens to a silo that the run waits for, once per text."""
+        with self._lock:
+            pending = self._pending.get(silo)
+            if pending is None or self._notes.get(silo) == text:
+                return
+            self._notes[silo] = text
+        self.event(kind, pending.task.key.round, silo, text)
+
+    def note_software(self, stated: Mapping[str, str]) -> None:
+        """Record with which software the coordinator and these silos do the run; warn of another build.
+
+        stated: by silo. What was recorded before is not recorded again, unless the coordinator's own has changed.
+        """
+        ours = software()
+        with self._lock:
+            fresh = {} if self._software.get("") == ours else {"": ours}
+            recorded = {} if fresh else self._software
+            fresh |= {name: text for name, text in stated.items() if recorded.get(name) != text}
+            self._software = recorded | fresh
+        for name, text in fresh.items():
+            self._store.runs.event(self.run_id, "software", silo=name, text=text)
+        others = [f"{name} ({text or 'no version given'})" for name, text in sorted(fresh.items()) if text != ours]
+        if others:
+            text = f"expected {ours} on all sides, found {', '.join(others)}: the run goes on, see docs/protocol.md"
+            self._store.runs.event(self.run_id, "warning", text=text)
+        if fresh:
+            self.notify()

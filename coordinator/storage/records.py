@@ -16,7 +16,7 @@ from service_core.pki.identity import PeerCertificate
 class RunState(Enum):
     """The life of a run. A paused or failed run keeps what it has and can be resumed; nothing works on it until then.
 
-    PAUSED: the lead decides, because too few hospitals can go on   FAILED: something unforeseen happened.
+    PAUSED: the lead decides, because too few hospitals can go on   FAILED: something unforeseen happened
     """
 
     WAITING = "waiting"
@@ -28,7 +28,24 @@ class RunState(Enum):
 
     @property
     def ended(self) -> bool:
-        return self not in (RunState.WAITING, RunState.RUNNING)
+        return self not in LIVE
+
+    @property
+    def comes_from(self) -> tuple[RunState, ...]:
+        """The states that a run may be in before this one; `RunStore` moves it, and refuses all others."""
+        return _COMES_FROM[self]
+
+
+LIVE = (RunState.WAITING, RunState.RUNNING)
+RESUMABLE = (RunState.PAUSED, RunState.FAILED)
+_COMES_FROM = {
+    RunState.WAITING: RESUMABLE,
+    RunState.RUNNING: (RunState.WAITING,),
+    RunState.PAUSED: LIVE,
+    RunState.FAILED: LIVE,
+    RunState.FINISHED: (RunState.RUNNING,),
+    RunState.ABORTED: (*LIVE, *RESUMABLE),
+}
 
 
 class ObjectKind(Enum):
@@ -201,6 +218,10 @@ class Steering:
     extended_round: int = 0
     extended_s: float = 0.0
     holds: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def extension(self, round: int) -> float:
+        """Return how many more seconds the lead gave a round."""
+        return self.extended_s if self.extended_round == round else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.records import Evaluated, EventRow, ObjectKind, RoundRow, Run, RunState
+from coordinator.storage.records import LIVE, Evaluated, EventRow, ObjectKind, RoundRow, Run, RunState
 from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs, secagg_seals
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
@@ -185,16 +185,20 @@ class RunStore:
             if run.state_object is None:
                 note_object(db, state_object, run_id, ObjectKind.STATE, 0, size)
                 _change_run(db, run_id, state_object=state_object)
-            _change_run(db, run_id, state=RunState.RUNNING.value)
+            if run.state is not RunState.RUNNING:
+                _move(db, run, RunState.RUNNING, "continued")
             return _run(db, run_id)
 
-    def end(self, run_id: str, state: RunState, reason: str, of: Iterable[RunState]) -> Run:
-        """End a run; raises StateError (E-RUN-11) unless it is in one of the states `of`."""
+    def end(self, run_id: str, state: RunState, reason: str) -> Run:
+        """End a run; raises StateError (E-RUN-11) where it may not come from the state that it is in."""
         with self._db.write() as db:
-            _expect(run := _run(db, run_id), of, state.value)
-            _change_run(db, run_id, state=state.value, reason=reason, ended=self._clock())
-            self._event(db, run_id, "ended", run.closed, text=f"{state.value}: {reason}" if reason else state.value)
+            self._end(db, _run(db, run_id), state, reason)
             return _run(db, run_id)
+
+    def _end(self, db: Connection, run: Run, state: RunState, reason: str = "", round: int | None = None) -> None:
+        _move(db, run, state, state.value, reason=reason, ended=self._clock())
+        text = f"{state.value}: {reason}" if reason else state.value
+        self._event(db, run.id, "ended", run.closed if round is None else round, text=text)
 
     def resume(self, run_id: str, quorum: int = 0) -> Run:
         """Set a paused or failed run to waiting again; quorum: from now on, 0 changes nothing.
@@ -202,8 +206,7 @@ class RunStore:
         Raises StateError (E-RUN-11) when it is neither.
         """
         with self._db.write() as db:
-            _expect(run := _run(db, run_id), [RunState.PAUSED, RunState.FAILED], "resumed")
-            _change_run(db, run_id, state=RunState.WAITING.value, reason="", ended=0.0)
+            _move(db, run := _run(db, run_id), RunState.WAITING, "resumed", reason="", ended=0.0)
             note_resumed(db, run_id, quorum)
             self._event(db, run_id, "submitted", run.closed, text=f"resumed after {run.closed} closed rounds")
             return _run(db, run_id)
@@ -295,15 +298,13 @@ class RunStore:
                 progress["state_object"] = state[0]
             if train:
                 progress["closed"] = record.round + 1
-            else:
-                progress |= {"state": RunState.FINISHED.value, "ended": now}
             _change_run(db, run_id, **progress)
             text = counted(len(record.included), "update") + (
                 f", {len(record.missing)} missing" if record.missing else ""
             )
             self._event(db, run_id, "closed", record.round, text=text)
             if not train:
-                self._event(db, run_id, "ended", record.round, text=RunState.FINISHED.value)
+                self._end(db, run, RunState.FINISHED, round=record.round)
             if not train and replaces:
                 text = f"its sums are taken out by {run_id}; the state that had them is deleted here"
                 self._drop_state(db, replaces, run.members[0], text)
@@ -323,14 +324,12 @@ class RunStore:
         Raises StateError (E-RUN-11) when the run has ended.
         """
         with self._db.write() as db:
-            live_run(db, run_id)
+            run = live_run(db, run_id)
             _change_run(db, run_id, coverage=coverage.facts())
             if said := coverage.sentences():
                 self._event(db, run_id, "classes", text="\n".join(said))
             if question:
-                paused = RunState.PAUSED.value
-                _change_run(db, run_id, state=paused, reason=question, ended=self._clock())
-                self._event(db, run_id, "ended", text=f"{paused}: {question}")
+                self._end(db, run, RunState.PAUSED, question)
 
     def event(self, run_id: str, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
         with self._db.write() as db:
@@ -402,18 +401,25 @@ def _change_round(db: Connection, run_id: str, round: int, **values: object) -> 
     db.execute(update(rounds).where(rounds.c.run_id == run_id, rounds.c.round == round).values(**values))
 
 
-def _expect(run: Run, states: Iterable[RunState], verb: str) -> None:
-    valid = [s.value for s in states]
-    if run.state.value not in valid:
+def require_state(run: Run, states: Iterable[RunState], verb: str) -> Run:
+    """Return a run; raises StateError (E-RUN-11) unless it is in one of these states. verb: what it cannot be else."""
+    if run.state not in states:
+        valid = " or ".join(state.value for state in states)
         raise StateError(
-            "E-RUN-11", f"expected {run.id} to be {' or '.join(valid)}, found it {run.state.value}: it cannot be {verb}"
+            "E-RUN-11", f"expected {run.id} to be {valid}, found it {run.state.value}: it cannot be {verb}"
         )
+    return run
+
+
+def _move(db: Connection, run: Run, state: RunState, verb: str, **values: object) -> None:
+    """Bring a run into another state: the one place that does. Raises as `require_state`."""
+    require_state(run, state.comes_from, verb)
+    _change_run(db, run.id, state=state.value, **values)
 
 
 def live_run(db: Connection, run_id: str) -> Run:
     """Read a run inside an open transaction; raises StateError (E-RUN-11) when it has ended."""
-    _expect(run := _run(db, run_id), (RunState.WAITING, RunState.RUNNING), "continued")
-    return run
+    return require_state(_run(db, run_id), LIVE, "continued")
 
 
 def _run(db: Connection, run_id: str) -> Run:

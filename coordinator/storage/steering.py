@@ -41,8 +41,7 @@ class SteeringStore:
         """Give an open round more time, beside what it was given before."""
         with self._db.write() as db:
             now = read(db, run_id)
-            before = now.extended_s if now.extended_round == round else 0.0
-            change(db, run_id, extended_round=round, extended_s=before + seconds)
+            change(db, run_id, extended_round=round, extended_s=now.extension(round) + seconds)
 
     def note_classes(self, run_id: str, holds: Mapping[str, Sequence[str]]) -> None:
         """Keep which classes silos hold, by their newest updates."""

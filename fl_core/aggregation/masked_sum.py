@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -23,16 +22,10 @@ def unsigned(words: Tensor) -> NDArray[np.unsignedinteger]:
     return words.numpy().view(np.uint32 if words.dtype == torch.int32 else np.uint64)
 
 
-class Opening(Protocol):
-    """Takes the masks off a round's sums, once, for one set of members."""
-
-    def unmask(self, sums: Mapping[str, Tensor], members: Collection[str], blocks: Collection[str]) -> None:
-        """Take the masks off the sums of `blocks` (words,), in place.
-
-        members: whose updates were added   blocks: what is opened; the others stay as they are
-        Raises FederationError where the members do not open this sum; nothing of it is known then.
-        """
-        ...
+Unmask = Callable[[Mapping[str, Tensor], Collection[str], Collection[str]], None]
+"""Takes the masks off a round's sums (words,), in place and once, given the names of the members whose updates were
+added, and of the blocks to open; the others stay as they are. Raises FederationError where the members do not open this
+sum; nothing of it is known then."""
 
 
 class MaskedSum(RoundSum):
@@ -45,15 +38,15 @@ class MaskedSum(RoundSum):
     """
 
     def __init__(
-        self, layout: FlatLayout, check: UpdateCheck, everybody: Collection[str], opening: Opening | None, each: bool
+        self, layout: FlatLayout, check: UpdateCheck, everybody: Collection[str], unmask: Unmask | None, each: bool
     ) -> None:
         """Prepare a round.
 
-        check: of the sum, in clear; `sizes` by member   everybody: the members of the run   opening: None in a
+        check: of the sum, in clear; `sizes` by member   everybody: the members of the run   unmask: None in a
         simulation.
         """
         super().__init__(Aggregator({}, layout.grid), check)
-        self._layout, self._everybody, self._opening, self._each = layout, set(everybody), opening, each
+        self._layout, self._everybody, self._unmask, self._each = layout, set(everybody), unmask, each
         self._words = {block: torch.zeros(layout.words(block), dtype=layout.dtype) for block in BLOCKS}
         self._added: list[str] = []
         self._total: Bundle = {}
@@ -77,13 +70,13 @@ class MaskedSum(RoundSum):
     def finish(self) -> Decided:
         """Open the sum of what was added.
 
-        Raises FederationError as `Opening.unmask`, RefusedError (E-RUN-48) where the sum holds what no set of honest
+        Raises FederationError as `Unmask`, RefusedError (E-RUN-48) where the sum holds what no set of honest
         members sums up to.
         """
         open_classes = self._each or set(self._added) == self._everybody
         blocks = [block for block in BLOCKS if block != CLASSES or open_classes]
-        if self._opening is not None:
-            self._opening.unmask(self._words, self._added, blocks)
+        if self._unmask is not None:
+            self._unmask(self._words, self._added, blocks)
         self._total = self._layout.unflatten({block: self._words[block] for block in blocks})
         try:
             self.check.of_sum([self.check.sizes.get(name, DeclaredSize()) for name in self._added]).check(self._total)

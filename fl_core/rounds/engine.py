@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.coordinatewise import CoordinatewiseSum
 from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.flat_blocks import FlatLayout
-from fl_core.aggregation.masked_sum import MaskedSum, Opening
+from fl_core.aggregation.masked_sum import MaskedSum
 from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.aggregation.round_sum import NO_HISTORY, NormClippedSum, NormHistory, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck
@@ -82,9 +83,8 @@ Replies = Iterator[tuple[str, Future[Bundle]]]
 Exchange = Callable[[Sequence[SiloPort], State, RoundContext, TaskKind], Replies]
 """Asks a cohort for its replies; what it raises ends the round, what a reply raises is that silo's."""
 
-
-Openings = Callable[[RoundContext, TaskKind], Opening]
-"""Makes what takes the masks off a round's sum."""
+Unmask = Callable[[int, TaskKind, Mapping[str, Tensor], Collection[str], Collection[str]], None]
+"""As `fl_core.aggregation.masked_sum.Unmask`, of the round of a number and a kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class MaskedRounds:
     """How rounds are summed of which nobody sees a single update.
 
     layouts: of each kind of round   least: updates of the smallest sum that is opened   each: as `MaskedSum`
-    census: whether hospitals are counted for each class before round 0   openings: None in a simulation, whose updates
+    census: whether hospitals are counted for each class before round 0   unmask: None in a simulation, whose updates
     have no masks.
     """
 
@@ -100,7 +100,7 @@ class MaskedRounds:
     least: Callable[[int], int]
     each: bool = False
     census: bool = False
-    openings: Openings | None = None
+    unmask: Unmask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +254,10 @@ class RoundLoop:
         kind: TaskKind,
     ) -> RoundSum:
         if (masked := self.masked) is not None:
-            opening = masked.openings(context, kind) if masked.openings else None
+            unmask = partial(masked.unmask, context.round, kind) if masked.unmask else None
             # A drawn cohort is not everybody: its class sums would tell of who was not drawn.
             everybody = [port.name for port in self.ports]
-            return MaskedSum(masked.layouts[kind], check, everybody, opening, masked.each)
+            return MaskedSum(masked.layouts[kind], check, everybody, unmask, masked.each)
         sums, aggregator = Aggregator(check.layout, check.grid, self.method.unsummed_parts), self.aggregator
         if isinstance(aggregator, Mean):
             return RoundSum(sums, check)

@@ -26,7 +26,7 @@ from fl_core.methods import build_written
 from fl_core.models import SplitModel, build_model, pretrained
 from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
-from fl_core.rounds.engine import Exchange, MaskedRounds, Openings, RoundLoop, Schedule
+from fl_core.rounds.engine import Exchange, MaskedRounds, RoundLoop, Schedule, Unmask
 from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import NamedOptions, OtherModel, RunManifest, StartPoint
 from fl_core.rounds.silo_round import Masking, SiloRuntime, class_rows, round_layout
@@ -390,9 +390,9 @@ class RunSetup:
         parallel: int,
         sizes: Mapping[str, DeclaredSize] | None = None,
         exchange: Exchange | None = None,
-        openings: Openings | None = None,
+        unmask: Unmask | None = None,
     ) -> RoundLoop:
-        """Make the loop of this run's rounds; openings: take masks off its sums, None where updates have none."""
+        """Make the loop of this run's rounds; unmask: takes masks off its sums, None where updates have none."""
         manifest, check = self.manifest, self.update_check(sizes)
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
@@ -407,12 +407,12 @@ class RunSetup:
             self.aggregator,
             exchange,
             self.initial_norms() if isinstance(self.aggregator, aggregators.NormClipped) else {},
-            None if (terms := manifest.secagg) is None else self._masked_rounds(terms, openings),
+            None if (terms := manifest.secagg) is None else self._masked_rounds(terms, unmask),
         )
 
-    def _masked_rounds(self, terms: Secagg, openings: Openings | None) -> MaskedRounds:
+    def _masked_rounds(self, terms: Secagg, unmask: Unmask | None) -> MaskedRounds:
         each, census = terms.class_sums == EACH, self.contributor_floor is not None
-        return MaskedRounds(self.flat_layouts, terms.smallest_sum, each, census, openings)
+        return MaskedRounds(self.flat_layouts, terms.smallest_sum, each, census, unmask)
 
     def initial_norms(self) -> dict[str, float]:
         """Return the norms of the weights that the seed draws, by block of an update that is made of such tensors.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.runs import execution
-from coordinator.runs.round_closer import RoundCloser
+from coordinator.runs import run
+from coordinator.runs.open_round import OpenRound
 from tests.support.coordinator import Clock, World, running
 from tests.support.federations import NAMES
 
@@ -24,5 +24,5 @@ def world(tmp_path: Path) -> Iterator[World]:
 def round_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Give the clock by which all rounds wait in this test."""
     found = Clock()
-    monkeypatch.setattr(execution, "RoundCloser", partial(RoundCloser, clock=found))
+    monkeypatch.setattr(run, "OpenRound", partial(OpenRound, clock=found))
     return found

@@ -67,7 +67,7 @@ def record_run(
         record = RoundRecord(number, kind, sums(accuracy), EXAMPLES, included, dict(missing or {}))
         store.runs.close_round(run_id, record, None if kind is TaskKind.EVALUATE else model, f"{number}" * 64)
     if reason:
-        store.runs.end(run_id, RunState.FAILED, reason, [RunState.RUNNING])
+        store.runs.end(run_id, RunState.FAILED, reason)
     return store.runs.get(run_id)
 
 

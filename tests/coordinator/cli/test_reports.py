@@ -147,7 +147,7 @@ def test_following_ends_with_the_run_and_misses_nothing(told: World) -> None:
         assert first.wait(20)
         store.runs.event("run-open", "warning", 1, "north", "late")
         told.server.dispatcher.changes.notify()
-        store.runs.end("run-open", RunState.ABORTED, "by hand", [RunState.RUNNING])
+        store.runs.end("run-open", RunState.ABORTED, "by hand")
         told.server.dispatcher.changes.notify()
         thread.join(20)
         assert not thread.is_alive()

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.runs import dispatcher as dispatcher_module
+from coordinator.runs import tasks as tasks_module
 from coordinator.runs.dispatcher import Dispatcher, SiloSession
-from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task
+from coordinator.runs.tasks import RunInterrupted, RunTasks, SiloTaskKey, Task
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import UnavailableError
@@ -30,6 +31,11 @@ def dispatcher(tmp_path: Path) -> Iterator[Dispatcher]:
     found.store.close()
 
 
+@pytest.fixture
+def tasks(dispatcher: Dispatcher) -> RunTasks:
+    return dispatcher.add_run("run")
+
+
 def offered(here: SiloSession) -> list[int]:
     """The rounds of the offers that are queued for a silo."""
     taken = list(iter(lambda: here.next(), None))
@@ -37,58 +43,58 @@ def offered(here: SiloSession) -> list[int]:
     return [message.offer.round for message in taken]
 
 
-def test_an_open_task_is_offered_now_and_on_every_new_session(dispatcher: Dispatcher) -> None:
+def test_an_open_task_is_offered_now_and_on_every_new_session(dispatcher: Dispatcher, tasks: RunTasks) -> None:
     first, second = session(), session()
     dispatcher.attach(first)
-    with dispatcher.pending_task(TASK) as pending:
-        dispatcher.offer(pending)
+    with tasks.pending_task(TASK) as pending:
+        tasks.offer(pending)
         assert offered(first) == [3]
         dispatcher.attach(second)
         dispatcher.catch_up(second, pb.Hello(), time.time())
         assert offered(second) == [3]
 
 
-def test_a_task_that_was_not_offered_yet_is_offered_on_no_new_session(dispatcher: Dispatcher) -> None:
+def test_a_task_that_was_not_offered_yet_is_offered_on_no_new_session(dispatcher: Dispatcher, tasks: RunTasks) -> None:
     """Its update may be here: a silo that made it again would pay for it again."""
     here, later = session(), session()
     dispatcher.attach(here)
-    with dispatcher.pending_task(TASK) as pending:
+    with tasks.pending_task(TASK) as pending:
         dispatcher.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []
-        dispatcher.offer(pending)
+        tasks.offer(pending)
         assert offered(here) == [3]
         dispatcher.attach(later)
         dispatcher.catch_up(later, pb.Hello(), time.time())
         assert offered(later) == [3]
 
 
-def test_a_task_whose_update_came_before_its_offer_is_not_offered(dispatcher: Dispatcher) -> None:
+def test_a_task_whose_update_came_before_its_offer_is_not_offered(dispatcher: Dispatcher, tasks: RunTasks) -> None:
     here = session()
     dispatcher.attach(here)
-    with dispatcher.pending_task(TASK) as pending:
+    with tasks.pending_task(TASK) as pending:
         dispatcher.delivered(TASK.key, "d" * 64)
-        dispatcher.offer(pending)
+        tasks.offer(pending)
         dispatcher.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []
         assert pending.wait() == "d" * 64
 
 
-def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: Dispatcher) -> None:
+def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: Dispatcher, tasks: RunTasks) -> None:
     """Also when it is interrupted between a port's look for an update and its offer."""
     here = session()
     dispatcher.attach(here)
-    with dispatcher.pending_task(TASK) as pending:
-        dispatcher.interrupt("run")
-        dispatcher.offer(pending)
+    with tasks.pending_task(TASK) as pending:
+        tasks.interrupt()
+        tasks.offer(pending)
         dispatcher.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []
         with pytest.raises(RunInterrupted):
             pending.wait()
-    with pytest.raises(RunInterrupted), dispatcher.pending_task(TASK):
+    with pytest.raises(RunInterrupted), tasks.pending_task(TASK):
         pass
-    dispatcher.allow("run")
-    with dispatcher.pending_task(TASK) as pending:
-        dispatcher.offer(pending)
+    tasks = dispatcher.add_run("run")  # it was resumed
+    with tasks.pending_task(TASK) as pending:
+        tasks.offer(pending)
     assert offered(here) == [3]
 
 
@@ -147,18 +153,23 @@ def noted(dispatcher: Dispatcher, kind: str, after: int = 0) -> list[tuple[str, 
     return [(e.silo, e.text) for e in dispatcher.store.runs.events("run", after) if e.kind == kind]
 
 
+def note_software(dispatcher: Dispatcher, names: list[str]) -> None:
+    tasks = dispatcher.tasks_of("run") or dispatcher.add_run("run")
+    tasks.note_software(dispatcher.software_of(names))
+
+
 def test_a_run_keeps_the_software_of_each_side_once_and_warns_of_another_build(dispatcher: Dispatcher) -> None:
     dispatcher.store.runs.add(Run("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1)
     for silo in (with_software("north", software()), with_software("south", "older"), with_software("east", "")):
         dispatcher.attach(silo)
     for _ in range(3):
-        dispatcher.note_software("run", ["north", "south", "east", "away"])
+        note_software(dispatcher, ["north", "south", "east", "away"])
     assert dispatcher.store.runs.software("run") == {"": software(), "north": software(), "south": "older", "east": ""}
     assert len(noted(dispatcher, "software")) == 4
     ((_, warning),) = noted(dispatcher, "warning")
     assert f"expected {software()} on all sides, found east (no version given), south (older)" in warning
     dispatcher.attach(with_software("south", "x" * 10_000))
-    dispatcher.note_software("run", ["south"])
+    note_software(dispatcher, ["south"])
     assert dispatcher.store.runs.software("run")["south"] == "x" * 80
     assert len(noted(dispatcher, "warning")) == 2
 
@@ -168,21 +179,21 @@ def test_a_coordinator_of_another_build_goes_on_with_a_run_and_holds_each_silo_a
 ) -> None:
     dispatcher.store.runs.add(Run("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1)
     dispatcher.attach(with_software("north", software()))
-    dispatcher.note_software("run", ["north"])
+    note_software(dispatcher, ["north"])
     assert noted(dispatcher, "warning") == []
     before = len(dispatcher.store.runs.events("run", 0))
     restarted = Dispatcher(dispatcher.store, 1.0)
-    restarted.note_software("run", ["north"])
+    note_software(restarted, ["north"])
     assert len(dispatcher.store.runs.events("run", 0)) == before
-    monkeypatch.setattr(dispatcher_module, "software", lambda: "newer")
+    monkeypatch.setattr(tasks_module, "software", lambda: "newer")
     upgraded = Dispatcher(dispatcher.store, 1.0)
-    upgraded.note_software("run", ["north"])
+    note_software(upgraded, ["north"])
     assert noted(upgraded, "software", before) == [("", "newer")]
     upgraded.attach(with_software("north", software()))
-    upgraded.note_software("run", ["north"])
+    note_software(upgraded, ["north"])
     ((_, warning),) = noted(upgraded, "warning")
     assert f"expected newer on all sides, found north ({software()})" in warning
     upgraded.attach(with_software("north", "newer"))
-    upgraded.note_software("run", ["north"])
+    note_software(upgraded, ["north"])
     assert upgraded.store.runs.software("run") == {"": "newer", "north": "newer"}
     assert len(noted(upgraded, "warning")) == 1

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordinator.runs import execution
+from coordinator.runs import masked_rounds, plain_rounds
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.tasks import Preflight, PreflightKey, RunInterrupted
+from coordinator.runs.plain_rounds import PlainRounds
+from coordinator.runs.preflight import ask_preflight
+from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError, UnavailableError
@@ -52,12 +54,12 @@ def kinds(dispatcher: Dispatcher) -> list[str]:
 
 
 class Asking:
-    """`execution.ask` on a thread of its own."""
+    """`ask_preflight` on a thread of its own."""
 
     def __init__(self, dispatcher: Dispatcher, of: RunManifest, quorum: int = 0) -> None:
         self.error: BaseException | None = None
         self._run, self._of, self._dispatcher = stored(dispatcher, of), of, dispatcher
-        self._quorum = quorum
+        self._quorum, self.tasks = quorum, dispatcher.add_run(self._run.id)
         self.thread = threading.Thread(target=self._ask)
         asked = session()
         dispatcher.attach(asked)
@@ -67,7 +69,8 @@ class Asking:
     def _ask(self) -> None:
         try:
             private = CompiledRun.of(self._of).private
-            execution.ask_preflight(self._run, self._of, self._dispatcher, all_answer=private, quorum=self._quorum)
+            asked = self._run, self._of, self._dispatcher, self.tasks
+            ask_preflight(*asked, all_answer=private, quorum=self._quorum)
         except BaseException as error:  # kept for the test
             self.error = error
 
@@ -77,12 +80,19 @@ class Asking:
         return self.error
 
 
-def test_a_run_is_asked_about_until_its_round_0_was_opened_and_never_after(dispatcher: Dispatcher) -> None:
-    run = stored(dispatcher)
-    assert execution.preflight_is_due(run, dispatcher.store)
-    assert not execution.preflight_is_due(replace(run, closed=1), dispatcher.store)
+def test_a_run_is_asked_about_until_its_round_0_was_opened_and_never_after(
+    dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = stored(dispatcher), list[str]()
+    monkeypatch.setattr(plain_rounds, "ask_preflight", lambda run, *_, **__: asked.append(run.id) or {})
+    services, tasks = SimpleNamespace(store=dispatcher.store, dispatcher=dispatcher), dispatcher.add_run(run.id)
+    steering, compiled = dispatcher.store.steering.of(run.id), CompiledRun.of(PRIVATE)
+    PlainRounds(run, compiled, services, tasks).prepare(steering)
+    assert asked == ["run-1"]
+    PlainRounds(replace(run, closed=1), compiled, services, tasks).prepare(steering)
     dispatcher.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
-    assert not execution.preflight_is_due(run, dispatcher.store)
+    PlainRounds(run, compiled, services, tasks).prepare(steering)
+    assert asked == ["run-1"]
 
 
 def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_once(dispatcher: Dispatcher) -> None:
@@ -135,7 +145,7 @@ def test_who_has_answered_is_not_asked_again_in_the_next_session(dispatcher: Dis
     dispatcher.attach(again)
     dispatcher.catch_up(again, pb.Hello(), time.time())
     assert again.next() is None
-    dispatcher.interrupt("run-1")
+    asking.tasks.interrupt()
     assert isinstance(asking.over(), RunInterrupted)
 
 
@@ -207,13 +217,21 @@ def test_members_are_asked_again_where_one_renewed_its_certificate_while_they_we
     """Keys that a renewed identity signed are checked by the list that names it: all have it before keys are fixed."""
     lists, sent = iter([b"1", b"2", b"2", b"2"]), list[bytes]()
 
-    def ask(*_: object, roster: bytes, **__: object) -> dict[str, object]:
+    def ask(*_: object, roster: bytes, **__: object) -> dict[str, PendingTask]:
         sent.append(roster)
-        return {"asked": len(sent)}
+        question = Preflight(PreflightKey("run-1", "north"), DIGEST, time.monotonic())
+        return {"north": PendingTask(question, entry=pb.SecaggEntry(agree=bytes([len(sent)])))}
 
-    monkeypatch.setattr(execution, "ask_preflight", ask)
-    running = SimpleNamespace(roster=lambda: next(lists), dispatcher=None)
-    keys = SimpleNamespace(check=None)
-    ready: object = execution.RunExecution._ready(running, None, None, keys)  # type: ignore[arg-type]
-    assert ready == {"asked": 2}
+    monkeypatch.setattr(masked_rounds, "ask_preflight", ask)
+    services = SimpleNamespace(roster=lambda: next(lists), dispatcher=None)
+    keys = SimpleNamespace(check=None, object=None, vouched=lambda: None)
+
+    def keep(entries: dict[str, pb.SecaggEntry]) -> None:
+        keys.object = entries["north"].agree
+
+    keys.keep = keep
+    compiled = SimpleNamespace(manifest=None)
+    rounds = SimpleNamespace(run=None, compiled=compiled, services=services, tasks=None, keys=keys)
+    masked_rounds.MaskedRounds.prepare(rounds, None)  # type: ignore[arg-type]
+    assert keys.object == b"\x02"
     assert sent == [b"1", b"2"]

@@ -14,7 +14,7 @@ import torch
 
 from coordinator.api.server import Settings
 from coordinator.cli import runs as lead
-from coordinator.runs.grpc_port import checked
+from coordinator.runs.update_checks import checked
 from coordinator.storage.records import Contribution, RunState
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPointFormat

@@ -18,7 +18,7 @@ from tests.support.coordinator import DATA, World, open_request, open_round, upd
 def test_a_round_takes_what_was_measured_before_the_receipt_once_and_bit_for_bit(world: World, tmp_path: Path) -> None:
     contribution, file = contribution_of(world), tmp_path / "update"
     file.write_bytes(DATA)
-    checks = UpdateChecks(world.server.store, world.server.runs.model_lock)
+    checks = UpdateChecks(world.server.store, world.server.runs.services.model_lock)
     checks.check(contribution, file)
     check = checks.of(contribution)
     measured = checks.measured(contribution.id)
@@ -30,7 +30,7 @@ def test_a_round_takes_what_was_measured_before_the_receipt_once_and_bit_for_bit
 def test_of_a_refused_update_nothing_is_remembered(world: World, tmp_path: Path) -> None:
     contribution, file = contribution_of(world), tmp_path / "update"
     file.write_bytes(update_bytes(float("nan")))
-    checks = UpdateChecks(world.server.store, world.server.runs.model_lock)
+    checks = UpdateChecks(world.server.store, world.server.runs.services.model_lock)
     with pytest.raises(ProtocolError, match="E-WIRE-05"):
         checks.check(contribution, file)
     assert checks.measured(contribution.id) is None
@@ -42,7 +42,7 @@ def test_what_no_round_takes_is_forgotten_in_time(
     monkeypatch.setattr(update_checks, "MEASURED", 2)
     contribution, file = contribution_of(world), tmp_path / "update"
     file.write_bytes(DATA)
-    checks = UpdateChecks(world.server.store, world.server.runs.model_lock)
+    checks = UpdateChecks(world.server.store, world.server.runs.services.model_lock)
     for name in ("first", "second", "third"):
         checks.check(replace(contribution, id=name), file)
     assert [checks.measured(name) is None for name in ("first", "second", "third")] == [True, False, False]

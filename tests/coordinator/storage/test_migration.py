@@ -171,7 +171,7 @@ def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkey
 
 def test_a_run_under_way_goes_on(tmp_path: Path) -> None:
     with closing(Store(written(tmp_path), lambda: NOW)) as store:
-        store.runs.end(WAITS, RunState.PAUSED, "too few", [RunState.RUNNING])
+        store.runs.end(WAITS, RunState.PAUSED, "too few")
         store.steering.exclude(WAITS, "hospital1", readmit=False)
         assert store.runs.resume(WAITS, quorum=1).state is RunState.WAITING
         store.steering.extend(WAITS, 0, 60.0)

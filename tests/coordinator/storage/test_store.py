@@ -170,7 +170,7 @@ def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Sto
     assert (run.closed, run.state_object, run.model_digest, run.accuracy) == (1, "1" * 64, "model", 0.5)
     row = store.runs.rounds("run-0001")[0]
     assert (row.record, row.is_open, row.cohort) == (record(), False, ("north", "south"))
-    store.runs.end("run-0001", RunState.ABORTED, "by me", [RunState.RUNNING])
+    store.runs.end("run-0001", RunState.ABORTED, "by me")
     with pytest.raises(StateError, match="E-RUN-11"):
         store.runs.close_round("run-0001", record(1), ("2" * 64, 5), "other")
     assert store.runs.get("run-0001").state_object == "1" * 64
@@ -300,7 +300,7 @@ def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> No
     assert gone == ["1" * 64, "b" * 64, "d" * 64]  # round 0's state is still run-0002's
     assert {"2" * 64, "3" * 64, "0" * 64, "m" * 64} == store.contributions.referenced_digests()
     assert store.contributions.contribution("c").received == 1.0
-    store.runs.end("run-0001", RunState.ABORTED, "", [RunState.RUNNING])
+    store.runs.end("run-0001", RunState.ABORTED, "")
     store.contributions.delete_unreferenced("run-0001", gone.append)
     assert gone[-1] == "2" * 64
 

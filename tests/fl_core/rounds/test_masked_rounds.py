@@ -73,12 +73,11 @@ def test_sums_per_class_stay_closed_where_a_member_is_absent(each: bool, sent: i
     layout, names = run.flat_layouts[TaskKind.TRAIN], ["a", "b", "c", "d"]
     asked: list[tuple[list[str], list[str]]] = []
 
-    class Told:
-        def unmask(self, sums: Mapping[str, Tensor], members: Collection[str], blocks: Collection[str]) -> None:
-            assert set(sums) == set(BLOCKS)
-            asked.append((list(members), list(blocks)))
+    def unmask(sums: Mapping[str, Tensor], members: Collection[str], blocks: Collection[str]) -> None:
+        assert set(sums) == set(BLOCKS)
+        asked.append((list(members), list(blocks)))
 
-    sums = MaskedSum(layout, run.update_check().of(layout.layout), names, Told(), each)
+    sums = MaskedSum(layout, run.update_check().of(layout.layout), names, unmask, each)
     for k, name in enumerate(names[:sent]):
         update = layout.flatten(layout.unflatten({b: torch.ones(layout.words(b), dtype=layout.dtype) for b in BLOCKS}))
         sums.add(update, name, k, sums.measure(update, name))

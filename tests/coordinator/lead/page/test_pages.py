@@ -243,7 +243,7 @@ def test_a_button_does_nothing_once_the_run_is_another_than_was_shown(world: Wor
     assert world.server is not None
     run = failed(world, "run-changed")
     (form,) = forms(browser, "/resume", run)
-    world.server.store.runs.end(run, RunState.ABORTED, "by another lead", [RunState.FAILED])
+    world.server.store.runs.end(run, RunState.ABORTED, "by another lead")
     answer = browser.post("/resume", form)
     assert answer.status == 409
     assert "Nothing was done" in answer.text

@@ -12,8 +12,8 @@ import grpc
 import pytest
 import torch
 
-from coordinator.runs import execution
-from coordinator.runs.opening import Openings
+from coordinator.runs import masked_rounds
+from coordinator.runs.set_opening import SetOpening
 from coordinator.runs.withdrawal import Withdrawals
 from coordinator.storage.records import RunState
 from fl_core.aggregation.flat_blocks import MODEL, WORDS
@@ -95,7 +95,7 @@ def without(kind: str, then: Callable[[], bool] = lambda: False) -> Callable[[pb
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Give the clock by which sealed rounds wait in this test."""
     found = Clock()
-    monkeypatch.setattr(execution, "Openings", partial(Openings, clock=found))
+    monkeypatch.setattr(masked_rounds, "SetOpening", partial(SetOpening, clock=found))
     return found
 
 

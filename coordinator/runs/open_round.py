@@ -1,0 +1,223 @@
+"""The open round of a run: whom it waits for, and when it closes (`fl_core.rounds.closing`)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.runs.services import Services
+from coordinator.runs.tasks import RunTasks
+from coordinator.storage.records import RoundRow, Steering
+from fl_core.errors import FederationError, RefusedError, UnavailableError
+from fl_core.rounds.closing import Attendance, Awaited, ClosingRule, Decision, Verdict
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.enums import TaskKind
+from service_core.console import span
+
+_NAMED = 20
+"""Silos that one event names at most: there is one for each update that comes late, and a thousand may be awaited."""
+_HISTORY = 50
+"""Rounds that are looked back on for who missed how many in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedSilo:
+    """A silo that a run waits for, as a lead sees it.
+
+    left: seconds until it is given up   offline: seconds since it was last there, None while it is connected
+    classes: that nobody else has brought in this round.
+    """
+
+    name: str
+    left: float
+    offline: float | None
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An open round: updates that are there and that are needed, and who is awaited.
+
+    sealed: of a masked round whose set is fixed, these are answers for the set.
+    """
+
+    round: int
+    there: int
+    needed: int
+    awaited: tuple[AwaitedSilo, ...]
+    sealed: bool = False
+
+
+class OpenRound:
+    """One round while it is open, and once its set is fixed. Thread-safe; `look` is called several times a second.
+
+    It waits for updates until the rule of `fl_core.rounds.closing` closes it; in a masked run then for the members of
+    its set. What the lead changes meanwhile is read from the store at each look.
+
+    Guarantees: an update whose receipt was signed before the decision is part of the round.
+    """
+
+    def __init__(
+        self,
+        row: RoundRow,
+        needed: int,
+        manifest: RunManifest,
+        services: Services,
+        tasks: RunTasks,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with a round that is stored. needed: updates that close it."""
+        store = services.store
+        self.number, self.kind = row.round, row.record.kind
+        self._cohort, self._manifest, self._store = row.cohort, manifest, store
+        self._dispatcher, self._tasks, self._clock = services.dispatcher, tasks, clock
+        self._rule = ClosingRule(needed, manifest.deadline_s, manifest.patience_s)
+        self._began = clock()
+        self._earlier = {
+            name: min(max(0.0, came - row.opened), manifest.deadline_s)  # whatever the clock did in between
+            for name, came in store.contributions.received(row.run_id, row.round).items()
+        }
+        self._missed = missed_in_a_row(store.runs.rounds(row.run_id, _HISTORY), row.cohort)
+        self._declared = {s.name: s.data.holds for s in store.members.silos() if s.name in row.cohort}
+        self._lock = threading.RLock()
+        self._answered: dict[str, float] = {}
+        self._refused: set[str] = set()
+        self._brought: dict[str, frozenset[str]] = {}
+        self._decision: Decision | None = None
+        self._shown = frozenset[str]()
+        self._members: Callable[[], Waiting] | None = None
+
+    # ---- what happens in the round ---------------------------------------------------------------------------------
+
+    def record_classes(self, name: str, classes: frozenset[str]) -> None:
+        """Note the classes of an update that has come, and is not yet accepted."""
+        with self._lock:
+            self._brought[name] = classes
+
+    def accepted(self, name: str) -> None:
+        with self._lock:
+            self._answered[name] = max(self._clock() - self._began, self._earlier.get(name, 0.0))
+
+    def refused(self, name: str) -> None:
+        with self._lock:
+            self._refused.add(name)
+
+    def set_fixed(self, waiting: Callable[[], Waiting]) -> None:
+        """Wait for no update any more, but for the members of the set. waiting: says for whom of them."""
+        with self._lock:
+            self._members = waiting
+
+    def close(self) -> None:
+        """End with a round that is about to be stored; what its training showed of the classes is kept."""
+        with self._lock:
+            seen = {name: sorted(self._brought[name]) for name in self._answered if name in self._brought}
+        if self.kind is TaskKind.TRAIN:
+            self._store.steering.note_classes(self._tasks.run_id, seen)
+
+    # ---- what is decided -------------------------------------------------------------------------------------------
+
+    def waiting(self) -> Waiting | None:
+        """Say whom the round waits for; None before the first look."""
+        with self._lock:
+            members, decision, now = self._members, self._decision, self._clock() - self._began
+            if members is not None or decision is None:
+                return None if members is None else members()
+            awaited = tuple(
+                AwaitedSilo(a.name, max(0.0, a.until - now), self._dispatcher.offline_for(a.name), a.classes)
+                for a in decision.awaited
+            )
+            return Waiting(self.number, len(self._answered), self._rule.needed, awaited)
+
+    def look(self) -> None:
+        """Decide about the round, and give up whom it no longer awaits."""
+        steering = self._store.steering.of(self._tasks.run_id)
+        with self._lock:
+            if self._members is not None:
+                return
+            open_silos = self._tasks.open_silos()
+            if excluded := open_silos & set(steering.excluded):
+                self._tasks.give_up({name: excluded_error() for name in excluded})
+            settled = {*self._answered, *self._refused}
+            if any(name not in settled and name not in open_silos for name in self._cohort):
+                return  # an update is being checked, or a task is about to be offered
+            now, silos = self._clock() - self._began, self._attendance(steering)
+            decision = replace(self._rule, extension=steering.extension(self.number)).decide(silos, now)
+            self._decision = decision
+        if decision.verdict is Verdict.WAIT:
+            self._show(decision, now)
+            return
+        for lost in decision.lost:
+            self._tasks.event("forgetting", self.number, lost.name, self._loss(lost))
+        self._tasks.give_up({s.name: self._given_up(s, decision) for s in silos if s.is_open})
+
+    def _attendance(self, steering: Steering) -> list[Attendance]:
+        return [
+            Attendance(
+                name,
+                self._answered.get(name),
+                name in self._refused,
+                self._dispatcher.offline_for(name),
+                self._missed.get(name, 0),
+                self._classes(name, steering),
+            )
+            for name in self._cohort
+        ]
+
+    def _classes(self, name: str, steering: Steering) -> frozenset[str] | None:
+        if declared := self._declared.get(name, ()):
+            return frozenset(declared) & frozenset(self._manifest.schema.classes)
+        seen = self._brought.get(name) or steering.holds.get(name)
+        return None if seen is None else frozenset(seen)
+
+    # ---- words -----------------------------------------------------------------------------------------------------
+
+    def _show(self, decision: Decision, now: float) -> None:
+        """Store an event about whom the round waits for: once it takes long, and again when that changes."""
+        names = frozenset(a.name for a in decision.awaited)
+        if now < self._manifest.patience_s or names == self._shown:
+            return
+        self._shown = names
+        some = decision.awaited[:_NAMED]
+        whom = "; ".join(f"{a.name} ({self._state(a)}, {span(max(0.0, a.until - now))} more)" for a in some)
+        if others := len(decision.awaited) - len(some):
+            whom += f"; and {others} others"
+        text = f"{len(self._answered)} of {self._rule.needed} updates that are needed; waits for {whom}"
+        self._tasks.event("waiting", self.number, text=text)
+
+    def _state(self, silo: Awaited) -> str:
+        alone = f"; nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
+        return self._where(silo.name) + alone
+
+    def _where(self, name: str) -> str:
+        offline = self._dispatcher.offline_for(name)
+        if offline is None:
+            return "connected"
+        said = self._dispatcher.last_word(name)
+        return f"offline {span(offline)}" + (f", {said}" if said else "")
+
+    def _loss(self, lost: Awaited) -> str:
+        return (
+            f"closed without {lost.name} ({self._where(lost.name)}). Nobody else holds {', '.join(lost.classes)}: the "
+            "model is forgetting it. Wait (coordinator extend RUN --hours H), or go on without it?"
+        )
+
+    def _given_up(self, silo: Attendance, decision: Decision) -> FederationError:
+        why = "the quorum was missed" if decision.verdict is Verdict.PAUSE else "the round closed without it"
+        return UnavailableError("E-RUN-13", f"no update ({self._where(silo.name)}): {why}")
+
+
+def excluded_error() -> FederationError:
+    return RefusedError("E-RUN-42", "excluded by the lead; coordinator exclude RUN SILO --readmit asks it again")
+
+
+def missed_in_a_row(rounds: Sequence[RoundRow], names: Sequence[str]) -> dict[str, int]:
+    """Count the newest rounds that each silo was asked for and missed. rounds: closed ones, in order."""
+    found = dict.fromkeys(names, 0)
+    for name in names:
+        for row in reversed([r for r in rounds if name in r.cohort]):
+            if name in row.record.included:
+                break
+            found[name] += 1
+    return found

@@ -1,0 +1,105 @@
+"""Rounds in which the coordinator reads each update by itself: all in which they differ from masked ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coordinator.runs.open_round import OpenRound
+from coordinator.runs.preflight import ask_preflight
+from coordinator.runs.services import Services
+from coordinator.runs.tasks import RunTasks
+from coordinator.storage.records import Run, Steering
+from fl_core.rounds.engine import Observer, RoundLoop
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.class_coverage import ClassCoverage
+from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import read_alone
+from fl_core.types.values import Part, State
+from privacy.compiled_run import CompiledRun
+
+
+@dataclass(slots=True, eq=False)
+class PlainRounds:
+    """The rounds of a run without masks.
+
+    Every update that fits is taken, until the round is closed; the sum needs nobody's help, and classes are counted
+    from the answers before round 0. A restart finds all that it needs in the updates that are there.
+    """
+
+    run: Run
+    compiled: CompiledRun
+    services: Services
+    tasks: RunTasks
+    masks: Mapping[str, str] = field(default_factory=dict)
+    """What an offer names beside the model."""
+
+    def prepare(self, steering: Steering) -> ClassCoverage | None:
+        """Ask the silos before round 0 whether they can do their part; return what they say of classes, if asked.
+
+        A private run waits for all of them. One without privacy charges nothing and may go on with its quorum: it
+        waits for those that are connected, at most the manifest's patience. No answer is stored: after a restart all
+        are asked again, until a round was opened. Raises as `ask_preflight`.
+        """
+        run, compiled, store = self.run, self.compiled, self.services.store
+        if store.runs.round(run.id, 0) is not None:
+            return None
+        self.tasks.event("clear", text=read_alone(len(run.members)))
+        if run.closed:
+            return None
+        quorum = 0 if compiled.private else steering.quorum or compiled.manifest.quorum
+        asked = run, compiled.manifest, self.services.dispatcher, self.tasks
+        ready = ask_preflight(*asked, excluded=steering.excluded, all_answer=compiled.private, quorum=quorum)
+        if not compiled.counts_classes:
+            return None
+        trains = [set(pending.trains) for pending in ready.values() if pending.trains]
+        counted = [sum(c in each for each in trains) for c in range(len(compiled.manifest.schema.classes))]
+        silent = len(trains) < len(run.members) - len(steering.excluded)
+        return compiled.coverage(counted if trains else (), partial=silent)
+
+    def begin(self, loop: RoundLoop, observer: Observer, server: State) -> tuple[State, ClassCoverage | None]:
+        """Do what comes before round 0 once the model is there: nothing."""
+        del loop, observer
+        return server, None
+
+    def base(self, kind: TaskKind) -> str:
+        """Name what a round begins from, where that is no model."""
+        del kind
+        return ""
+
+    def opened(self, now: OpenRound) -> None:
+        """Take note of the round that is open."""
+
+    def needed(self, loop: RoundLoop, kind: TaskKind, cohort: int) -> int:
+        """Return how many updates of a cohort close a round."""
+        del kind
+        return loop.needed(cohort)
+
+    def fixed_set(self, round: int, kind: TaskKind) -> Mapping[str, str] | None:
+        """Return whose updates alone are taken, by digest; None: everybody's."""
+        del round, kind
+        return None
+
+    unmask = None
+    """Takes the masks off a round's sum."""
+
+    def classes_in(self, update: Mapping[str, Part]) -> frozenset[str] | None:
+        """Name the classes of which an update counts an example; None where that cannot be known."""
+        return classes_in(update, self.compiled.manifest)
+
+
+def classes_in(update: Mapping[str, Part], manifest: RunManifest) -> frozenset[str] | None:
+    """Name the classes of which an update counts an example, noisy counts as they are; None where it counts none.
+
+    Counted are the weights per class of the run's layout; what has another shape is refused elsewhere.
+    """
+    names, found = manifest.schema.classes, set[str]()
+    for part, spec in manifest.layout.items():
+        if spec.weight_shape != (len(names),) or part not in update:
+            continue
+        weight = update[part].weight
+        if tuple(weight.shape) != spec.weight_shape:
+            continue
+        counts = weight if weight.is_floating_point() else manifest.grid.decode(f"{part}.weight", weight)
+        found.update(name for name, count in zip(names, counts.tolist(), strict=True) if count >= 0.5)
+    return frozenset(found) or None

@@ -1,0 +1,134 @@
+"""The question before round 0 whether each silo can do its part of a whole run."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunTasks, no_answer
+from coordinator.storage.records import Run
+from fl_core.errors import FederationError, RefusedError, UnavailableError
+from fl_core.rounds.manifest import RunManifest
+from protos.consilium.v1 import federation_pb2 as pb
+
+GRACE_S = 30.0
+"""After the first refusal the others have this long to answer, so that the lead sees all refusals at once."""
+_REASON_CHARS = 200
+_LOOK_S = 0.05
+_NO_ANSWER = no_answer().code
+
+
+def ask_preflight(
+    run: Run,
+    manifest: RunManifest,
+    dispatcher: Dispatcher,
+    tasks: RunTasks,
+    excluded: Collection[str] = (),
+    all_answer: bool = True,
+    quorum: int = 0,
+    check: Callable[[str, pb.SecaggEntry | None], None] | None = None,
+    roster: bytes = b"",
+) -> dict[str, PendingTask]:
+    """Ask the silos of a run at once, and return when all are ready, with the answers of those that are.
+
+    excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
+    run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task
+    quorum: that the lead named, with which the run begins although others refuse; 0: a refusal stops it
+    check: of a masked run, of a silo's keys; what it raises counts as that silo's refusal   roster: sent beside the
+    question.
+
+    Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
+    names those that did not answer and must; RunInterrupted when the run was aborted or the service stops.
+    Guarantees: no task of a run is offered before this has returned.
+    """
+    wait_s = manifest.deadline_s if all_answer else min(manifest.deadline_s, manifest.patience_s)
+    names, due = [name for name in run.members if name not in excluded], time.monotonic() + wait_s
+    away = [name for name in names if dispatcher.activity_of(name) is None]
+    if not all_answer:
+        names = [name for name in names if name not in away]
+    text = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
+    tasks.event("preflight", text=text)
+    with ExitStack() as stack:
+        asked = {
+            name: stack.enter_context(
+                tasks.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due, roster))
+            )
+            for name in names
+        }
+        for pending in asked.values():
+            tasks.offer(pending)
+        failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id), check)
+    found = {name: pending for name, pending in asked.items() if name not in failures}
+    if not all_answer:
+        failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
+    if not failures:
+        return found
+    error = _combined_error(failures, len(names), run.id)
+    if not 0 < quorum <= len(run.members) - len(excluded) - len(failures):
+        raise error
+    text = f"begun with the quorum of {quorum} that was named, although {len(failures)} refused: {error}"
+    tasks.event("warning", text=text)
+    return found
+
+
+def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:
+    """Tell whether a silo may answer soon: it is connected, and its hospital has nothing to decide first."""
+    if (found := dispatcher.activity_of(name)) is None:
+        return False
+    return (found[0].activity, found[0].run_id) != (pb.AWAITING_APPROVAL, run_id)
+
+
+def _failures(
+    asked: Mapping[str, PendingTask],
+    awaited: Callable[[str], bool],
+    check: Callable[[str, pb.SecaggEntry | None], None] | None,
+) -> Mapping[str, FederationError]:
+    """Wait for the answers of all that are awaited, after the first refusal not much longer.
+
+    Raises RunInterrupted when the run was.
+    """
+    failures, answered, until = dict[str, FederationError](), set[str](), math.inf
+    while left := [name for name in asked if name not in answered]:
+        now = time.monotonic()
+        over = now >= until or not any(awaited(name) for name in left)
+        for name in left:
+            pending = asked[name]
+            if over or now >= pending.task.due:
+                pending.settle(no_answer())
+            if not pending.settled:
+                continue
+            answered.add(name)
+            try:
+                pending.wait()
+                if check is not None:
+                    check(name, pending.entry)
+            except FederationError as error:
+                failures[name] = error
+                until = min(until, now + GRACE_S)
+        if len(answered) < len(asked):
+            time.sleep(_LOOK_S)
+    return failures
+
+
+def _combined_error(failures: Mapping[str, FederationError], silos: int, run_id: str) -> FederationError:
+    """Make one error of all, with a line for each silo and what comes next on the last."""
+    silent = sorted(name for name, error in failures.items() if error.code == _NO_ANSWER)
+    unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
+    refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]
+    remedy = f"no round was begun and nothing charged; have it put right, then: coordinator resume {run_id}"
+    if not refused:
+        return UnavailableError(
+            "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unanswered}: {remedy}"
+        )
+    lines = [f"expected all {silos} silos to be ready, found {len(refused)} not", *sorted(refused)]
+    lines += [unanswered] if unanswered else []
+    explained = "what a hospital does about its code says `coordinator explain CODE`"
+    return RefusedError("E-RUN-36", "\n  ".join([*lines, f"{explained}; {remedy}"]))
+
+
+def _shortened(error: FederationError) -> str:
+    return textwrap.shorten(str(error), _REASON_CHARS, placeholder=" ...")

@@ -1,0 +1,31 @@
+"""What all runs of a coordinator work with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coordinator.runs.dispatcher import Dispatcher
+from coordinator.storage.store import Store
+from service_core.audit_log.lines import Entry
+from service_core.storage.object_store import ObjectStore
+from service_core.storage.private_files import Credentials
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Services:
+    """What a run works with.
+
+    signer: gives the coordinator's certificate in force   record: writes a line into the audit log   roster: gives the
+    newest signed list of members   model_lock: held while a model is built, since initial weights come from torch's
+    global generator, which all threads share.
+    """
+
+    store: Store
+    objects: ObjectStore
+    dispatcher: Dispatcher
+    signer: Callable[[], Credentials]
+    record: Callable[[Entry], object]
+    roster: Callable[[], bytes]
+    model_lock: threading.Lock = field(default_factory=threading.Lock)
