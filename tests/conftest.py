@@ -6,10 +6,14 @@ from service_core.tls.connect import require_tls13
 
 require_tls13()  # before anything imports gRPC
 
+import copy  # noqa: E402
 import gc  # noqa: E402
 import os  # noqa: E402
-from collections.abc import Generator  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Generator, Mapping, Sequence  # noqa: E402
+from functools import cache  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -34,6 +38,28 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """Compose equal words once: it takes Hydra a tenth of a second each time.
+
+    Words of an extension and of a folder of the user's own are composed anew, since what they name may have changed.
+    """
+    module = sys.modules.get("coordinator.config.hydra_config")
+    if module is None:
+        return
+    plain = module._compose
+
+    @cache
+    def kept(root: str, words: tuple[str, ...]) -> Mapping[str, Any]:
+        return plain(root, words, None)
+
+    def composed(root: str, words: Sequence[str], config_dir: Path | None) -> Mapping[str, Any]:
+        if config_dir is not None or any(":" in word for word in words):
+            return plain(root, words, config_dir)
+        return copy.deepcopy(kept(root, tuple(words)))
+
+    module._compose = composed
 
 
 @pytest.fixture(scope="session")
