@@ -174,14 +174,6 @@ def test_numbers_are_known_by_their_values_and_shape(tmp_path: Path) -> None:
         register(ledger, replace(whole, train=grouped, fingerprint="grouped"), "mine")
 
 
-def test_the_same_version_under_another_name_is_refused(tmp_path: Path) -> None:
-    whole = datasets.load("digits/p3c4/1")
-    ledger = Ledger(tmp_path / "ledger.db")
-    register(ledger, whole, "digits")
-    with pytest.raises(RefusedError, match="E-BUDGET-04"):
-        register(ledger, whole, "mine")
-
-
 def test_an_image_that_cannot_be_decoded_registers_nothing(tmp_path: Path) -> None:
     folder = photographs(tmp_path / "images")
     (broken,) = (folder / "train").rglob("3.png")

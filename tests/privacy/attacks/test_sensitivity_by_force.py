@@ -8,7 +8,6 @@ there. The exhaustive grid is slow; `make test` runs a diagonal of it through ev
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -163,12 +162,6 @@ def test_every_method_that_runs_privately_and_every_option_has_a_case() -> None:
         known = {key for options in cases for key in options} | OUTSIDE | DECIDED | ELSEWHERE
         left = [f.name for f in fields(METHODS[name]) if not {f.name, f"{name}.{f.name}"} & known]
         assert not left, f"{name}: {left}"
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_record_that_is_no_number_adds_nothing(place: int) -> None:
-    (call,) = captured("fedavg", {}, dropout=False)
-    assert Force(call, Coupling.EXAMPLE).moved(torch.full((1, 8, 8), math.nan), 1, place) == 0
 
 
 @pytest.mark.parametrize(

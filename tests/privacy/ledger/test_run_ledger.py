@@ -98,22 +98,6 @@ def test_units_are_the_same_under_any_label_space_and_patients_count_once(tmp_pa
         register(Ledger(tmp_path / "ledger.db"), torn, "x")
 
 
-def test_image_files_are_identified_by_their_bytes(tmp_path: Path) -> None:
-    from PIL import Image
-
-    for c, colour in (("a", 10), ("b", 200)):
-        for k in range(3):
-            file = tmp_path / "images" / c / f"{k}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8, 8), (colour, k * 40, 0)).save(file)
-    small, large = (
-        datasets.load(f"folder:{tmp_path / 'images'}", datasets.DataRequest(classes=["a", "b"], image_size=size))
-        for size in (8, 16)
-    )
-    assert unit_names(small.train) == unit_names(large.train)
-    assert len(set(unit_names(small.train) + unit_names(small.test))) == 6
-
-
 CRP = 'label = "dx"\nclasses = ["a", "b"]\n[columns.crp]\ntype = "number"\nmin = 0\nmax = 500\n'
 SHORT = [round(0.1 + 0.3 * k, 1) for k in range(120)]
 LONG = [500 * (k * 0.6180339887498949 % 1) for k in range(120)]

@@ -42,29 +42,6 @@ def refusals(ledger) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "terms", "code"),
-    [
-        ("[runs]\nmethods = ['fedmr', 'fednh']\n", {}, "E-POLICY-02"),
-        ("[privacy]\nrng = 'test'\nmin_noise = 3.0\n", {}, "E-POLICY-05"),
-        ("[privacy]\nrng = 'test'\n", {"epsilon": 9.0}, "E-POLICY-05"),
-        ("[privacy]\nrng = 'test'\n", {"delta": 1e-4}, "E-POLICY-05"),
-        ("", {}, "E-POLICY-05"),
-    ],
-    ids=["another method", "less noise", "a larger epsilon", "a larger delta", "noise that repeats"],
-)
-def test_less_noise_or_another_method_is_refused_with_a_record(make, tmp_path, reads, policy, terms, code):
-    ledger = budgeted(tmp_path / "home", epsilon=100.0, policy=policy)
-    hospital = make(private(**terms))
-    del reads[:]
-    hospital.offer()
-    assert hospital.refused().code == code
-    assert [detail for _, detail in refusals(ledger)] == [code]
-    assert reads == []
-    assert ledger.history(TRAIN) == []
-    ledger.verify()
-
-
 @pytest.mark.parametrize(("round", "cohort"), [(2, 3), (7, 3), (0, 2)])
 def test_a_round_that_the_plan_does_not_have_is_refused_with_a_record(make, tmp_path, reads, round, cohort):
     """The run has two rounds of three hospitals: a third one would be a release that its noise was not solved for."""

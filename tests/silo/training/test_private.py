@@ -89,15 +89,6 @@ def test_over_budget_is_refused_before_an_example_is_read_and_told_by_its_code_a
     assert ledger.status(TEST).spent_rdp == 0
 
 
-def test_a_refusal_of_one_collection_gives_back_what_was_set_aside_in_the_other(make, tmp_path):
-    ledger = budgeted(tmp_path / "home0", test_epsilon=0.001)
-    hospital = make(private())
-    hospital.start()
-    hospital.offer()
-    assert hospital.refused().code == "E-BUDGET-01"
-    assert ledger.status(TRAIN).spent_rdp == 0
-
-
 @pytest.mark.parametrize("unregistered", [True, False])
 def test_data_without_a_registration_or_a_budget_is_not_used(make, tmp_path, unregistered):
     if unregistered:
@@ -202,33 +193,6 @@ def test_class_counts_are_released_once_and_survive_a_restart(make, tmp_path):
     purposes = [p.purpose for _, _, planned in ledger.entries(TRAIN) for p in planned]
     assert purposes.count("class counts") == 1
     assert purposes.count("training") == 2
-
-
-def test_two_runs_share_one_budget(make, tmp_path):
-    ledger = budgeted(tmp_path / "home0")
-    hospital = make(private(reserve_rounds=0))
-    hospital.start()
-    for k in (1, 2):
-        hospital.run_id = f"run-{k}"
-        first(hospital, k)
-        assert 0.49 * k < ledger.status(TRAIN).used <= 0.5 * k  # a run of two rounds, solved for the whole budget
-    hospital.run_id = "run-3"
-    hospital.offer()
-    assert hospital.refused().code == "E-BUDGET-01"
-    assert 0.98 < ledger.status(TRAIN).used <= 1
-
-
-def test_a_round_offered_again_under_other_ids_stays_within_one_runs_epsilon(make, tmp_path):
-    ledger = budgeted(tmp_path / "home0", epsilon=500.0, test_epsilon=500.0)
-    hospital = make(private())
-    hospital.start()
-    for k in (1, 2, 3):
-        hospital.run_id = f"run-{k}"
-        first(hospital, k)
-    hospital.run_id = "run-4"
-    hospital.offer()
-    assert hospital.refused().code == "E-BUDGET-12"
-    assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 8.0
 
 
 def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remembers(make, tmp_path):

@@ -10,17 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
-from fl_core.types.enums import Coupling, Split
+from fl_core.types.enums import Split
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, Losses, SgdOptions
-from privacy.accounting.dry_run import check_independence, dry_run
-from privacy.accounting.record_config import RecordDpConfig, round_to_two_digits
-from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.sources import Keys, SecureNoise, SeededNoise
 from privacy.mechanisms.record.per_sample_gradients import clipped
@@ -31,20 +29,6 @@ from tests.support.privacy import CONTEXT, PLAIN, NoNoise, ce, examples, model_o
 pytestmark = pytest.mark.integration
 
 OPEN = RecordDpConfig(clip=1e4, physical_batch=5)
-
-
-def test_with_infinite_clip_and_no_noise_the_private_door_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full batches (q = 1), so that both see the same examples; in chunks of 5 on the private side."""
-    monkeypatch.setattr(grid, "ROUNDING", 1e-12)
-    data, plan = examples(), plan_of(OPEN)
-    private, plain = model_of(), model_of()
-    assert (
-        private_data(plan, data).sgd(private, ce)
-        == PlainLocalData(RoundData(data, data, PLAIN, CONTEXT)).sgd(plain, ce)
-        == 3
-    )
-    for name, value in tensor_maps.copy_state(plain).items():
-        assert torch.allclose(tensor_maps.copy_state(private)[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_t_22_penalty_and_shift_are_added_after_the_noise() -> None:
@@ -91,18 +75,6 @@ def test_t_20_steps_and_divisor_do_not_follow_the_true_number_of_records() -> No
         assert private.planned_steps() == 9
         assert private.size() == 24
         assert plan.batch == 8
-
-
-def test_units_are_declared_upward_to_two_digits_and_from_a_hundred_on() -> None:
-    assert [round_to_two_digits(n) for n in (0, 1, 7, 99, 100, 101, 110)] == [100, 100, 100, 100, 100, 110, 110]
-    assert [round_to_two_digits(n) for n in (139, 1234, 1300, 1437, 12345, 99_001)] == [
-        140,
-        1300,
-        1300,
-        1500,
-        13_000,
-        100_000,
-    ]
 
 
 def moved_by(plan: ReleasePlan, loss, keep: list[int] | None) -> Tensor:  # type: ignore[no-untyped-def]
@@ -156,25 +128,6 @@ def test_t_14_a_record_can_turn_a_microbatch_around() -> None:
     assert micro([2.0, 3.0]) - micro([2.0, 3.0, -100.0]) == pytest.approx(2.0, abs=1e-5)
 
 
-def test_t_14_consecutive_blocks_would_have_no_bound() -> None:
-    """Values (10, -9, -2, 3) repeated 50 times: one more record in front shifts every block of two."""
-    values = [10.0, -9.0, -2.0, 3.0] * 50
-
-    def blocks(v: list[float]) -> float:
-        return sum(max(-1.0, min(1.0, sum(v[i : i + 2]))) for i in range(0, len(v), 2))
-
-    assert abs(blocks(values) - blocks([0.0, *values])) >= 99
-    dealt = [k % 100 for k in range(200)]  # every record keeps its microbatch: ours
-
-    def ours(v: list[float], groups: list[int]) -> float:
-        sums = [0.0] * 100
-        for value, group in zip(v, groups, strict=True):
-            sums[group] += value
-        return sum(max(-1.0, min(1.0, total)) for total in sums)
-
-    assert abs(ours(values, dealt) - ours([-500.0, *values], [7, *dealt])) <= 2
-
-
 def test_coupled_terms_every_other_step_have_two_entries_of_equal_noise() -> None:
     terms = RecordDpConfig(coupled_every=4, clip=1.0, coupled_clip_ratio=0.25)
     plan = plan_of(terms, replace(PLAIN, batch_size=6, epochs=4), method="fedmr", mu1=1e-4, mu2=0.0)
@@ -182,33 +135,6 @@ def test_coupled_terms_every_other_step_have_two_entries_of_equal_noise() -> Non
     (a, b) = (r.mechanism for r in plan.training(16))
     assert (a.noise, a.steps) == (1.0, 4)
     assert (b.noise, b.steps) == (1.5, 12)  # the same standard deviation over the smaller sensitivity
-
-
-def test_t_13_a_loss_that_mixes_examples_is_found_by_the_probe() -> None:
-    model = model_of()
-    check_independence(model, ce, SCHEMA)
-
-    def mixing(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
-        logits = model(x)
-        return Losses(cross_entropy(logits - 0.01 * logits.mean(0), y, reduction="none"))
-
-    with pytest.raises(RefusedError, match="E-PRIV-16"):
-        check_independence(model, mixing, SCHEMA)
-
-
-def test_t_13_fedmrs_inter_loss_must_be_weighted_by_example() -> None:
-    with pytest.raises(RefusedError, match="E-PRIV-16"):
-        plan_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="batch")
-    plan_of(RecordDpConfig(), method="fedmr", mu1=0.0, mu2=0.1, inter_weighting="example")
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedproc", "moon", "fedrs", "fedlc", "fedgela", "fednh"])
-def test_t_13_every_per_example_method_passes_the_probe(name: str) -> None:
-    method = build_method(name, {})
-    assert method.coupling is Coupling.EXAMPLE
-    needs = dry_run(method, model_of(), SCHEMA, PLAIN, SamplingSchedule(PLAIN, 24).steps)
-    assert needs.steps
-    assert needs.example_sums == 0
 
 
 def test_a_release_that_was_not_planned_is_refused_before_any_example_is_read() -> None:
