@@ -44,7 +44,7 @@ test-all: setup  ## All tests, with the slow ones
 test-ray: setup  ## The tests of simulation on Ray; adds the extra to .venv
 	@UV="$(PYTHON) -m uv"; $$UV --version >/dev/null 2>&1 || UV=$(VENV)/.uv/bin/uv; \
 	$$UV pip install --quiet --python $(BIN)/python --require-hashes -r requirements-ray.lock
-	@$(BIN)/python -m pytest -q tests/fl_core/simulation/test_ray.py
+	@$(BIN)/python -m pytest -q tests/consilium/research/engines/test_ray.py
 
 check: setup  ## Style, types, layers, generated code, configuration, links of the documentation
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

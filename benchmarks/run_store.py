@@ -22,9 +22,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
+from consilium.research.simulate.results import Result
+from consilium.research.simulate.sweep import in_processes
 from coordinator.config.run_spec import RunSpec, SecaggSpec
-from coordinator.simulate.results import Result
-from coordinator.simulate.sweep import in_processes
 from fl_core import datasets
 from fl_core.converter import stated
 from fl_core.errors import DataError

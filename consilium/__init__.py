@@ -13,7 +13,14 @@ within a major version. Everything else may change.
 extending.py   what methods, models, data sets and partitions of your own are made of
 testing/       what they owe, as functions for your own tests
 cli/           the command `consilium`: an exported model at one machine, without a federation
-page/          the same in a browser
+
+What people put on top of the core, a room each; the core imports none of them:
+
+research/      simulations, sweeps, ablations, comparisons, the demo
+pages/         what a browser on this machine shows: the lead's page, the hospital's page
+model/         exported models: predict, calibrate, a page for images, ONNX
+report/        the signed card of a model, and documents written from it
+audit/         attacks on a hospital's own updates
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coordinator.simulate.python_api import Progress, Simulation, simulate
+    from consilium.research.simulate.python_api import Progress, Simulation, simulate
     from fl_core.errors import ConfigError, DataError, FederationError
 
 __all__ = ["ConfigError", "DataError", "FederationError", "Progress", "Simulation", "simulate"]
@@ -34,5 +41,5 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(
-        importlib.import_module("fl_core.errors" if name in _ERRORS else "coordinator.simulate.python_api"), name
+        importlib.import_module("fl_core.errors" if name in _ERRORS else "consilium.research.simulate.python_api"), name
     )

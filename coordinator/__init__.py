@@ -5,9 +5,7 @@ config/      from words on the command line to the frozen manifest
 api/         the gRPC surface: server, authorization, one file per service, values as messages
 runs/        runs while they run: scheduler, dispatcher to silos, sessions, checkpoints
 storage/     what is kept: SQLite tables and transactions, objects, uploads
-lead/        what a lead sees of runs: client, tables, JSON, curves, comparison, page, exported models
+lead/        what a lead sees of runs: client, tables, JSON, progress, surveys
 operations/  health of the running service
 pki/         the certificate authority and the membership
-simulate/    `coordinator simulate`, sweeps, the privacy ablation
-demo/        `coordinator demo`: a real federation on one machine
 """

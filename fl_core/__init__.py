@@ -4,11 +4,9 @@ types/        what all else is made of: values, enums, records, interfaces, arit
 rounds/       one round end to end: the round loop, a silo's half, sampling, the run manifest, the layout of updates
 aggregation/  from updates to one exact sum: the fixed-point format, the aggregator, guards whose settings follow
 training/     a silo's local work: access to examples, optimizers, evaluation, devices
-simulation/   whole federations in one process or on Ray
 methods/      the algorithms, one file each, by family
 models/       the networks, one file per family
 survey/       counts of what records are, as a run that trains nothing
-prediction/   a model's file, calibration, sets of classes; classifying with it where no federation is
 datasets/     data by reference, readers of sources, how examples are divided among silos
 extensions/   methods, models, data sets and partitions of other distributions
 errors/       the error classes, and what each code means

@@ -5,5 +5,4 @@ mechanisms/  what makes an answer private: of records, of a whole hospital, the 
 accounting/  planned releases, the epsilon that they cost, and what noise leaves of an accuracy
 ledger/      the hospital's append-only account of releases
 secagg/      sums of masked updates, of which nobody sees a single one
-audit/       attacks on the real code, and lower bounds on epsilon
 """

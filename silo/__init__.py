@@ -6,7 +6,6 @@ training/    a task at the hospital: policy and budget, then training
 connection/  everything that talks gRPC: connection, session, transfer, when to try again
 identity/    the hospital's key, its certificate, and the keys of others that it accepts
 reports/     what the page and the commands say alike
-page/        the hospital's page: what it shows and what its buttons do
 operations/  the doctor, the log, and whether the service lives
 storage/     the home folder, the database, the outbox
 """

@@ -10,17 +10,21 @@ import copy  # noqa: E402
 import gc  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Generator, Mapping, Sequence  # noqa: E402
+from collections.abc import Generator, Iterator, Mapping, Sequence  # noqa: E402
 from functools import cache  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from fl_core.datasets.sources import arrays, image_folders  # noqa: E402
 from tests.support.data import real_data  # noqa: E402
 from tests.support.pki import today  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.support.coordinator import World
 
 settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None)
 settings.register_profile("nightly", max_examples=500, deadline=None)
@@ -80,3 +84,20 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def clock():
     return today()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing read for one test is kept for another; checksums of the real archives cannot hold for tiny copies."""
+    for cached in (arrays._read, arrays._partition, image_folders.scan, image_folders.shares):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Give a coordinator that runs for one test."""
+    from tests.support.coordinator import running
+    from tests.support.federations import NAMES
+
+    with running(tmp_path / "home", NAMES) as found:
+        yield found

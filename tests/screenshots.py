@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from service_core.web.serve import PageServer
-from silo.page.site import HospitalPage
+from consilium.pages.hospital.site import HospitalPage
+from consilium.pages.web.serve import PageServer
 from tests.support.hospital import furnished
 from tests.support.made_up_service import FEDAVG, FEDMR, WAITS, consortium
 from tests.support.pages import Visit, chromium, shown

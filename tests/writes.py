@@ -38,10 +38,10 @@ from typing import NamedTuple  # noqa: E402
 
 import torch  # noqa: E402
 
+from consilium.research.simulate import runner  # noqa: E402
 from coordinator.api.server import CoordinatorServer  # noqa: E402
 from coordinator.config.hydra_config import compose_spec  # noqa: E402
 from coordinator.pki.authority import Authority  # noqa: E402
-from coordinator.simulate import runner  # noqa: E402
 from coordinator.storage.records import RunState  # noqa: E402
 from coordinator.storage.store import Store as CoordinatorStore  # noqa: E402
 from fl_core import datasets  # noqa: E402

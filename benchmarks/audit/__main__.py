@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.audit.faults import FAULTS, Missing, Repeated
-from privacy.audit import __main__ as program
-from privacy.audit import canaries, step_checks
-from privacy.audit.step_checks import Step
-from privacy.audit.training import Training
+from consilium.audit import __main__ as program
+from consilium.audit import canaries, step_checks
+from consilium.audit.step_checks import Step
+from consilium.audit.training import Training
 from privacy.mechanisms.noise.sources import SeededNoise
 
 HERE = Path(__file__).parent

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.audit.faults import FAULTS
-from privacy.audit import hostile
-from privacy.audit.worlds import measure
+from consilium.audit import hostile
+from consilium.audit.worlds import measure
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
 HERE = Path(__file__).parent

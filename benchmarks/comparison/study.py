@@ -28,11 +28,11 @@ from benchmarks.comparison.settings import Comparison, Words
 from benchmarks.paper import images, paper_metrics
 from benchmarks.paper.study import runtime_and_tests, whole
 from benchmarks.run_store import Run
+from consilium.research.simulate import runner
+from consilium.research.simulate.engine import SimulationEngine
+from consilium.research.simulate.results import Result
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate import runner
-from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.results import Result
 from fl_core.errors import FederationError
 from fl_core.rounds.engine import Observer
 from fl_core.training.devices import choose_device

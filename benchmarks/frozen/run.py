@@ -27,8 +27,8 @@ from benchmarks.comparison.settings import Comparison
 from benchmarks.comparison.study import Trial, Tuned
 from benchmarks.frozen import isic
 from benchmarks.run_store import Run
-from coordinator.simulate import runner
-from coordinator.simulate.engine import SimulationEngine
+from consilium.research.simulate import runner
+from consilium.research.simulate.engine import SimulationEngine
 from fl_core.errors import FederationError
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import round_layout

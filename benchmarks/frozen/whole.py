@@ -22,10 +22,10 @@ from benchmarks.comparison import study
 from benchmarks.frozen import isic
 from benchmarks.frozen.extract import MODEL
 from benchmarks.run_store import Run
+from consilium.research.simulate import runner
+from consilium.research.simulate.checkpoints import Checkpoints
+from consilium.research.simulate.engine import SimulationEngine
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate import runner
-from coordinator.simulate.checkpoints import Checkpoints
-from coordinator.simulate.engine import SimulationEngine
 from fl_core import datasets
 from fl_core.datasets.image_files import ImageExamples
 from fl_core.datasets.sources import isic2019

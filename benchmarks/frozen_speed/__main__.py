@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks import timing
 from benchmarks.timing import Value
+from consilium.research.engines.in_process import InProcessSilo, SiloShare
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.datasets import TensorExamples
 from fl_core.methods import all_options
@@ -24,7 +25,6 @@ from fl_core.models.split_model import body_rows
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, SiloShare
 from fl_core.training.frozen_features import with_rows
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import Schema, TrainConfig

@@ -36,8 +36,8 @@ from benchmarks.comparison.settings import Comparison
 from benchmarks.gpu import checks, skin, throughput
 from benchmarks.paper import images
 from benchmarks.run_store import TimeUpError
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate import runner
 from fl_core import datasets
 from fl_core.errors import FederationError
 from fl_core.training.devices import choose_device
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "tests/privacy/mechanisms/record/test_devices.py",
     "tests/fl_core/training/test_devices.py",
-    "tests/fl_core/simulation/test_scale.py",
+    "tests/consilium/research/engines/test_scale.py",
     "tests/fl_core/test_rng.py",
 )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from consilium.research.simulate import runner
+from consilium.research.simulate.engine import SimulationEngine
+from consilium.research.simulate.results import Result
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate import runner
-from coordinator.simulate.engine import SimulationEngine
-from coordinator.simulate.results import Result
 from fl_core.rounds.run_setup import RunSetup
 
 BASE = ("data=digits", "federation=iid-4", "rounds=3", "train.max_steps=8", "seed=1", "threads=1")

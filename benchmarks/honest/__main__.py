@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.run_store import Run, complete, read, seeded
+from consilium.research.engines.in_process import RoundHistory, SiloShare, local_ports, thread_count
+from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate.runner import build_simulation
 from fl_core import rng
 from fl_core.aggregation.update_check import Measured, UpdateCheck
 from fl_core.errors import FederationError
 from fl_core.methods import METHODS
-from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports, thread_count
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Capability, SiloPort

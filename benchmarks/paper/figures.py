@@ -22,7 +22,7 @@ from benchmarks.paper.frame import replaced
 from benchmarks.paper.measures import MEASURES
 from benchmarks.paper.probes import PROBES
 from benchmarks.run_store import Run
-from coordinator.simulate.engine import SimulationEngine
+from consilium.research.simulate.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError, FederationError
 from fl_core.suggest import suggest
 

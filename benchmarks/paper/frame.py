@@ -28,8 +28,8 @@ from torch import Tensor
 from benchmarks.paper import images, tables
 from benchmarks.paper.study import NewestState, runtime_and_tests, whole
 from benchmarks.run_store import seeded
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate import runner
 from fl_core.methods.shared.class_vectors import adaptation
 from fl_core.types.clinical import macro_mean
 

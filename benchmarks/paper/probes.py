@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, one_hot
 
 from benchmarks.paper import paper_metrics
+from consilium.research.simulate import runner
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate import runner
 from fl_core.methods.shared.class_vectors import CLASSIFIER, Adapted
 from fl_core.rounds.engine import Observer
 from fl_core.training.evaluation import ConcatExamples

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from benchmarks import run_store
 from benchmarks.paper import curves, drawings, figures, report, study, tables
-from coordinator.simulate.checkpoints import Checkpoints
-from coordinator.simulate.engine import SimulationEngine
+from consilium.research.simulate.checkpoints import Checkpoints
+from consilium.research.simulate.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError, FederationError
 from fl_core.suggest import suggest
 

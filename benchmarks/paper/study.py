@@ -13,11 +13,11 @@ from benchmarks import run_store
 from benchmarks.paper import images, paper_metrics, probes
 from benchmarks.paper.tables import Setting, Table
 from benchmarks.run_store import Run, seeded
+from consilium.research.simulate import runner
+from consilium.research.simulate.engine import SimulationEngine
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.manifest_builder import manifest_from, schema_of
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate import runner
-from coordinator.simulate.engine import SimulationEngine
 from fl_core import datasets, rng
 from fl_core.datasets.partition.federations import HELD_OUT
 from fl_core.methods import build_method, method_class

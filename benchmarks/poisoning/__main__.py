@@ -10,12 +10,12 @@ import argparse
 import json
 
 from benchmarks.poisoning.attacks import ATTACKS, BadSilo, with_bad_data
+from consilium.research.engines.in_process import RoundHistory, SiloShare, local_ports
+from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate.runner import build_simulation
 from fl_core.aggregation.options import AGGREGATORS
 from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
 from fl_core.training.evaluation import ConcatExamples, evaluate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import RoundData, SiloPort

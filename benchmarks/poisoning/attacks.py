@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from consilium.research.engines.in_process import SiloShare
 from fl_core.errors import UnavailableError
-from fl_core.simulation.in_process import SiloShare
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.values import Bundle, Examples, Part, RoundContext, State

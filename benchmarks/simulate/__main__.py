@@ -15,17 +15,17 @@ import torch
 from benchmarks import timing
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
+from consilium.research.engines.in_process import RoundHistory, SiloShare, local_ports
+from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate.runner import build_simulation
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State
 
 
 class Federated:
-    """What `fl_core.simulation.in_process.simulate` does, round by round."""
+    """What `consilium.research.engines.in_process.simulate` does, round by round."""
 
     def __init__(self, manifest: RunManifest, shares: Sequence[SiloShare]) -> None:
         self.history = RoundHistory()

@@ -26,13 +26,13 @@ from benchmarks import timing
 from benchmarks.simulate.others import Other, cpu_seconds
 from benchmarks.simulate.plain import Plain
 from benchmarks.timing import Timed
+from consilium.research.engines.in_process import RoundHistory, SiloShare, local_ports, thread_count
+from consilium.research.engines.workers import WorkerPool, cores
+from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate.runner import build_simulation
 from fl_core.rounds.engine import RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, local_ports, thread_count
-from fl_core.simulation.workers import WorkerPool, cores
 from fl_core.types.enums import TaskKind
 
 

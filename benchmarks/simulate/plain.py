@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from consilium.research.engines.in_process import SiloShare
 from fl_core import rng
 from fl_core.models import build_model
 from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import SiloShare
 
 
 class Plain:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.simulate.others import DONE, READY, say, wait_for_turn
+from consilium.research.engines.ray import Cluster, simulate_ray
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.ray import Cluster, simulate_ray
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from consilium import simulate
 from consilium.extending import ArrayData
-from fl_core.prediction import conformal
-from fl_core.prediction.calibration import Asked, calibrate
+from consilium.model import conformal
+from consilium.model.calibration import Asked, calibrate
 
 FALSE_FLAGS, CLASSES, TRAINING = 0.1, 10, 0.6
 NETWORK = {"model": "digits_cnn", "rounds": 20, "train.epochs": 2, "train.batch_size": 32}

@@ -10,7 +10,7 @@ from service_core import startup
 
 
 def _prepare() -> Callable[[], object]:
-    from consilium.cli.predict import app
+    from consilium.model.commands import app
     from service_core.command_line import made_command
 
     return partial(made_command(app), sys.argv[1:], prog_name="consilium")

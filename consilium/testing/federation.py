@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from consilium.research.engines.in_process import SiloShare
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.extensions.registry import identity
@@ -14,7 +15,6 @@ from fl_core.methods import all_options, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
-from fl_core.simulation.in_process import SiloShare
 from fl_core.training.frozen_features import trained_part
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig

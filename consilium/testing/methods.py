@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from consilium.research.engines.in_process import InProcessSilo, thread_count
 from consilium.testing.federation import (
     SCHEMA,
     MadeUp,
@@ -36,7 +37,6 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
-from fl_core.simulation.in_process import InProcessSilo, thread_count
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps

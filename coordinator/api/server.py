@@ -43,12 +43,12 @@ from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.channel_options import SERVER_OPTIONS
+from service_core.loopback import LoopbackAddress
 from service_core.operations import checks
 from service_core.pki.identity import Address
 from service_core.storage import private_files
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
-from service_core.web.loopback import LoopbackAddress
 
 if TYPE_CHECKING:  # a web server is loaded where metrics are asked for
     from service_core.operations.metrics_endpoint import MetricsEndpoint

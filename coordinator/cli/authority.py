@@ -13,6 +13,9 @@ from typing import Annotated
 
 import typer
 
+from consilium.report.card import Card
+from consilium.report.commands import OwnRecord, make_app
+from consilium.report.signed_card import SignedCard
 from coordinator.cli.options import Home, Place, SigningPlace, home_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
@@ -24,9 +27,6 @@ from fl_core.errors import ConfigError
 from fl_core.text import read_text
 from service_core.command_line import Json, command
 from service_core.console import Reply, local_time, make_table
-from service_core.model_card.card import Card
-from service_core.model_card.commands import OwnRecord, make_app
-from service_core.model_card.signed_card import SignedCard
 from service_core.pki.identity import certificate_fingerprint, colons, identity_of
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import Roster

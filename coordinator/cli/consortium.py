@@ -149,7 +149,7 @@ def serve(
 ) -> None:
     """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
     startup.end_on_interrupt()
-    from service_core.web.loopback import LoopbackAddress
+    from service_core.loopback import LoopbackAddress
 
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
     from coordinator.api.server import CoordinatorServer, Settings

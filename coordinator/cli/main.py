@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,26 +14,23 @@ if TYPE_CHECKING:
     import typer
 
 COMMANDS = {
-    "consortium": ("init", "invite", "revoke", "serve"),
-    "operations": ("backup", "restore", "doctor", "health", "log", "page"),
-    "authority": ("ca", "leads", "card"),
-    "runs": (
+    "coordinator.cli.consortium": ("init", "invite", "revoke", "serve"),
+    "coordinator.cli.operations": ("backup", "restore", "doctor", "health", "log", "page"),
+    "coordinator.cli.authority": ("ca", "leads", "card"),
+    "coordinator.cli.runs": (
         *("run", "watch", "status", "runs", "show", "abort", "resume"),
         *("exclude", "extend", "withdraw", "export", "silos"),
     ),
-    "survey": ("survey",),
-    "evaluation": ("evaluate",),
-    "research": ("simulate", "demo", "methods", "models", "explain", "data"),
-    "reports": ("compare", "plot", "logs"),
-    "privacy": ("privacy",),
+    "coordinator.cli.survey": ("survey",),
+    "coordinator.cli.evaluation": ("evaluate",),
+    "consilium.research.commands": ("simulate", "demo", "methods", "models", "explain", "data"),
+    "consilium.research.reports": ("compare", "plot", "logs"),
+    "coordinator.cli.privacy": ("privacy",),
 }
-"""Which module of `coordinator.cli` holds which command, in the order of the help: a command loads one module and the
-help none, since all of them take seconds and 800 MB."""
-READING = {
-    command
-    for module in ("runs", "survey", "evaluation", "reports", "research", "privacy")
-    for command in COMMANDS[module]
-}
+"""Which module holds which command, in the order of the help: a command loads one module and the help none, since all
+of them take seconds and 800 MB."""
+_WRITING = ("coordinator.cli.consortium", "coordinator.cli.operations", "coordinator.cli.authority")
+READING = {command for module, commands in COMMANDS.items() if module not in _WRITING for command in commands}
 READING = READING - {"export"} | {"serve", "leads list", "card", "doctor", "health", "log", "page"}
 """Commands without a line in the audit log: they change nothing here, or the service writes it."""
 
@@ -58,7 +55,7 @@ def build(words: list[str]) -> typer.Typer:
             for command in commands:
                 app.command(name=command, help=summaries[command])(lambda: None)
         return app
-    loaded = importlib.import_module(f"coordinator.cli.{module}")
+    loaded = importlib.import_module(module)
     for command in COMMANDS[module]:
         found = getattr(loaded, command)
         if isinstance(found, typer.Typer):
@@ -79,7 +76,10 @@ def _summaries(module: str) -> dict[str, str]:
     The first paragraph of a function's docstring, and `help` of a group of commands.
     """
     found = dict[str, str]()
-    for node in ast.parse((Path(__file__).parent / f"{module}.py").read_text()).body:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return {}
+    for node in ast.parse(Path(spec.origin).read_text()).body:
         if isinstance(node, ast.FunctionDef):
             found[node.name] = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         elif (

@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from consilium.pages.command import Bind as PageAddress
+from consilium.pages.command import Browser, serve_until_told
 from coordinator.cli.options import AnyPlace, Place, home_of
 from coordinator.cli.runs import Client
 from coordinator.lead.client import ADDRESS_FILE, LEAD_ENV, LeadClient, credentials_of
@@ -27,8 +29,6 @@ from service_core.command_line import AcceptLoss, BackupFolder, Json, command
 from service_core.console import Reply, local_time
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
-from service_core.page_command import Bind as PageAddress
-from service_core.page_command import Browser, serve_until_told
 from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of
 from service_core.storage import backup as backups
@@ -260,9 +260,9 @@ def page(bind: PageAddress = None, browser: Browser = True, as_json: Json = Fals
     the last answers where the service is away. Only this user of this machine reaches it, through a link that works
     once; the file always holds a fresh one. Everything that its buttons do is a command, too.
     """
-    from coordinator.lead.page.exports import Exporter
-    from coordinator.lead.page.service_watch import ServiceWatch
-    from coordinator.lead.page.site import LeadPage, own_certificates
+    from consilium.pages.lead.exports import Exporter
+    from consilium.pages.lead.service_watch import ServiceWatch
+    from consilium.pages.lead.site import LeadPage, own_certificates
 
     own, consortium = own_certificates(credentials_of(home))
     connect = partial(LeadClient.open, home, own.lead)

@@ -89,7 +89,7 @@ def preview(
     found, form = preview(CompiledRun.of(manifest)), private_form(manifest.to_json())
     facts: dict[str, Any] = {**found, "private_form": dict(manifest.private_form)}
     if expected and found["silos"]:
-        from coordinator.simulate.expectation import expect
+        from consilium.research.simulate.expectation import expect
 
         outcome = expect(spec, expected, data_root, ERR.print)
         return Reply({**facts, "expected": outcome.facts()}, chain(_shown(found, form), outcome.lines()))
@@ -148,7 +148,7 @@ def _given(spec: RunSpec, sizes: str) -> RunManifest:
 
 
 def _simulated(spec: RunSpec, data_root: Path | None) -> RunManifest:
-    from coordinator.simulate.runner import build_simulation
+    from consilium.research.simulate.runner import build_simulation
 
     return build_simulation(replace(spec, silos=None), data_root)[0]
 

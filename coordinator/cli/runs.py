@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from consilium.report.card import stated
 from coordinator.cli.options import Extensions, Home, Place, Trackers, home_of
 from coordinator.lead import accuracy, tables
 from coordinator.lead.as_json import detail_json, event_json, run_json, silos_json
@@ -32,11 +33,10 @@ from fl_core.types.survey import SURVEY
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Depends, Json, command
 from service_core.console import ERR, Reply, counted, local_time, print_json
-from service_core.model_card.card import stated
 
 if TYPE_CHECKING:
+    from consilium.research.trackers import Tracking
     from coordinator.config.run_spec import RunSpec
-    from coordinator.lead.trackers import Tracking
 
 _NAMED = 20
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
@@ -126,7 +126,7 @@ def _listed(manifest: str) -> str:
 @command
 def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, *, client: Client) -> Reply:
     """Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told again."""
-    from coordinator.lead.trackers import Tracking, open_tracker
+    from consilium.research.trackers import Tracking, open_tracker
 
     info = client.show(run).info
     about = {"name": info.name, "method": info.method, "data": info.data, "manifest": info.manifest_digest}
@@ -332,8 +332,9 @@ def export(
     RUN.card.json is the card as one document, signed with your certificate, and RUN.card.html its page: whoever has the
     authority's fingerprint can check both (card verify) and write documents from them (card write).
     """
-    from coordinator.lead import board_card, portable
-    from coordinator.lead.export import check_detail, export_model, frozen_weights, state_limit
+    from consilium.model import portable
+    from consilium.report import board_card
+    from consilium.report.export import check_detail, export_model, frozen_weights, state_limit
     from coordinator.lead.surveys import fetched
     from fl_core.extensions import loading
 

@@ -48,7 +48,7 @@ def survey(
     Nothing is asked of a hospital whose policy.toml names no questions ([survey] allow). Numbers of fewer than 10
     patients are held back; with privacy=dp_record numbers are noisy, and each hospital's ledger pays for them once.
     """
-    from coordinator.lead import plots
+    from consilium.research import plots
     from coordinator.lead.surveys import fetched
 
     if picture is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from consilium.research.datasets import leaf, spiral
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex, problem
 from fl_core.datasets.decoding.dicom import Window
@@ -30,8 +31,6 @@ from fl_core.datasets.sources import (
     digits,
     image_folders,
     isic2019,
-    leaf,
-    spiral,
     table,
     torchvision,
 )

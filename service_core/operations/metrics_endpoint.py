@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from service_core.web.loopback import LoopbackAddress, is_loopback
-from service_core.web.server_thread import ServerThread
+from service_core.loopback import LoopbackAddress, is_loopback
+from service_core.server_thread import ServerThread
 
 EVERY_S = 1.0
 """The least seconds between two computations of the metrics."""

@@ -158,8 +158,8 @@ def serve(
 
 def _show_page(home: Home, beside: ExitStack) -> Path:
     """Serve the hospital's page until `beside` is closed; return the file that opens it."""
-    from service_core.web.serve import PageServer
-    from silo.page.site import FILE, HospitalPage
+    from consilium.pages.hospital.site import FILE, HospitalPage
+    from consilium.pages.web.serve import PageServer
 
     shown = beside.enter_context(closing(HospitalPage(home)))
     server = beside.enter_context(PageServer(shown.site(), home.path, FILE))

@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
+from consilium.pages.command import OPENED_PAGE, Bind, Browser, serve_until_told
 from fl_core.errors import ConfigError
 from service_core.audit_log.log import FOLDER, copy_log, mark_restored
 from service_core.command_line import AcceptLoss, BackupFolder, Json, command
 from service_core.console import Facts, Reply, local_time
 from service_core.operations import checks
-from service_core.page_command import OPENED_PAGE, Bind, Browser, serve_until_told
 from service_core.storage import backup as backups
 from service_core.version import software
 from silo.cli.options import AnyHome, DataRootOption, SiloHome, label_space, open_store, text_of
@@ -207,7 +207,7 @@ def page(
     It works beside a running service and without one. Only this user of this machine reaches it: through a link that
     works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
     """
-    from silo.page.site import HospitalPage
+    from consilium.pages.hospital.site import HospitalPage
 
     SiloIdentity(home.path).load()  # before anything is made in a home that is none
     with closing(HospitalPage(home.make(), audit)) as shown:

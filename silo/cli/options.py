@@ -19,7 +19,7 @@ from silo.storage.home import Home
 from silo.storage.store import Store
 
 if TYPE_CHECKING:
-    from service_core.web.loopback import LoopbackAddress
+    from service_core.loopback import LoopbackAddress
 
 HomeOption = Annotated[
     Path | None,
@@ -107,7 +107,7 @@ PulseFloorOption = Annotated[
 
 def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
     """Read --metrics; raises ConfigError (E-CFG-02) on an address beyond loopback, or on budgets without one."""
-    from service_core.web.loopback import LoopbackAddress
+    from service_core.loopback import LoopbackAddress
 
     if budgets and text is None:
         raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: say where to serve them")

@@ -10,13 +10,15 @@ from typing import Annotated
 
 import typer
 
+from consilium.audit import command as audit
+from consilium.report import hospital as card
 from service_core import startup
 from service_core.audit_log import commands as audit_log
 from service_core.audit_log.local_commands import record_commands
 from service_core.command_line import Json, command, made_command, version_option
 from service_core.operations import logs
 from service_core.operations.exit_status import status_of
-from silo.cli import audit, card, data, ledger, membership, operations, policy, status
+from silo.cli import data, ledger, membership, operations, policy, status
 from silo.cli.options import (
     AnswerAfterOption,
     DataRootOption,

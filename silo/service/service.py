@@ -28,12 +28,12 @@ from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.recorder import Recorder
 from service_core.console import counted
+from service_core.loopback import LoopbackAddress
 from service_core.pki.identity import Address, Identity, Kind
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import private_folder
 from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, software
-from service_core.web.loopback import LoopbackAddress
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken

@@ -322,9 +322,9 @@ class Trainer:
         taken out; RefusedError, before any example is read,
         on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for
         whatever goes wrong in a private run once examples are read.
-        Guarantees: equals `fl_core.simulation.in_process.InProcessSilo`, bit for bit on the CPU. Where files break in
-        the middle, a round without privacy is made anew without them: a repeated task gives the same update, or that
-        without what broke since. In a private round, which is charged once, they add nothing.
+        Guarantees: equals the silo of a simulation (`consilium/research/engines`), bit for bit on the CPU. Where files
+        break in the middle, a round without privacy is made anew without them: a repeated task gives the same update,
+        or that without what broke since. In a private round, which is charged once, they add nothing.
         """
         manifest, broken = prepared.run.manifest, broken or BrokenRecords(set())
         try:

@@ -12,9 +12,9 @@ from benchmarks.paper import drawings, figures, probes, run, study, tables
 from benchmarks.paper.figures import Cell, Figure, Found
 from benchmarks.paper.one_hot import OneHotFedMR, known
 from benchmarks.run_store import read
+from consilium.research.simulate import runner
+from consilium.research.simulate.engine import SimulationEngine
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.simulate import runner
-from coordinator.simulate.engine import SimulationEngine
 from fl_core.methods.disjoint.fedmr import FedMR
 from fl_core.types import tensor_maps
 from fl_core.types.values import State

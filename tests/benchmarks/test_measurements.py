@@ -27,15 +27,15 @@ from benchmarks.privacy_budget import search
 from benchmarks.round_trip.models import workload
 from benchmarks.simulate import __main__ as simulate_program
 from benchmarks.steps.ways import OpacusSteps, PlainSteps, PrivateSteps, Setting, plan_of
+from consilium.research.engines.in_process import RoundHistory, SiloShare, simulate
+from consilium.research.simulate import runner
+from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_simulation, compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from coordinator.simulate import runner
-from coordinator.simulate.runner import build_simulation
 from fl_core import datasets
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.evaluation import GLOBAL_PARTS
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from consilium.research.simulate import runner
+from consilium.research.simulate.results import Result
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate import runner
-from coordinator.simulate.results import Result
 from fl_core.errors import FederationError
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
 from tests.support import until
 from tests.support.coordinator import World, running

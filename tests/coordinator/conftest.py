@@ -1,23 +1,14 @@
-"""A coordinator that runs for one test."""
+"""The clock of a coordinator's rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from coordinator.runs import run
 from coordinator.runs.open_round import OpenRound
-from tests.support.coordinator import Clock, World, running
-from tests.support.federations import NAMES
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with running(tmp_path / "home", NAMES) as found:
-        yield found
+from tests.support.coordinator import Clock
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 import torch
 from sqlalchemy import Connection
 
+from consilium.research.engines.in_process import simulate
 from coordinator.api.server import CoordinatorServer
 from coordinator.runs.withdrawal import Withdrawals
 from coordinator.storage.records import RunState
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps
 from tests.support import until
 from tests.support.coordinator import World

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate import runner
 from tests.support import processes
 from tests.support.extensions import install
 from tests.support.processes import world

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_simulation, compose_spec
-from coordinator.simulate import runner
 from coordinator.storage.store import Store
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until

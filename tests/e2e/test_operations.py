@@ -19,8 +19,8 @@ import pytest
 from coordinator.cli.main import build
 from coordinator.lead.client import ADDRESS_FILE
 from fl_core.errors import DataError, RefusedError, UnavailableError
+from service_core.loopback import LoopbackAddress
 from service_core.operations.exit_status import status_of
-from service_core.web.loopback import LoopbackAddress
 from silo.cli.service import run
 from tests.support import until
 from tests.support.coordinator import World

@@ -12,8 +12,8 @@ import dp_accounting
 import pytest
 from dp_accounting import rdp
 
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate import runner
 from fl_core import datasets
 from privacy.accounting.accountant import ORDERS
 from privacy.ledger.ledger import Ledger

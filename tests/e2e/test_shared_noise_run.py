@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate import runner
 from fl_core import datasets
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.accounting.shared_noise import SharedNoise

@@ -19,13 +19,14 @@ import torch
 from google.protobuf.message import DecodeError, Message
 from PIL import Image
 
+from consilium.research.datasets import leaf
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.run_spec import RunSpec
 from coordinator.pki.authority import Authority
 from fl_core.datasets import references
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.image_loader import Form, square
-from fl_core.datasets.sources import csv_manifest, leaf
+from fl_core.datasets.sources import csv_manifest
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import Part

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from consilium.report.export import model_card
 from coordinator.lead import tables
-from coordinator.lead.export import model_card
 from coordinator.lead.watcher import Watcher
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb

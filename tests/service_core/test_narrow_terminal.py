@@ -13,10 +13,10 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from coordinator.cli.reports import _compared
+from consilium.research.comparison import ComparedRun, compare
+from consilium.research.reports import _compared
 from coordinator.cli.runs import detail_lines
 from coordinator.lead import tables
-from coordinator.lead.comparison import ComparedRun, compare
 from coordinator.lead.watcher import Watcher
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console

@@ -6,8 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from coordinator.pki.authority import Authority
-from service_core.model_card.card import (
+from consilium.report.card import (
     Card,
     ClassFacts,
     Hospital,
@@ -19,7 +18,8 @@ from service_core.model_card.card import (
     Share,
     Updates,
 )
-from service_core.model_card.signed_card import SignedCard
+from consilium.report.signed_card import SignedCard
+from coordinator.pki.authority import Authority
 from service_core.storage.private_files import Credentials
 
 LUCKY = Share(0.75, 0.5, 0.9, of="the luck of the test examples")

@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from consilium.report.export import export_model
+from consilium.research.simulate import runner
+from consilium.research.simulate.results import Result
 from coordinator.config.hydra_config import compose_simulation
-from coordinator.lead.export import export_model
-from coordinator.simulate import runner
-from coordinator.simulate.results import Result
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
 

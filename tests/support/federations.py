@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consilium.research.engines.in_process import InProcessSilo, RoundHistory, SiloShare, local_ports, simulate
 from consilium.testing.federation import NAMES as NAMES
 from consilium.testing.federation import SCHEMA as SCHEMA
 from consilium.testing.federation import MadeUp as Given  # noqa: F401
@@ -30,7 +31,6 @@ from fl_core.models import MODELS, SplitModel, build_model
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import StepMemory, measure_step
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, RoundHistory, SiloShare, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import effective_steps
 from fl_core.types.enums import Split, TaskKind

@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from consilium.page.site import PredictionPage
-from coordinator.demo.report import Holdings, ResultTable, write_page
-from coordinator.lead.page.exports import Exporter
+from consilium.model import inputs, model_file
+from consilium.model.page.site import PredictionPage
+from consilium.model.predictor import Predictor, calibrated
+from consilium.pages.hospital.site import HospitalPage
+from consilium.pages.lead.exports import Exporter
+from consilium.pages.web.serve import PageServer
+from consilium.report import documents
+from consilium.report.card import ClassFacts, Hospital
+from consilium.research.demo.report import Holdings, ResultTable, write_page
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.datasets.image_loader import ImageLoader
-from fl_core.prediction import inputs, model_file
-from fl_core.prediction.predictor import Predictor, calibrated
 from fl_core.types.survey import Answer, Cell
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.model_card import documents
-from service_core.model_card.card import ClassFacts, Hospital
-from service_core.web.serve import PageServer
-from silo.page.site import HospitalPage
 from tests.support import cards
 from tests.support.exported import exported
 from tests.support.hospital import furnished

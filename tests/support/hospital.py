@@ -15,12 +15,12 @@ from typing import TypeVar
 import grpc
 import torch
 
+from consilium.research.engines.in_process import SiloShare
 from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
-from fl_core.simulation.in_process import SiloShare
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData, SiloPort

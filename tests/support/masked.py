@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core import datasets
 from fl_core.aggregation.flat_blocks import CHECK_WORDS, CLASSES, MODEL, WORDS, FlatLayout
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import RoundContext

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from consilium.research.engines.in_process import SiloShare
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.simulation.in_process import SiloShare
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import Bundle, Part

@@ -19,14 +19,14 @@ from urllib.parse import urlencode
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from consilium.pages.lead.exports import Exporter
+from consilium.pages.lead.overview import OwnCertificates
+from consilium.pages.lead.service_watch import ServiceWatch
+from consilium.pages.lead.site import LeadPage, own_certificates
+from consilium.pages.web.guard import OPENING, cookie_name
+from consilium.pages.web.serve import PageServer
 from coordinator.lead.client import LeadClient, credentials_of
-from coordinator.lead.page.exports import Exporter
-from coordinator.lead.page.overview import OwnCertificates
-from coordinator.lead.page.service_watch import ServiceWatch
-from coordinator.lead.page.site import LeadPage, own_certificates
-from service_core.web.guard import OPENING, cookie_name
-from service_core.web.loopback import LoopbackAddress
-from service_core.web.serve import PageServer
+from service_core.loopback import LoopbackAddress
 from tests.support import until
 from tests.support.made_up_service import MadeUpService
 

@@ -25,7 +25,7 @@ COMPLETED = [
 def test_the_help_says_of_each_command_what_the_command_says_of_itself() -> None:
     listed = get_command(build(["--help"])).commands
     for module, names in COMMANDS.items():
-        loaded = importlib.import_module(f"coordinator.cli.{module}")
+        loaded = importlib.import_module(module)
         for name in names:
             found = getattr(loaded, name)
             said = found.info.help if isinstance(found, typer.Typer) else found.__doc__

@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from consilium.research.simulate import runner
+from consilium.research.simulate.engine import SimulationEngine
 from coordinator.cli import runs as lead
 from coordinator.config import weights
 from coordinator.config.hydra_config import compose_spec
@@ -22,8 +24,6 @@ from coordinator.config.manifest_builder import build_manifest, manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.leads import Leads
-from coordinator.simulate import runner
-from coordinator.simulate.engine import SimulationEngine
 from coordinator.storage.weights import UNUSED
 from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.models import build_model

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from consilium.research.plots import survey_picture
 from coordinator.cli.survey import survey_words
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from coordinator.lead.plots import survey_picture
 from coordinator.lead.survey_answers import SurveyAnswers
 from coordinator.lead.surveys import answers_of
 from fl_core.errors import ConfigError, FederationError, ProtocolError

@@ -17,10 +17,10 @@ from coordinator.pki.server_certificate import ServerCertificate
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
+from service_core.loopback import LoopbackAddress
 from service_core.operations import metrics_endpoint
 from service_core.pki.identity import identity_of
 from service_core.storage import disk
-from service_core.web.loopback import LoopbackAddress
 from tests.support import until
 from tests.support.coordinator import FAST, HELLO, Line, World, channel, running
 from tests.support.federations import NAMES, manifest, shares

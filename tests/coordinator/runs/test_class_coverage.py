@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import typer
 
+from consilium.model.model_file import load
+from consilium.pages.lead.run_facts import headline
 from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
 from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
-from coordinator.lead.page.run_facts import headline
 from coordinator.storage.records import Run, RunState
 from fl_core.errors import RefusedError
-from fl_core.prediction.model_file import load
 from fl_core.rounds.silo_round import SiloRound, run_silo_round
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind

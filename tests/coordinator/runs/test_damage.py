@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from consilium.research.engines.in_process import simulate
 from coordinator.storage.records import RunState
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps
 from tests.support import until
 from tests.support.coordinator import World, events, running

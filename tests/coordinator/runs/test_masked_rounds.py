@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from consilium.research.engines.in_process import local_ports
 from coordinator.runs import masked_rounds
 from coordinator.runs.set_opening import SetOpening
 from coordinator.runs.withdrawal import Withdrawals
@@ -21,7 +22,6 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import local_ports
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import EACH, MAX_MASKED, Secagg

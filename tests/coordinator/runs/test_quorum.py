@@ -12,11 +12,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from consilium.research.engines.in_process import simulate
 from coordinator.storage.records import RunState
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part

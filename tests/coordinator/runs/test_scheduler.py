@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from consilium.research.engines.in_process import simulate
 from coordinator.api.server import Settings
 from coordinator.cli import runs as lead
 from coordinator.runs.update_checks import checked
@@ -21,7 +22,6 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import simulate
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part, PartSpec

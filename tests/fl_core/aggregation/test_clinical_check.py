@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from consilium.research.engines.in_process import local_ports
 from fl_core.aggregation.update_check import clinical_fault
 from fl_core.errors import ProtocolError
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import local_ports
 from fl_core.training.clinical import answers, label_counts
 from fl_core.training.evaluation import CLINICAL_PART, METRICS, withheld
 from fl_core.types.enums import TaskKind

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.aggregation.options import Mean, NormClipped
@@ -20,7 +21,6 @@ from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.training.evaluation import METRICS
 from fl_core.types.enums import TaskKind, Weighing
 from fl_core.types.interfaces import SiloPort

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from consilium.research.engines.in_process import local_ports
 from fl_core.aggregation.fixed_point import RING64_BOUND
 from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck, _sign, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import local_ports
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part, RoundContext
 from tests.support import some

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from consilium.research.engines.in_process import InProcessSilo, local_ports
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds import sampling
@@ -17,7 +18,6 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime
-from fl_core.simulation.in_process import InProcessSilo, local_ports
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import LocalData, SiloPort
 from fl_core.types.records import RoundRecord

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from consilium.research.engines.in_process import InProcessSilo, local_ports
 from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES, MODEL, WORDS
 from fl_core.aggregation.masked_sum import MaskedSum
 from fl_core.errors import ProtocolError, RefusedError, UnavailableError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, local_ports
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind

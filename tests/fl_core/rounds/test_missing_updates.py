@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core.errors import ProtocolError, RefusedError, UnavailableError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.records import TrainConfig

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from consilium.research.engines.in_process import RoundHistory, SiloShare, simulate, with_features
 from fl_core.datasets import ImageLoader
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.errors import DataError
@@ -17,7 +18,6 @@ from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate, with_features
 from fl_core.training.broken_records import EmptyWhereBroken, readable, require_few, unreadable, without
 from fl_core.types import tensor_maps
 from fl_core.types.records import Schema

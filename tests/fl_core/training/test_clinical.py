@@ -22,8 +22,8 @@ from torchmetrics.functional.classification import (
     multiclass_specificity,
 )
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.clinical import (
     clinical_counts,
     clinical_metrics,

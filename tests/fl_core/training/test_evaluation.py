@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from consilium.research.engines.in_process import RoundHistory, SiloShare, simulate
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.datasets import TensorExamples
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.evaluation import (
     METRICS,
     PERSONAL,

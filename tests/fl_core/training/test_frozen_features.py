@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from consilium.research.engines.in_process import RoundHistory, simulate, with_features
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_simulation, compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
-from coordinator.simulate import runner
 from fl_core.datasets import TensorExamples
 from fl_core.datasets.augmentation import DIGITS
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
@@ -25,7 +26,6 @@ from fl_core.models import MODELS, SplitModel
 from fl_core.models.split_model import HIDDEN
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate, with_features
 from fl_core.training import frozen_features
 from fl_core.training.frozen_features import Views, feature_batches, in_memory, trained_part
 from fl_core.types import tensor_maps

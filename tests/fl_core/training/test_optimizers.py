@@ -110,7 +110,7 @@ def test_neither_counting_nor_digits_nor_training_import_what_they_do_not_use() 
     """The compiler and scikit-learn take longer to import than all of ours; torchvision imports the compiler itself."""
     code = (
         "import sys; from fl_core.datasets import load; from fl_core.models import MODELS, describe\n"
-        "from coordinator.config.hydra_config import compose_spec; from coordinator.simulate import runner\n"
+        "from coordinator.config.hydra_config import compose_spec; from consilium.research.simulate import runner\n"
         "from tests.support.federations import MODEL_SHAPES, schema\n"
         "assert len(load('digits/p5c2/0').train) > 0\n"
         "for name in set(MODELS) - {'efficientnet_b0'}:\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate import runner
 from fl_core.methods import build_method
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from coordinator.cli.main import build
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.simulation.in_process import RoundHistory, simulate
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.accounting.projection import preview
 from privacy.accounting.release_plan import TRAIN

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+from consilium.research.engines.in_process import local_ports
 from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, WORDS
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import local_ports
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import RoundContext

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.audit.faults import FAULTS
-from privacy.audit import hostile
-from privacy.audit.step_checks import ZeroNoise
-from privacy.audit.worlds import Measured, measure
+from consilium.audit import hostile
+from consilium.audit.step_checks import ZeroNoise
+from consilium.audit.worlds import Measured, measure
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
 pytestmark = pytest.mark.integration

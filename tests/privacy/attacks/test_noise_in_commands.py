@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from consilium.report.export import model_card
+from consilium.research.simulate.results import Result
 from coordinator.api.messages import run_info, stored_result_noise
 from coordinator.cli import runs as lead
 from coordinator.lead.as_json import round_json, run_json
-from coordinator.lead.export import model_card
 from coordinator.lead.watcher import Watcher
-from coordinator.simulate.results import Result
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from privacy.profiles import result_noise
 from tests.support.fake_coordinator import MEMBERS

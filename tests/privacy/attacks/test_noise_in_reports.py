@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator.cli import research
-from coordinator.demo import budgets
-from coordinator.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, report
-from coordinator.lead import plots
-from coordinator.lead.curves import curves
-from coordinator.simulate import runner
-from coordinator.simulate.ablation import report as ablation_report
-from coordinator.simulate.ablation.report import Estimate
-from coordinator.simulate.results import Result
+from consilium.research import commands as research
+from consilium.research import plots
+from consilium.research.curves import curves
+from consilium.research.demo import budgets
+from consilium.research.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, report
+from consilium.research.simulate import runner
+from consilium.research.simulate.ablation import report as ablation_report
+from consilium.research.simulate.ablation.report import Estimate
+from consilium.research.simulate.results import Result
 from privacy.accounting.uncertainty import EvaluationNoise
 from privacy.profiles import result_noise
 from protos.consilium.v1 import federation_pb2 as pb

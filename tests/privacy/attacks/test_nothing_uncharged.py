@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from consilium.research.engines.in_process import InProcessSilo, MemoryStateStore, RoundHistory, SiloShare, simulate
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, MemoryStateStore, RoundHistory, SiloShare, simulate
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.values import Bundle, ClassSums, MomentSums
 from privacy import profiles

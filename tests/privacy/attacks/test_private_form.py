@@ -8,11 +8,11 @@ from dataclasses import fields, replace
 import pytest
 from typer.testing import CliRunner
 
+from consilium.research.simulate import runner
 from coordinator.cli.main import build
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.lead.tables import private_form
-from coordinator.simulate import runner
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method
 from fl_core.rounds import capabilities

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core import datasets
 from fl_core.aggregation.update_check import DeclaredSize
 from fl_core.errors import ProtocolError
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import RunManifest
-from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Part, RoundContext
 from privacy.compiled_run import CompiledRun

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from consilium.research.engines.in_process import InProcessSilo, RoundHistory, simulate
 from fl_core.datasets.examples import TensorExamples
 from fl_core.methods import build_method
 from fl_core.methods.disjoint.analytic import held_out
@@ -16,7 +17,6 @@ from fl_core.models import build_model
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData

@@ -15,14 +15,14 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
+from consilium.research.engines.in_process import RoundHistory, SiloShare, simulate
+from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from coordinator.simulate.runner import build_simulation
 from fl_core import datasets
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
-from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import Bundle, Part, PartSpec
 from privacy.accounting.accountant import Mechanism, epsilon_rdp

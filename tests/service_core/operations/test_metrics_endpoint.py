@@ -13,10 +13,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from fl_core.errors import ConfigError, StateError
+from service_core.loopback import LoopbackAddress
 from service_core.operations import metrics
 from service_core.operations.metrics import Family, Snapshot
 from service_core.operations.metrics_endpoint import MetricsEndpoint
-from service_core.web.loopback import LoopbackAddress
 from tests.support import until
 from tests.support.pages import Scrape, ask, get
 

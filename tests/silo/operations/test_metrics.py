@@ -11,8 +11,8 @@ from fl_core.errors import ConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.loopback import LoopbackAddress
 from service_core.operations import metrics_endpoint
-from service_core.web.loopback import LoopbackAddress
 from silo.cli.service import run
 from silo.identity.identity import SiloIdentity
 from silo.operations import metrics as silo_metrics

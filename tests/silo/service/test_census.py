@@ -14,6 +14,8 @@ import pytest
 import torch
 from sqlalchemy import update
 
+from consilium.pages.hospital.site import HospitalPage
+from consilium.pages.web.serve import PageServer
 from fl_core.aggregation.contributor_floor import CENSUS, HOSPITALS
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
@@ -29,9 +31,7 @@ from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
-from service_core.web.serve import PageServer
 from silo.cli.service import run as silo
-from silo.page.site import HospitalPage
 from silo.service.secagg import _proof
 from silo.storage.home import Home
 from silo.storage.schema import secagg_runs

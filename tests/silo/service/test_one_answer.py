@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from consilium.pages.hospital.site import HospitalPage
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import make_members
@@ -14,7 +15,6 @@ from fl_core.training.evaluation import METRICS
 from privacy.secagg.coordinator_side import SealedRound
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile, pack_state
-from silo.page.site import HospitalPage
 from silo.reports.leaving import leaving
 from silo.reports.questions import PolicyAndLedger, Question
 from silo.storage.home import Home

@@ -10,11 +10,11 @@ import grpc
 import pytest
 import torch
 
+from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import Member, NamedOptions
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import RoundContext
 from protos.consilium.v1 import federation_pb2 as pb

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from consilium.research.engines.in_process import SiloShare, local_ports, with_features
 from fl_core import datasets
 from fl_core.errors import DataError, RefusedError
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import LiveTensors
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import SiloShare, local_ports, with_features
 from fl_core.training import memory
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Examples

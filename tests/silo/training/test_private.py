@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core import datasets
 from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
-from fl_core.simulation.in_process import SiloShare, local_ports
 from privacy.accounting.accountant import aggregated, epsilon_rdp
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.record import release_plan

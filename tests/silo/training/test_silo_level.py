@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core import datasets
 from fl_core.errors import RefusedError
 from fl_core.methods import build_method
@@ -15,7 +16,6 @@ from fl_core.models import build_model
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
-from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.types.interfaces import RoundData
 from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import aggregated, epsilon_rdp

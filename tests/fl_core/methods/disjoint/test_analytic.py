@@ -16,10 +16,11 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import NearestCentroid
 from torch import Tensor
 
+from consilium.research.engines.in_process import SiloShare, local_ports
+from consilium.research.simulate.runner import build_simulation
 from consilium.testing.federation import MadeUp
 from consilium.testing.methods import CHECKS, TRAIN, MethodCase
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate.runner import build_simulation
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.converter import Option
@@ -33,7 +34,6 @@ from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import SiloShare, local_ports
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import RoundData

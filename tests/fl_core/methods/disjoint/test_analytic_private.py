@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
-from coordinator.simulate import runner
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.methods.disjoint import analytic

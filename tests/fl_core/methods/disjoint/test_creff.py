@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core import rng
 from fl_core.methods.disjoint.creff import (
     CReFF,
@@ -19,7 +20,6 @@ from fl_core.methods.disjoint.creff import (
 )
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData

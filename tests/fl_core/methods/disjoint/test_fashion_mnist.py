@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from consilium import Simulation, simulate
-from coordinator.simulate.engine import SimulationEngine
+from consilium.research.simulate.engine import SimulationEngine
 from tests.support.data import real_data
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")

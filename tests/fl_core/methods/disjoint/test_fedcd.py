@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.errors import ConfigError
 from fl_core.methods.disjoint import fedcd
 from fl_core.methods.disjoint.fedcd import FedCD, FineModel, clusters
 from fl_core.methods.shared.prototypes import PROTOTYPES
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, Coupling

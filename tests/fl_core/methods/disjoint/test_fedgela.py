@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from consilium.research.engines.in_process import RoundHistory, SiloShare, simulate
 from fl_core.methods.disjoint.fedgela import FRAME, FedGELA, adaptation, frame_of
 from fl_core.methods.shared import class_vectors
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, SiloShare, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import Method, RoundData

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.methods.disjoint.fedgen import FedGen, coefficient, head_tensors
@@ -16,7 +17,6 @@ from fl_core.methods.shared.feature_generator import Generator, GeneratorConfig,
 from fl_core.models import build_model
 from fl_core.rounds import capabilities
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability

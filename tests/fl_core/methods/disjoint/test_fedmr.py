@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core import rng
 from fl_core.methods.disjoint.fedmr import FedMR, IntraVariant, intra_loss
 from fl_core.methods.shared import prototypes
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling

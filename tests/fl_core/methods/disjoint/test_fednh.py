@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from coordinator.config.hydra_config import compose_spec
 from fl_core.methods.disjoint.fednh import FedNH, rotated_head
 from fl_core.methods.shared import class_vectors
@@ -17,7 +18,6 @@ from fl_core.methods.shared.prototypes import PROTOTYPES
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.evaluation import weighted_accuracy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps

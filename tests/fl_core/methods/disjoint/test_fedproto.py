@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from consilium.research.engines.in_process import InProcessSilo, RoundHistory, local_ports, simulate
 from fl_core.errors import ConfigError
 from fl_core.methods.disjoint.fedproto import FedProto, Nearest, pull
 from fl_core.methods.shared import prototypes
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import InProcessSilo, RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_spec
-from coordinator.simulate.runner import build_simulation
 from fl_core.methods.disjoint.fedlc import balanced_softmax
 from fl_core.methods.disjoint.fedvls import (
     FedVLS,

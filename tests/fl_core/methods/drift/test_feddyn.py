@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.methods.drift.feddyn import FedDyn, pull
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types import tensor_maps
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part, RoundContext

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.methods.personal.fedbabu import FedBABU
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.fedloge import FRAME, PRIVATE, FedLoGe, sparse_frame
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consilium.research.engines.in_process import RoundHistory, local_ports, simulate
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.fedper import FedPer
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData

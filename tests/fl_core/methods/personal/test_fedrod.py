@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.methods.disjoint.fedlc import balanced_softmax
 from fl_core.methods.personal.fedrod import FedROD, Generated, TwoHeads, both_losses, linear, private_loss, shares_of
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability

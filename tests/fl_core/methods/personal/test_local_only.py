@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consilium.research.engines.in_process import RoundHistory, local_ports, simulate
+from consilium.research.simulate.results import Result
 from coordinator.lead.tables import percent
-from coordinator.simulate.results import Result
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, local_ports, simulate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind

@@ -14,10 +14,10 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.methods import METHODS
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.training.evaluation import evaluate
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps

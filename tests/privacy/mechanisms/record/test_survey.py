@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy.stats import kstest, norm
 
+from consilium.audit.epsilon_bounds import epsilon_bound
 from fl_core.datasets import TensorExamples
 from fl_core.errors import RefusedError
 from fl_core.models import build_model
@@ -21,7 +22,6 @@ from fl_core.types.values import SurveySums
 from privacy.accounting.accountant import epsilon_rdp
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
-from privacy.audit.epsilon_bounds import epsilon_bound
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 from privacy.mechanisms.record import survey
 from privacy.mechanisms.record.private_data import DpSgdLocalData

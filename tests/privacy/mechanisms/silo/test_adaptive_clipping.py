@@ -13,6 +13,7 @@ import torch
 from scipy.stats import kstest, norm
 from torch import Tensor
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.aggregation.adaptive_guards import current_settings
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
@@ -22,7 +23,6 @@ from fl_core.errors import RefusedError, StateError
 from fl_core.rounds.engine import Observer, RoundLoop, Schedule
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State
@@ -228,7 +228,7 @@ def test_a_run_carries_its_clip_in_its_state_and_resumes_with_it(placement: str)
     assert all("w" in s for s in seen.states)
     run, again = run_of(placement=placement), Clips()
     built = CompiledRun.of(run)
-    from fl_core.simulation.in_process import local_ports
+    from consilium.research.engines.in_process import local_ports
 
     end = built.round_loop(local_ports(built, shares()), 1).run(seen.states[0], again, start=1)
     assert again.clips == seen.clips[1:]
@@ -280,7 +280,7 @@ def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_exampl
     run = replace(
         run, privacy=NamedOptions("dp_silo_small", {"allow_large": True, "rng": "test", "weights": "uniform"})
     )
-    from fl_core.simulation.in_process import local_ports
+    from consilium.research.engines.in_process import local_ports
 
     port = local_ports(CompiledRun.of(run), shares())[0]
     msg = {**RunSetup.of(run).initial_state(), adaptive_clipping.PART: {"clip": torch.tensor(9.0)}}

@@ -11,13 +11,13 @@ import torch
 from scipy.stats import kstest, norm
 from torch import Tensor
 
+from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.simulation.in_process import RoundHistory, simulate
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Part, PartSpec
 from privacy.accounting.accountant import Mechanism, epsilon_rdp

@@ -1,0 +1,115 @@
+"""Canaries: examples whose traces are looked for in a training run, which reads data as a hospital's does.
+
+White box ("Dirac"): the gradient of canary i is its own coordinate, as long as a clip allows; the attacker sees what
+every step moved. Black box: canaries are images under wrong labels, and the attacker sees losses of the final model.
+Each canary is in with probability 1/2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from consilium.audit.epsilon_bounds import CONFIDENCE, Floats, Guesses, auc, one_run
+from consilium.audit.target import AuditTarget, ListedExamples, losses, negative_losses
+from consilium.audit.training import Training
+from fl_core import rng
+from fl_core.types.values import Losses
+from privacy.mechanisms.noise.sources import NoiseSource
+
+CANARIES = 500
+PUSH = 1e3
+"""How far a Dirac canary pushes before it is clipped."""
+MEMBERS = 200
+"""Images whose losses are compared: the fewer are trained on, the better they are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryResult:
+    """Scores of all canaries, which of them were in, and what the best guesses refute; score: the one that did."""
+
+    scores: Floats
+    present: NDArray[np.bool_]
+    guesses: Guesses
+    score: str
+
+    @property
+    def auc(self) -> float:
+        return auc(self.scores[self.present], self.scores[~self.present])
+
+
+def dirac(
+    training: Training, canaries: int = CANARIES, records: int = 1000, seed: int = 0, noise: NoiseSource | None = None
+) -> CanaryResult:
+    """Audit with one white-box run; records: in all, of which those that are no canary have no gradient.
+
+    Two scores share the confidence: how far a coordinate went (missing noise or clip), and how unsteadily (repeated
+    noise).
+    """
+    present = _drawn(canaries, seed)
+    x = torch.zeros(records, canaries)
+    held = np.flatnonzero(present)
+    x[torch.arange(len(held)), torch.from_numpy(held)] = -PUSH  # descent then moves the coordinate up
+    model = nn.Linear(canaries, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    places = [np.zeros(canaries)]
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:  # noqa: ARG001
+        return Losses(model(x).squeeze(1))
+
+    def watch(done: int, total: int) -> None:  # noqa: ARG001
+        places.append(model.weight.detach().double().numpy().ravel().copy())
+
+    data = ListedExamples(x, torch.zeros(records, dtype=torch.long))
+    training.run(model, data, loss, 1, noise, seed, watch)
+    scores = {"distance": places[-1], "unsteadiness": np.diff(np.stack(places), axis=0).std(0)}
+    found = {n: one_run(s, present, training.delta, CONFIDENCE / len(scores)) for n, s in scores.items()}
+    best = max(found, key=lambda name: found[name].epsilon)
+    return CanaryResult(scores[best], present, found[best], best)
+
+
+def mislabelled(
+    training: Training, target: AuditTarget, canaries: int = CANARIES, seed: int = 0, noise: NoiseSource | None = None
+) -> CanaryResult:
+    """Audit with one black-box run: images under wrong labels among the others, scored by minus the loss at the end.
+
+    canaries: at most half of the images.
+    """
+    x, y, n_classes = target.x, target.y, target.n_classes
+    m = min(canaries, len(y) // 2)
+    order = torch.randperm(len(y), generator=rng.stream(seed, "canaries", "order"))
+    own, rest = order[:m], order[m:]
+    shift = torch.randint(1, n_classes, (m,), generator=rng.stream(seed, "canaries", "labels"))
+    wrong = (y[own] + shift) % n_classes
+    present = _drawn(m, seed)
+    kept = torch.from_numpy(present)
+    data = ListedExamples(torch.cat((x[rest], x[own][kept])), torch.cat((y[rest], wrong[kept])))
+    model = target.network(seed)
+    training.run(model, data, losses, n_classes, noise, seed)
+    scores = negative_losses(model, x[own], wrong).numpy()
+    return CanaryResult(scores, present, one_run(scores, present, training.delta), "loss")
+
+
+def members(
+    training: Training, target: AuditTarget, seed: int = 0, noise: NoiseSource | None = None
+) -> tuple[Floats, Floats]:
+    """Return minus the losses of images trained on and of as many others: what a loss-threshold attack sees.
+
+    Yeom, Giacomelli, Fredrikson and Jha, "Privacy Risk in Machine Learning", CSF 2018.
+    """
+    order = torch.randperm(len(target.y), generator=rng.stream(seed, "members"))
+    n = min(MEMBERS, len(order) // 2)
+    inside, outside = order[:n], order[n : 2 * n]
+    model = target.network(seed)
+    data = ListedExamples(target.x[inside], target.y[inside])
+    training.run(model, data, losses, target.n_classes, noise, seed)
+    found = [negative_losses(model, target.x[i], target.y[i]).numpy() for i in (inside, outside)]
+    return found[0], found[1]
+
+
+def _drawn(n: int, seed: int) -> NDArray[np.bool_]:
+    return (torch.rand(n, generator=rng.stream(seed, "canaries", "present")) < 0.5).numpy()

@@ -1,0 +1,221 @@
+"""Attacks of a coordinator that chooses the model, knows all records but one, and reads every bit of an update.
+
+Each attack takes one private step many times, with and without the one record that it looks for, and scores what is
+released; from the scores follows a lower bound on epsilon (epsilon_bounds.py), which is compared with the ledger's.
+
+| attack | what it uses | is stopped by |
+|---|---|---|
+| overflow, layer norm, prototype | numbers that are not finite for one record alone | such a unit adds zero (grid.py) |
+| low bits | the last bits of floating-point noise | rounded sums and integer noise (grid.py) |
+| augmentation, dropout | draws that one record more would shift for all others | secret draws (draws.py) |
+| batch shape | kernels that add in another order when one record makes a batch longer | one shape (class_sums.py) |
+| each kind of layer, worst record | a clip that leaves a layer out, too little noise | the mechanism itself |
+| moments, class of one | a sum of products without a bound, with too little noise | the mechanism (moments.py) |
+| underflow | gradients and clips so small that their squares vanish | ranges of a run's numbers (ranges.py) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from consilium.audit.target import ListedExamples
+from consilium.audit.worlds import Attack
+from fl_core import rng
+from fl_core.datasets.augmentation import LESIONS
+from fl_core.datasets.examples import TensorExamples
+from fl_core.types.values import ClassSums, Losses, MomentSums
+
+_HALF_A_BIT = 2.0**-25
+"""Half of the last bit of a float32 just below 1."""
+
+
+def attacks(only: str | None = None) -> list[Attack]:
+    made: Mapping[str, Callable[[], Attack]] = {
+        "overflow": _overflow,
+        "layer norm": _layer_norm,
+        "prototype": _prototype,
+        "low bits": _low_bits,
+        "augmentation": _augmentation,
+        "dropout": _dropout,
+        "batch shape": _batch_shape,
+        "convolution": lambda: _layer("convolution", nn.Conv2d(1, 2, 3, padding=1, bias=False)),
+        "linear": lambda: _layer("linear", nn.Sequential(nn.Flatten(), nn.Linear(64, 2, bias=False))),
+        "normalisation": lambda: _layer("normalisation", nn.GroupNorm(1, 1)),
+        "worst record": _worst_record,
+        "moments": lambda: _moments("moments", 2.0, trials=300),
+        "class of one": lambda: _moments("class of one", 2.0, trials=3000),
+    }
+    return [make() for name, make in made.items() if only in (None, name)]
+
+
+# ---- numbers that are not finite for one record alone ----------------------------------------------------------------
+
+
+def _odd(release: Tensor) -> float:
+    return float(not bool(torch.isfinite(release).all()))
+
+
+def _bright(n: int, bright: int) -> TensorExamples:
+    x = torch.rand(n, 1, 8, 8, generator=rng.stream(0, "audit", "lit")) * 0.5
+    x[:, 0, 0, 0] = 0.0
+    x[n - bright :, 0, 0, 0] = 1.0 if bright else 0.0
+    return TensorExamples(x, torch.arange(n) % 4)
+
+
+def _overflow() -> Attack:
+    """Scale the weights of one pixel to 3e38: logits overflow for the record that has it."""
+
+    def model() -> nn.Module:
+        first, last = nn.Linear(64, 8), nn.Linear(8, 4)
+        with torch.no_grad():
+            first.weight[:, 0], last.weight[:] = 3e38, 10.0
+        return nn.Sequential(nn.Flatten(), first, nn.ReLU(), last)
+
+    return Attack("overflow", model, _bright(4, 0), _bright(5, 1), score=_odd)
+
+
+def _layer_norm() -> Attack:
+    """Let the variance of a normalised layer overflow for the record that has the pixel."""
+
+    def model() -> nn.Module:
+        first = nn.Linear(64, 8)
+        with torch.no_grad():
+            first.weight[0, 0] = 1e30
+        return nn.Sequential(nn.Flatten(), first, nn.LayerNorm(8), nn.Linear(8, 4))
+
+    return Attack("layer norm", model, _bright(4, 0), _bright(5, 1), score=_odd)
+
+
+def _prototype() -> Attack:
+    """Let the feature of one record overflow in a release of class sums."""
+
+    def vectors(x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
+        return torch.exp(1e4 * x.flatten(1)[:, :1])
+
+    return Attack("prototype", nn.Identity, _bright(4, 0), _bright(5, 1), score=_odd, query=ClassSums(vectors, 4))
+
+
+# ---- the last bits ---------------------------------------------------------------------------------------------------
+
+
+def _low_bits(numbers: int = 50_000) -> Attack:
+    """Let one record move many weights by as much each, and look where noise nearly cancels that.
+
+    A float that is the difference of two larger ones has zeros in its last bits.
+    """
+    x = torch.zeros(5, numbers)
+    x[4] = 1.0
+    moved = 1 / numbers**0.5
+    unit = 2.0 ** (np.floor(np.log2(moved)) - 23)  # the last bit of a float32 of that size
+
+    def score(release: Tensor) -> float:
+        near = release[release.abs() < moved / 4].double() / unit
+        return float((near == near.round()).double().mean()) if len(near) else 0.5
+
+    def model() -> nn.Module:
+        made = nn.Linear(numbers, 1, bias=False)
+        nn.init.zeros_(made.weight)
+        return made
+
+    worlds = [ListedExamples(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
+    return Attack("low bits", model, worlds[0], worlds[1], score=score, loss=_output, trials=150)
+
+
+def _output(model: nn.Module, x: Tensor, y: Tensor) -> Losses:  # noqa: ARG001
+    return Losses(model(x).flatten(1).sum(1))
+
+
+# ---- draws that one record more would shift --------------------------------------------------------------------------
+
+
+def _images(n: int, extra: bool) -> TensorExamples:
+    x = (torch.rand(n + 1, 1, 8, 8, generator=rng.stream(0, "audit", "images")) > 0.5).float()
+    y = torch.arange(n + 1) % 4
+    return TensorExamples(x, y, how=LESIONS) if extra else TensorExamples(x[1:], y[1:], how=LESIONS)
+
+
+def _augmentation() -> Attack:
+    """Insert a record in front of others whose augmentation is drawn by place."""
+    return Attack("augmentation", _network, _images(150, False), _images(150, True), augment=True, trials=400)
+
+
+def _dropout() -> Attack:
+    """Insert a record in front of others whose dropout is drawn by place."""
+    return Attack("dropout", lambda: _network(0.5), _images(150, False), _images(150, True), trials=400)
+
+
+def _network(dropout: float = 0.0) -> nn.Module:
+    """Make a network whose features turn with every pixel."""
+    first = nn.Linear(64, 64)
+    with torch.no_grad():
+        first.weight *= 20
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 4))
+
+
+# ---- kernels of another shape ----------------------------------------------------------------------------------------
+
+
+def _batch_shape(known: int = 3, width: int = 256, units: int = 64, tries: int = 200) -> Attack:
+    """Let two hidden units agree on all known records but for rounding, and magnify their difference.
+
+    Searches for weights with which its sign turns between batches of 3 and of 4 on this machine; where kernels round
+    alike in both shapes there are none, and the attack finds nothing.
+    """
+    draw = rng.stream(0, "audit", "shape")
+    x = torch.rand(known + 1, width, generator=draw)
+    best, chosen = -1, (torch.zeros(units, width), 0, 0)
+    for _ in range(tries):
+        w = torch.randn(units, width, generator=draw)
+        off = x[:known].double() @ w.T.double() - 1.0  # to 1 for all records and units
+        w -= torch.linalg.lstsq(x[:known].double(), off).solution.T.float()
+        few, many = (nn.functional.linear(rows, w)[:known] for rows in (x[:known], x))
+        few, many = (v.unsqueeze(2) - v.unsqueeze(1) > _HALF_A_BIT for v in (few, many))
+        turned = (few & ~many).sum(0)
+        if int(turned.max()) > best:
+            best, chosen = int(turned.max()), (w, *divmod(int(turned.argmax()), units))
+
+    def model() -> nn.Module:
+        first, loud, last = nn.Linear(width, units, bias=False), nn.Linear(units, 1), nn.Linear(1, 4, bias=False)
+        with torch.no_grad():
+            first.weight[:], loud.weight[:], last.weight[:] = chosen[0], 0.0, 0.0
+            loud.weight[0, chosen[1]], loud.weight[0, chosen[2]], loud.bias[:] = 1e10, -1e10, -1e10 * _HALF_A_BIT
+        return nn.Sequential(first, loud, nn.Tanh(), last)
+
+    y = torch.zeros(known + 1, dtype=torch.long)
+    return Attack(
+        "batch shape", model, ListedExamples(x[:known], y[:known]), ListedExamples(x, y), noise=5.0, trials=600
+    )
+
+
+# ---- the mechanism itself --------------------------------------------------------------------------------------------
+
+
+def _layer(name: str, layer: nn.Module) -> Attack:
+    """Let one record have a huge gradient in a layer of one kind."""
+    x = torch.zeros(5, 1, 8, 8)
+    x[4] = torch.rand(1, 8, 8, generator=rng.stream(0, "audit", "layer")) * 100
+    worlds = [ListedExamples(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
+    return Attack(name, lambda: layer, worlds[0], worlds[1], noise=2.0, loss=_output)
+
+
+def _worst_record() -> Attack:
+    """Let one record push one weight as far as its clip allows."""
+    x = torch.zeros(5, 1)
+    x[4] = 1e3
+    worlds = [ListedExamples(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
+    return Attack(
+        "worst record", lambda: nn.Linear(1, 1, bias=False), worlds[0], worlds[1], noise=2.0, loss=_output, trials=3000
+    )
+
+
+def _moments(name: str, noise: float, trials: int) -> Attack:
+    """Look for the one record of a class, which is as long as may be, in a release of second moments."""
+    x, y = torch.zeros(5, 3), torch.tensor([0, 0, 0, 0, 3])
+    x[4] = 1e3
+    worlds = [ListedExamples(x[:n], y[:n]) for n in (4, 5)]
+    query = MomentSums(lambda rows, _: torch.cat((rows, 0 * rows[:, :1] + 0.25), dim=1).double(), 4, 4, 0.25)
+    return Attack(name, nn.Identity, worlds[0], worlds[1], noise=noise, query=query, trials=trials)

@@ -1,0 +1,123 @@
+"""Two worlds, with and without one record: what an attack scores in each refutes an epsilon, or does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from consilium.audit.epsilon_bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
+from consilium.audit.step_checks import ZeroNoise
+from fl_core import rng
+from fl_core.types.enums import Coupling
+from fl_core.types.interfaces import RoundData
+from fl_core.types.records import TrainConfig
+from fl_core.types.values import ClassSums, Examples, Losses, LossFn, MomentSums, RoundContext, SgdOptions
+from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.accounting.record_config import RecordDpConfig
+from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise
+from privacy.mechanisms.record.private_data import DpSgdLocalData
+from privacy.mechanisms.silo.config import analytic_epsilon
+
+DELTA = 1e-5
+CONTEXT = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
+Score = Callable[[Tensor], float]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack: the model and the records that the coordinator chose, and how it reads what is released.
+
+    Attributes:
+        others, both: the records without and with the one that is looked for
+        noise: z of the step
+        score: of a release, by default its projection on what the record would move
+        query: a release of class sums or of moments is attacked in place of a step
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    others: Examples
+    both: Examples
+    noise: float = 10.0
+    score: Score | None = None
+    augment: bool = False
+    query: ClassSums | MomentSums | None = None
+    trials: int = 300
+    loss: LossFn = field(default=lambda m, x, y: Losses(cross_entropy(m(x), y, reduction="none")))
+
+    @property
+    def printed(self) -> float:
+        return epsilon_rdp([Mechanism(self.noise)], DELTA)
+
+    def released(self, with_record: bool, noise: NoiseSource) -> Tensor:
+        data = self.both if with_record else self.others
+        config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
+        terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
+        plan = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False, moment_round=0)
+        plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
+        local_data = DpSgdLocalData(
+            RoundData(data, data, config, CONTEXT), plan, ReleaseAllowance(plan.releases(0, True)), noise
+        )
+        if self.query is not None:
+            sums = local_data.sum(self.query)
+            return torch.cat([value.flatten() for value in sums.values()])
+        with rng.torch_scope(0, "audit", "model"):
+            model = self.model()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        local_data.sgd(model, self.loss, SgdOptions(steps=1))
+        return torch.cat([(before[name] - p.detach()).flatten() for name, p in model.named_parameters()]) * 128
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What an attack found: lower bounds on epsilon at 95 %, for any mechanism and for the Gaussian that is charged."""
+
+    attack: str
+    printed: float
+    lower: float
+    gaussian: float
+
+    @property
+    def holds(self) -> bool:
+        return max(self.lower, self.gaussian) <= self.printed
+
+
+def measure(
+    attack: Attack, source: Callable[[bool, int], NoiseSource] | None = None, trials: int | None = None
+) -> Measured:
+    score = attack.score or _along(_direction(attack))
+    worlds = [
+        np.array(
+            [
+                score(attack.released(world, source(world, trial) if source else SecureNoise()))
+                for trial in range(trials or attack.trials)
+            ]
+        )
+        for world in (False, True)
+    ]
+    return judged(attack, worlds[0], worlds[1])
+
+
+def judged(attack: Attack, without: Floats, with_record: Floats) -> Measured:
+    a, b = (np.nan_to_num(s, nan=1e300, posinf=1e300, neginf=-1e300) for s in (without, with_record))
+    lower = max(epsilon_bound(a, b, DELTA, CONFIDENCE / 2), epsilon_bound(-a, -b, DELTA, CONFIDENCE / 2))
+    mu = mu_bound(a, b)
+    gaussian = analytic_epsilon([Mechanism(1 / mu)], DELTA) if mu > 0 else 0.0
+    return Measured(attack.name, attack.printed, lower, gaussian)
+
+
+def _direction(attack: Attack) -> Tensor:
+    worlds = [torch.nan_to_num(attack.released(world, ZeroNoise(torch.zeros(0))).double()) for world in (True, False)]
+    moved = worlds[0] - worlds[1]
+    unit: Tensor = moved / moved.norm().clamp(min=1e-30)
+    return unit
+
+
+def _along(direction: Tensor) -> Score:
+    return lambda released: float(torch.nan_to_num(released.double()) @ direction)

@@ -1,0 +1,263 @@
+"""A hospital's calibration of a model: made of its own labelled examples, kept beside the model, read again.
+
+A third of the examples of each class, drawn at random, fits the temperature and the distances; quantiles and the
+threshold are of the others. So what is promised of an example is promised of one that had no part in how it is scored.
+The file holds means of features by class, and no example; it is the hospital's own, and nothing sends it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from consilium.model import conformal
+from consilium.model.conformal import Quantiles, Source
+from consilium.model.distances import MIN_EXAMPLES, ClassDistances
+from fl_core import rng
+from fl_core.converter import ConversionError, structure
+from fl_core.errors import ConfigError, DataError, StateError
+from fl_core.models import pretrained
+from fl_core.types.targets import FOUND, UNKNOWN
+
+FORMAT = 1
+SUFFIX = ".calibration.safetensors"
+DISTANCES = ("features", "logits")
+ANSWERS = ("not there", "there")
+"""About a label of several, in the order of what is written by label and answer."""
+MIN_IMAGES = 30
+"""Of all classes together: fewer say nothing of nine in ten."""
+_FIT = 3
+_LOWEST, _HIGHEST = 0.5, 0.999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFacts:
+    """What a calibration says of itself; tuples are by class, of several labels at once by label and answer.
+
+    The answers of a label are "not there" and "there", in this order; of several labels nothing is flagged.
+    model: SHA-256 of the model's file   data: fingerprint of the examples, and which split of them
+    fitted: examples that temperature and distances were fitted to; held: those that quantiles and threshold are of
+    quantiles, sources: `conformal.Quantiles`   threshold: of the score, above which an example is of no class
+    Raises ConfigError (E-CFG-02) on what no calibration has.
+    """
+
+    model: str
+    data: str
+    classes: tuple[str, ...]
+    coverage: float
+    false_flags: float | None
+    temperature: float
+    fitted: tuple[int, ...]
+    held: tuple[int, ...]
+    quantiles: tuple[float, ...]
+    sources: tuple[Source, ...]
+    threshold: float | None
+    multi_label: bool = False
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if {self.false_flags is None, self.threshold is None} != {self.multi_label}:
+            raise ConfigError("E-CFG-02", "expected flags of examples, but of several labels none: calibrate again")
+        check_shares(self.coverage, self.false_flags)
+        by_class = (self.fitted, self.held, self.quantiles, self.sources)
+        counted = all(n >= 0 for n in (*self.fitted, *self.held))
+        numbers = all(0 <= q <= 1 for q in self.quantiles) and math.isfinite(self.threshold or 0.0)
+        categories = len(self.classes) * (2 if self.multi_label else 1)
+        if self.format != FORMAT or any(len(found) != categories for found in by_class):
+            raise ConfigError("E-CFG-02", "expected a calibration of this version, a number per class: calibrate again")
+        if not counted or not numbers or not 0 < self.temperature < math.inf:
+            raise ConfigError("E-CFG-02", "expected numbers that a calibration can have: calibrate again")
+
+    @property
+    def judged(self) -> tuple[bool, ...]:
+        """Tell by class whether an example that looks like it can be told from one of no class."""
+        return tuple(n >= MIN_EXAMPLES and not self.multi_label for n in self.fitted)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Calibration:
+    """What is done with logits and features of new examples. distances: in features and in logits; None of labels."""
+
+    facts: CalibrationFacts
+    distances: tuple[ClassDistances, ClassDistances] | None
+
+    def score(self, features: Tensor, logits: Tensor) -> Tensor | None:
+        """Return (n,), the larger the less an example (n, d), (n, C) is like any class of this hospital."""
+        return None if self.distances is None else _score(*self.distances, features, logits)
+
+    def sets(self, p: Tensor) -> Tensor:
+        """Tell which classes (n, C) are in the sets of calibrated probabilities.
+
+        Of several labels at once (n, C, 2): whether "not there" and "there" are in each label's.
+        """
+        if not self.facts.multi_label:
+            return conformal.in_set(p, self.facts.quantiles)
+        both = torch.stack((1 - p, p), 2)
+        return conformal.in_set(both.flatten(1), self.facts.quantiles).view(both.shape)
+
+
+def _score(of_features: ClassDistances, of_logits: ClassDistances, features: Tensor, logits: Tensor) -> Tensor:
+    return of_features.squared(features).log() + of_logits.squared(logits).log()
+
+
+def check_shares(coverage: float, false_flags: float | None) -> None:
+    """Raise ConfigError (E-CFG-02) on shares that cannot be asked for. false_flags: None of several labels."""
+    if not _LOWEST <= coverage <= _HIGHEST:
+        raise ConfigError("E-CFG-02", f"expected a coverage from {_LOWEST} to {_HIGHEST}, found {coverage}: change it")
+    if false_flags is not None and not 1 - _HIGHEST <= false_flags <= _LOWEST:
+        raise ConfigError(
+            "E-CFG-02", f"expected a share of false flags from {1 - _HIGHEST:.3f} to {_LOWEST}, found {false_flags}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a calibration is about and what it promises. model, data: as in `CalibrationFacts`."""
+
+    model: str
+    data: str
+    classes: Sequence[str]
+    coverage: float = 0.9
+    false_flags: float = 0.1
+
+
+def calibrate(asked: Asked, logits: Tensor, features: Tensor, labels: Tensor) -> Calibration:
+    """Calibrate with logits (n, C), features (n, d) and labels (n,) of examples that had no part in training.
+
+    Raises DataError (E-DATA-08) where they are too few for what is asked, and on logits that are no numbers.
+    """
+    check_shares(asked.coverage, asked.false_flags)
+    n_classes = len(asked.classes)
+    _require_numbers(logits, features)
+    fit = _drawn(labels, asked.data)
+    held = ~fit
+    needed = max(conformal.smallest(asked.coverage), conformal.smallest(1 - asked.false_flags))
+    counts = torch.bincount(labels[fit], minlength=n_classes)
+    if len(labels) < MIN_IMAGES or int(held.sum()) < needed or int(counts.max()) < MIN_EXAMPLES:
+        raise _too_few(needed, asked.coverage, len(labels))
+    temperature = conformal.fit_temperature(logits[fit], labels[fit])
+    of_features = ClassDistances.of(features[fit], labels[fit], n_classes)
+    of_logits = ClassDistances.of(logits[fit], labels[fit], n_classes)
+    p = conformal.probabilities(logits[held], temperature)
+    quantiles: Quantiles = conformal.class_quantiles(p, labels[held], asked.coverage)
+    scores = _score(of_features, of_logits, features[held], logits[held])
+    facts = CalibrationFacts(
+        model=asked.model,
+        data=asked.data,
+        classes=tuple(asked.classes),
+        coverage=asked.coverage,
+        false_flags=asked.false_flags,
+        temperature=temperature,
+        fitted=tuple(counts.tolist()),
+        held=tuple(torch.bincount(labels[held], minlength=n_classes).tolist()),
+        quantiles=quantiles.values,
+        sources=quantiles.sources,
+        threshold=conformal.quantile(scores, 1 - asked.false_flags),
+    )
+    return Calibration(facts, (of_features, of_logits))
+
+
+def calibrate_labels(asked: Asked, logits: Tensor, labels: Tensor) -> Calibration:
+    """Calibrate with logits (n, L) and labels (n, L) of records that may have several labels: `types.targets`.
+
+    Only answers that somebody looked for count. A third of the records, with all of their answers, fits the one
+    temperature of all labels; quantiles are of the others. asked.false_flags says nothing here. Raises as `calibrate`.
+    """
+    check_shares(asked.coverage, None)
+    _require_numbers(logits)
+    record, label = torch.nonzero(labels != UNKNOWN, as_tuple=True)
+    z, there = logits[record, label].double(), (labels[record, label] == FOUND).long()
+    both, fit = torch.stack((torch.zeros_like(z), z), 1), _drawn(labels.new_zeros(len(labels)), asked.data)[record]
+    needed = conformal.smallest(asked.coverage)
+    if len(record) < MIN_IMAGES or int((~fit).sum()) < needed or not bool(fit.any()):
+        raise _too_few(needed, asked.coverage, len(record))
+    temperature, n = conformal.fit_temperature(both[fit], there[fit]), len(asked.classes)
+    p = conformal.probabilities(both[~fit], temperature)
+    quantiles = conformal.label_quantiles(p, there[~fit], label[~fit], n, asked.coverage)
+    fitted, held = (torch.bincount((2 * label + there)[part], minlength=2 * n).tolist() for part in (fit, ~fit))
+    facts = CalibrationFacts(
+        model=asked.model,
+        data=asked.data,
+        classes=tuple(asked.classes),
+        coverage=asked.coverage,
+        false_flags=None,
+        temperature=temperature,
+        fitted=tuple(fitted),
+        held=tuple(held),
+        quantiles=quantiles.values,
+        sources=quantiles.sources,
+        threshold=None,
+        multi_label=True,
+    )
+    return Calibration(facts, None)
+
+
+def _require_numbers(*answers: Tensor) -> None:
+    if not all(bool(torch.isfinite(found).all()) for found in answers):
+        raise DataError("E-DATA-08", "expected a model that answers every example with numbers, found NaN or infinity")
+
+
+def _too_few(needed: int, coverage: float, found: int) -> DataError:
+    least = max(MIN_IMAGES, math.ceil(needed * _FIT / (_FIT - 1)) + 1)
+    return DataError(
+        "E-DATA-08",
+        f"expected at least {least} labelled examples to calibrate with a coverage of {coverage:g}, found {found}: "
+        "give more, or ask for less",
+    )
+
+
+def _drawn(labels: Tensor, data: str) -> Tensor:
+    """Draw a third of each class (n,), the same whenever the data are the same."""
+    chosen = torch.zeros(len(labels), dtype=torch.bool)
+    for c in sorted(set(labels.tolist())):
+        of_class = torch.nonzero(labels == c).squeeze(1)
+        order = torch.randperm(len(of_class), generator=rng.stream(0, "calibration", data, c))
+        chosen[of_class[order[: len(of_class) // _FIT]]] = True
+    return chosen
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def beside(model: Path) -> Path:
+    return model.with_name(model.name.removesuffix(".safetensors") + SUFFIX)
+
+
+def to_bytes(calibration: Calibration) -> bytes:
+    tensors = dict[str, Tensor]()
+    for name, found in zip(DISTANCES, calibration.distances or (), strict=False):
+        tensors |= found.tensors(name)
+    return save(tensors, metadata={"consilium": json.dumps(asdict(calibration.facts), sort_keys=True)})
+
+
+def read(file: Path, model: str, classes: Sequence[str], multi_label: bool = False) -> Calibration:
+    """Read a calibration of a model by the SHA-256 of its file.
+
+    Raises StateError (E-STATE-22) on one of another model or that is none, ConfigError (E-CFG-02) on no such file.
+    """
+    found = pretrained.read_file(file)
+    try:
+        facts = structure(CalibrationFacts, found.facts, "")
+        features, logits = (
+            None if facts.multi_label else ClassDistances.read(found.tensors, name, len(facts.classes))
+            for name in DISTANCES
+        )
+    except (ConversionError, ConfigError, ValueError) as error:
+        text = error.message if isinstance(error, ConfigError) else str(error)
+        raise StateError(
+            "E-STATE-22", f"expected a calibration in {file}, found: {text}. Make it with consilium calibrate"
+        ) from error
+    if (facts.model, facts.classes, facts.multi_label) != (model, tuple(classes), multi_label):
+        raise StateError(
+            "E-STATE-22",
+            f"expected a calibration of this model ({model[:16]}) in {file}, found one of {facts.model[:16]}: make "
+            "one of this model, or name it with --calibration",
+        )
+    return Calibration(facts, None if features is None or logits is None else (features, logits))

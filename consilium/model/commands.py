@@ -1,0 +1,291 @@
+"""`consilium calibrate`, `predict` and `page`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from consilium.pages.command import Bind, Browser, serve_until_told
+from fl_core.errors import ConfigError
+from fl_core.types.class_coverage import listed
+from service_core.command_line import Depends, Json, command, version_option
+from service_core.console import Facts, Reply, Rows, counted
+
+if TYPE_CHECKING:
+    from consilium.model.inputs import Inputs
+    from consilium.model.model_file import LoadedModel
+    from consilium.model.predictor import Predictor
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Use an exported model on this machine: nothing is sent, and no membership is needed.",
+)
+app.callback()(version_option)
+Data = Annotated[
+    str | None, typer.Option("--data", help="Labelled data by reference, as silos serve them: folder:PATH, table:FILE.")
+]
+Split = Annotated[str, typer.Option("--split", help="Which part of --data: train, test or all.")]
+DataRoot = Annotated[
+    Path | None, typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT.")
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="What `calibrate` wrote. Default: the one beside the model, if any."),
+]
+FALSE_FLAGS = 0.1
+MAX_SHOWN = 200
+"""Rows that are printed; files get all."""
+
+
+ModelFile = Annotated[Path, typer.Argument(help="The .safetensors file of `coordinator export`.", metavar="MODEL")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArguments:
+    """Which model, and what it is held against."""
+
+    file: Path
+    card: Path | None = None
+    sha256: str | None = None
+    extensions: Sequence[str] = ()
+
+    def load(self) -> LoadedModel:
+        from consilium.model import model_file
+        from fl_core.extensions import loading
+
+        loading.load_distributions(list(self.extensions))
+        return model_file.load(self.file, self.card, self.sha256)
+
+
+def _named(
+    model: ModelFile,
+    card: Annotated[
+        Path | None, typer.Option("--card", help="The card that names the file. Default: MODEL.md, beside it.")
+    ] = None,
+    sha256: Annotated[
+        str | None, typer.Option("--sha256", help="Of the file, in place of a card: of a simulation, for instance.")
+    ] = None,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option("--extension", help="An installed distribution whose method or model the file names."),
+    ] = None,
+) -> ModelArguments:
+    return ModelArguments(model, card, sha256, extension or ())
+
+
+Named = Annotated[ModelArguments, Depends(_named)]
+
+
+@app.command()
+@command
+def predict(
+    model: ModelFile,
+    inputs: Annotated[
+        list[Path] | None, typer.Argument(help="Images, folders of them, DICOM, or a table.", metavar="INPUT...")
+    ] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option("--out", help="Write them to FILE.csv or FILE.json; may be repeated.")
+    ] = None,
+    sr: Annotated[
+        Path | None,
+        typer.Option("--sr", metavar="FOLDER", help="Write a Structured Report of each DICOM image there."),
+    ] = None,
+    calibration: CalibrationFile = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Probabilities as the hospitals' evaluation has them: no calibration at all.")
+    ] = False,
+    data: Data = None,
+    split: Split = "test",
+    data_root: DataRoot = None,
+    *,
+    named: Named,
+) -> Reply:
+    """Classify images or rows with an exported model; exit status 2 where one of them could not be.
+
+    Probabilities, a set of classes at the calibration's coverage, and "none of the classes". With --data, whose labels
+    are known, also how often that was right, by class.
+    """
+    from consilium.model import output, structured_report
+    from consilium.model.predictor import tally
+
+    output.check_out(out or ())
+    if sr is not None:
+        structured_report.check(sr)
+    loaded = named.load()
+    predictor = _predictor(model, loaded, calibration, raw)
+    examples = _examples(loaded, inputs or (), data, split, data_root)
+    found = predictor.predictions(examples)
+    tallied = tally(found, loaded.facts.classes)
+    whole = output.document(predictor, found, tallied)
+    reports = None if sr is None else structured_report.write(sr, predictor, found)
+    if reports is not None:
+        files = {name: str(file) for name, file in reports.files.items()}
+        whole["structured_reports"] = {"files": files, "problems": reports.problems}
+    for file in out or ():
+        output.write(file, found, whole, loaded.facts.classes)
+    failed = sum(bool(p.problem) for p in found)
+    shown: list[Facts | Rows | str] = [Facts(_about(predictor))]
+    if not out:
+        shown.append(output.table(found[:MAX_SHOWN], loaded.facts.untaught))
+        if len(found) > MAX_SHOWN:
+            shown.append(f"and {len(found) - MAX_SHOWN} more: --out writes all of them")
+    if tallied.classes:
+        shown.append(output.tally_table(tallied, predictor.calibration is not None))
+    shown += [f"wrote {file}" for file in out or ()]
+    notes = [*examples.notes, *_warnings(predictor, examples)]
+    if reports is not None:
+        shown.append(f"wrote {counted(len(reports.files), 'structured report')} to {sr}")
+        notes += [f"{name}: no structured report: {why}" for name, why in reports.problems.items()]
+        if reports.not_dicom:
+            notes.append(f"no DICOM, and so without a structured report: {reports.not_dicom} of {len(found)}")
+    if failed:
+        notes.append(f"{failed} of {len(found)} could not be classified: the note beside each says why")
+    return Reply(whole, shown, notes, status=2 if failed or (reports and reports.problems) else 0)
+
+
+@app.command()
+@command
+def calibrate(
+    model: ModelFile,
+    data: Annotated[
+        str, typer.Option("--data", help="Labelled images that the model was not trained on: folder:PATH.")
+    ],
+    split: Split = "test",
+    coverage: Annotated[float, typer.Option(help="How often the set must hold the right class.")] = 0.9,
+    false_flags: Annotated[
+        float | None,
+        typer.Option(
+            "--false-flags",
+            help="How often an image of a known class may be called none of them. Default: 0.1; of a model of several "
+            "labels at once nothing is called that.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where it goes. Default: beside the model, where predict finds it.")
+    ] = None,
+    data_root: DataRoot = None,
+    *,
+    named: Named,
+) -> Reply:
+    """Calibrate a model with labelled images of this hospital: probabilities, sets of classes, none of the classes.
+
+    The file that it writes holds class means of features and no image, and is for this hospital. What it promises is
+    promised of images like these.
+    """
+    from consilium.model import calibration, output
+    from consilium.model.predictor import calibrated
+    from service_core.storage.private_files import replace_file
+
+    calibration.check_shares(coverage, false_flags)
+    loaded = named.load()
+    examples = _examples(loaded, (), data, split, data_root)
+    several = loaded.facts.multi_label
+    if several and false_flags is not None:
+        raise ConfigError(
+            "E-CFG-08",
+            "expected no --false-flags for a model of several labels at once, of which no example is called none, "
+            f"found {false_flags:g}: leave it out",
+        )
+    found = calibrated(loaded, examples, coverage, FALSE_FLAGS if false_flags is None else false_flags)
+    file = out or calibration.beside(model)
+    replace_file(file, calibration.to_bytes(found), 0o600)
+    facts = found.facts
+    said = [("temperature", f"{facts.temperature:.4g}"), ("sets", output.promise(facts, "these"))]
+    if facts.false_flags is not None:
+        flagged = f"is said of at most {100 * facts.false_flags:g} % of images of known classes like these"
+        said.append(("none of them", flagged))
+    what = ("answers about labels", "the temperature") if several else ("images", "temperature and class means")
+    said.append((what[0], f"{sum(facts.fitted)} to fit {what[1]}, {sum(facts.held)} held out"))
+    said.append(("file", str(file)))
+    value = {"file": str(file), **{name: getattr(facts, name) for name in facts.__slots__}}
+    return Reply(value, [Facts(said), output.calibration_table(facts)])
+
+
+@app.command()
+@command
+def page(
+    model: ModelFile,
+    calibration: CalibrationFile = None,
+    bind: Bind = None,
+    browser: Browser = True,
+    as_json: Json = False,
+    *,
+    named: Named,
+) -> None:
+    """Show a page for dropping images on, until Ctrl-C; only this user of this machine reaches it.
+
+    The link works once, within ten minutes; the file always holds a fresh one. What was dropped is deleted when it was
+    classified, and the answers are gone when the page ends.
+    """
+    from consilium.model.page.site import PredictionPage
+
+    loaded = named.load()
+    if not loaded.facts.preprocessing.takes_images:
+        raise ConfigError("E-CFG-23", "expected a model of images for a page, found one of other examples: use predict")
+    with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
+        shown = PredictionPage(_predictor(model, loaded, calibration, raw=False), Path(folder))
+        serve_until_told(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [Facts(facts)])
+
+
+def _predictor(model: Path, loaded: LoadedModel, file: Path | None, raw: bool) -> Predictor:
+    """Take the calibration that is named, or lies beside the model; raw: none, and no temperature of the export."""
+    from dataclasses import replace
+
+    from consilium.model import calibration
+    from consilium.model.predictor import Predictor
+
+    if raw:
+        if file is not None:
+            raise ConfigError("E-CFG-08", "expected --raw or --calibration, found both: leave one out")
+        return Predictor(replace(loaded, facts=replace(loaded.facts, temperature=None)))
+    place = file or calibration.beside(model)
+    if file is None and not place.exists():
+        return Predictor(loaded)
+    facts = loaded.facts
+    return Predictor(loaded, calibration.read(place, loaded.sha256, facts.classes, facts.multi_label))
+
+
+def _examples(
+    loaded: LoadedModel, paths: Sequence[Path], data: str | None, split: str, data_root: Path | None
+) -> Inputs:
+    from consilium.model.inputs import from_paths, from_reference
+    from fl_core.datasets.image_loader import ImageLoader
+    from fl_core.extensions import loading
+
+    if bool(paths) == (data is not None):
+        raise ConfigError("E-CFG-02", "expected INPUT... or --data, found both or none: name what is to be classified")
+    loader = ImageLoader(cache_bytes=0)
+    if data is None:
+        return from_paths(paths, loaded.facts, loader)
+    return from_reference(loading.load_of_reference(data), split, loaded.facts, data_root, loader)
+
+
+def _about(predictor: Predictor) -> list[tuple[str, str]]:
+    from consilium.model import output
+
+    facts, found = predictor.model.facts, predictor.calibration
+    said = [("model", f"{facts.run or 'of a simulation'} (SHA-256 {predictor.model.sha256[:16]})")]
+    said.append(("preprocessing", facts.preprocessing.sentence()))
+    if found is not None:
+        said.append(("probabilities", f"of this hospital's temperature, {predictor.temperature:.4g}"))
+        said.append(("sets", output.promise(found.facts, "the calibration's")))
+    elif predictor.temperature != 1:
+        said.append(("probabilities", f"of a temperature estimated at export, {predictor.temperature:.4g}"))
+    else:
+        how = "of each label" if facts.multi_label else "not calibrated (consilium calibrate)"
+        said.append(("probabilities", f"as the hospitals' evaluation has them: {how}"))
+    return said
+
+
+def _warnings(predictor: Predictor, examples: Inputs) -> list[str]:
+    found, untaught = predictor.calibration, predictor.model.facts.untaught
+    notes = [f"nobody taught the model {listed(untaught)}: it cannot recognise them"] if untaught else []
+    if found is not None and examples.fingerprint and examples.fingerprint == found.facts.data:
+        notes.append("the model was calibrated with these examples: that sets hold their class shows nothing")
+    return notes

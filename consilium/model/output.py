@@ -1,0 +1,175 @@
+"""Predictions as CSV, as JSON, and for people."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from consilium.model.calibration import ANSWERS, CalibrationFacts
+from consilium.model.predictor import ClassTally, LabelSet, Prediction, Predictor, Tally
+from fl_core.errors import ConfigError
+from service_core.console import Rows, printable
+from service_core.storage.private_files import replace_file
+
+SUFFIXES = (".csv", ".json")
+_FORMULA = ("=", "+", "-", "@", "\t")
+HEAD = ("example", "answer", "probability", "set", "note")
+CANNOT_TELL = "whether it is of none of the classes cannot be told"
+
+
+def check_out(out: Sequence[Path]) -> None:
+    """Raise ConfigError (E-CFG-02) on files that are neither CSV nor JSON, before anything is computed."""
+    for file in out:
+        if file.suffix.lower() not in SUFFIXES:
+            raise ConfigError("E-CFG-02", f"--out: expected a file ending in .csv or .json, found {file}: rename it")
+        if not file.parent.is_dir():
+            raise ConfigError("E-CFG-02", f"--out: expected a folder at {file.parent}, found none: make it")
+
+
+def document(predictor: Predictor, predictions: Sequence[Prediction], counted: Tally) -> dict[str, object]:
+    """Return everything for machines. Probabilities are in the order of the classes."""
+    facts, calibration = predictor.model.facts, predictor.calibration
+    return {
+        "model": {
+            "run": facts.run,
+            "sha256": predictor.model.sha256,
+            "model_digest": facts.model_digest,
+            "manifest_digest": facts.manifest_digest,
+            "classes": list(facts.classes),
+            "multi_label": facts.multi_label,
+            "untaught": list(facts.untaught),
+        },
+        "preprocessing": facts.preprocessing.sentence(),
+        "temperature": predictor.temperature,
+        "calibration": None if calibration is None else asdict(calibration.facts),
+        "predictions": [_entry(p) for p in predictions],
+        "by_class": {name: asdict(found) for name, found in counted.classes.items()},
+        "in_all": asdict(counted.whole) if counted.classes else None,
+    }
+
+
+def _entry(found: Prediction) -> Mapping[str, object]:
+    return {
+        "example": found.name,
+        "answer": found.said or None,
+        "class": None if found.right else found.answer or None,
+        "labels": list(found.labels) if found.right else None,
+        "probabilities": list(found.probabilities) or None,
+        "set": None if found.set is None else list(found.set),
+        "sets": dict(found.sets) or None,
+        "none_of_the_classes": found.unknown,
+        "label": found.label or None,
+        "problem": found.problem or None,
+    }
+
+
+def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
+    """Write a row per example. A cell that a spreadsheet would take for a formula begins with an apostrophe."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = ("example", "answer", "class", "set", "none_of_the_classes", "label", "problem")
+    writer.writerow([*names, *(_cell(f"p({c})") for c in classes)])
+    for found in predictions:
+        known = found.unknown if found.unknown is None else str(found.unknown).lower()
+        chosen = _labels_said(found.sets) if found.sets else None if found.set is None else "; ".join(found.set)
+        told = (found.name, found.said, found.answer, chosen, known, found.label, found.problem)
+        shares = [f"{p:.9g}" for p in found.probabilities] or [""] * len(classes)
+        writer.writerow([*(_cell(v or "") for v in told), *shares])
+    return text.getvalue()
+
+
+def _labels_said(sets: Mapping[str, LabelSet]) -> str:
+    return "; ".join(f"{label}: {held}" for label, held in sets.items())
+
+
+def _cell(text: str) -> str:
+    shown = printable(text)
+    return f"'{shown}" if shown.startswith(_FORMULA) else shown
+
+
+def write(file: Path, predictions: Sequence[Prediction], whole: Mapping[str, object], classes: Sequence[str]) -> None:
+    """Write a file of `SUFFIXES`, for its owner alone; raises ConfigError (E-CFG-02) where that cannot be."""
+    text = csv_text(predictions, classes) if file.suffix.lower() == ".csv" else json.dumps(whole, indent=1) + "\n"
+    try:
+        replace_file(file, text.encode(), 0o600)
+    except OSError as error:
+        raise ConfigError(
+            "E-CFG-02", f"--out: expected a file that can be written, found {file}: {error.strerror}"
+        ) from error
+
+
+def table(predictions: Sequence[Prediction], untaught: Collection[str] = ()) -> Rows:
+    """Return a row per example. untaught: as in `ModelFacts`; an answer that is one of them says so."""
+    return Rows("predictions", HEAD, [_row(p, untaught) for p in predictions], headings=True)
+
+
+def _row(found: Prediction, untaught: Collection[str]) -> tuple[str, ...]:
+    if found.problem:
+        return found.name, "-", "-", "-", found.problem
+    chosen = "-" if found.set is None else ", ".join(found.set) or "empty"
+    chosen = _labels_said(found.sets) or chosen
+    note = (
+        f"nearest: {found.answer}"
+        if found.unknown
+        else CANNOT_TELL
+        if found.set is not None and found.unknown is None
+        else ""
+    )
+    if wrong := found.answers_among(untaught):
+        note = "; ".join([*filter(None, [note]), f"nobody taught it {', '.join(wrong)}"])
+    shares = [f"{100 * p:.1f} %" for p in (found.probabilities if found.right else [max(found.probabilities)])]
+    return found.name, found.said, ", ".join(shares), chosen, note
+
+
+def tally_table(found: Tally, calibrated: bool) -> Rows:
+    """Return a row per class of what was right, where labels are known."""
+    head = ("class", "examples", "right", *(("in the set", "answers per set", "flagged") if calibrated else ()))
+    rows = [*found.classes.items(), ("all", found.whole)]
+    return Rows("against the labels", head, [(name, *_counts(t, calibrated)) for name, t in rows], headings=True)
+
+
+def _counts(found: ClassTally, calibrated: bool) -> Iterator[str]:
+    yield str(found.examples)
+    yield _share(found.right, found.examples)
+    if calibrated:
+        yield _share(found.covered, found.examples)
+        yield f"{found.in_sets / found.examples:.2f}"
+        yield _share(found.flagged, found.judged)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+WORDS = {
+    "own": "its own examples",
+    "together": "those of all classes with fewer than 49 examples, together",
+    "all": "those of all classes: nothing is promised for this one alone",
+}
+
+
+def promise(facts: CalibrationFacts, those: str) -> str:
+    """Say what sets hold, of examples like `those`."""
+    share = f"{100 * facts.coverage:g} %"
+    if facts.multi_label:
+        return f"hold the right answer about a label for {share} of records like {those}"
+    return f"hold the right class of {share} of images like {those}"
+
+
+def calibration_table(facts: CalibrationFacts) -> Rows:
+    head = ("class", "to fit", "held out", "enters sets at p", "by the quantile of", "none of the classes")
+    several = facts.multi_label
+    names = [f"{name}: {answer}" for name in facts.classes for answer in ANSWERS] if several else facts.classes
+    rows = [
+        (name, str(a), str(b), f"{1 - q:.4f}", WORDS[source], "is told" if judged else "cannot be told: too few images")
+        for name, a, b, q, source, judged in zip(
+            names, facts.fitted, facts.held, facts.quantiles, facts.sources, facts.judged, strict=True
+        )
+    ]
+    if several:  # of which none is flagged
+        return Rows("calibration", ("label", *head[1:-1]), [row[:-1] for row in rows], headings=True)
+    return Rows("calibration", head, rows, headings=True)

@@ -1,0 +1,239 @@
+"""Classifying examples with an exported model, as the silo's evaluation does, and saying how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from consilium.model import conformal
+from consilium.model.calibration import Asked, Calibration, calibrate, calibrate_labels
+from consilium.model.inputs import Inputs
+from consilium.model.model_file import LoadedModel
+from fl_core.errors import DataError
+from fl_core.training.local_data import eval_batch
+from fl_core.types.targets import FOUND, UNKNOWN
+from fl_core.types.values import Examples
+
+NONE_OF_THEM = "none of the classes"
+NO_LABEL = "none of the labels"
+NO_NUMBERS = "the model answers it with no numbers"
+Progress = Callable[[int, int], None]
+LabelSet = Literal["empty", "there", "not there", "open"]
+"""What is in a label's set: one answer, both (it stays open) or none."""
+LABEL_SETS: Mapping[tuple[bool, bool], LabelSet] = {
+    (False, False): "empty",
+    (False, True): "there",
+    (True, False): "not there",
+    (True, True): "open",
+}
+"""By whether "not there" and "there" are in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a model says of one example.
+
+    probabilities: by class; none where there is a problem   answer: the class of the largest one; of several labels at
+    once all that are likelier there than not, with commas
+    set: classes at the calibration's coverage   unknown: whether it is like no class that the hospital has calibrated;
+    both None without a calibration, `unknown` also where the hospital has shown too few examples of the answer's class
+    sets: of several labels at once, with a calibration, what the set of each holds
+    label: where it is known; of several those that were found   labels: of several at once, those of `answer`
+    right: by label whether what is said of it is so, None where nobody looked or knows   problem: why it was not
+    classified.
+    """
+
+    name: str
+    probabilities: tuple[float, ...] = ()
+    answer: str = ""
+    set: tuple[str, ...] | None = None
+    unknown: bool | None = None
+    label: str = ""
+    labels: tuple[str, ...] = ()
+    sets: Mapping[str, LabelSet] = field(default_factory=dict)
+    right: tuple[bool | None, ...] = ()
+    problem: str = ""
+
+    def answers_among(self, names: Collection[str]) -> list[str]:
+        """Return those of the names that this example is said to be."""
+        return [name for name in self.labels or (self.answer,) if name in names]
+
+    @property
+    def said(self) -> str:
+        """Return the answer for people."""
+        if self.probabilities and not self.answer:
+            return NO_LABEL
+        return NONE_OF_THEM if self.unknown else self.answer
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Predictor:
+    """A model with what is known of its calibration."""
+
+    model: LoadedModel
+    calibration: Calibration | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Return the hospital's own, else the export's, else 1, with which the silo's evaluation computes."""
+        if self.calibration is not None:
+            return self.calibration.facts.temperature
+        return self.model.facts.temperature or 1.0
+
+    def predictions(self, inputs: Inputs, progress: Progress = lambda *_: None) -> list[Prediction]:
+        """Classify everything; files that break while they are read are problems, too."""
+        found = list[Prediction]()
+        for indices in _batches(inputs.examples, self.model):
+            found += self._batch(inputs, indices)
+            progress(len(found), len(inputs.names))
+        return found + [Prediction(name, problem=text) for name, text in inputs.problems]
+
+    def _batch(self, inputs: Inputs, indices: Tensor) -> Iterator[Prediction]:
+        try:
+            x, labels = inputs.examples.batch(indices)
+        except DataError as error:
+            if len(indices) > 1:
+                for one in torch.split(indices, 1):
+                    yield from self._batch(inputs, one)
+            else:
+                yield Prediction(inputs.names[int(indices)], problem=_reason(error))
+            return
+        features, logits = self.model.answers(x)
+        several = self.model.facts.multi_label
+        p = conformal.probabilities(logits, self.temperature, several)
+        scores = sets = None
+        if self.calibration is not None:
+            scores, sets = self.calibration.score(features, logits), self.calibration.sets(p)
+        for k, index in enumerate(indices.tolist()):
+            if not bool(torch.isfinite(logits[k]).all()):
+                yield Prediction(inputs.names[index], problem=NO_NUMBERS)
+                continue
+            if several:
+                known = labels[k] if inputs.labelled else torch.full_like(p[k], UNKNOWN)
+                chosen = None if sets is None else sets[k]
+                yield self._of_labels(inputs.names[index], p[k], logits[k] > 0, known, chosen)
+                continue
+            yield self._said(
+                inputs.names[index],
+                p[k],
+                None if sets is None else sets[k],
+                None if scores is None else float(scores[k]),
+                int(labels[k]) if inputs.labelled else -1,
+            )
+
+    def _of_labels(self, name: str, p: Tensor, said: Tensor, known: Tensor, sets: Tensor | None) -> Prediction:
+        classes = self.model.facts.classes
+        pairs = list(zip(classes, said.tolist(), known.tolist(), strict=True))
+        held = () if sets is None else zip(classes, sets.tolist(), strict=True)
+        return Prediction(
+            name,
+            tuple(p.tolist()),
+            ", ".join(there := tuple(label for label, answer, _ in pairs if answer)),
+            labels=there,
+            sets={label: LABEL_SETS[not_there, there] for label, (not_there, there) in held},
+            label=", ".join(label for label, _, found in pairs if found == FOUND),
+            right=tuple(None if found == UNKNOWN else answer == (found == FOUND) for _, answer, found in pairs),
+        )
+
+    def _said(self, name: str, p: Tensor, chosen: Tensor | None, score: float | None, label: int) -> Prediction:
+        classes, best = self.model.facts.classes, int(p.argmax())
+        unknown: bool | None = None
+        facts = None if self.calibration is None else self.calibration.facts
+        if facts is not None and score is not None and facts.threshold is not None and facts.judged[best]:
+            unknown = score > facts.threshold
+        return Prediction(
+            name,
+            tuple(p.tolist()),
+            classes[best],
+            None if chosen is None else tuple(c for c, there in zip(classes, chosen.tolist(), strict=True) if there),
+            unknown,
+            classes[label] if label >= 0 else "",
+        )
+
+
+def _reason(error: DataError) -> str:
+    return str(error.__cause__ or error.message)
+
+
+def _batches(examples: Examples, model: LoadedModel) -> Sequence[Tensor]:
+    return torch.split(torch.arange(len(examples)), eval_batch(model.facts.shape)) if len(examples) else ()
+
+
+def calibrated(
+    model: LoadedModel, inputs: Inputs, coverage: float, false_flags: float, progress: Progress = lambda *_: None
+) -> Calibration:
+    """Calibrate with labelled inputs; raises as `calibration.calibrate`, and DataError on a file that breaks.
+
+    false_flags: says nothing of a model of several labels at once.
+    """
+    features, logits = list[Tensor](), list[Tensor]()
+    for indices in _batches(inputs.examples, model):
+        answers = model.answers(inputs.examples.batch(indices)[0])
+        features.append(answers[0])
+        logits.append(answers[1])
+        progress(int(indices[-1]) + 1, len(inputs.names))
+    empty = torch.zeros(0, len(model.facts.classes))
+    asked = Asked(model.sha256, inputs.fingerprint, model.facts.classes, coverage, false_flags)
+    both = (torch.cat(logits), torch.cat(features)) if logits else (empty, empty)
+    if model.facts.multi_label:
+        return calibrate_labels(asked, both[0], inputs.examples.labels)
+    return calibrate(asked, *both, inputs.examples.labels)
+
+
+# ---- what was right, where labels are known --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ClassTally:
+    """Examples of one class, or in which a label was looked for.
+
+    Right answers, sets with the class (or the answer), classes in all sets, flagged and judged ones.
+    """
+
+    examples: int = 0
+    right: int = 0
+    covered: int = 0
+    in_sets: int = 0
+    flagged: int = 0
+    judged: int = 0
+
+    def add_label(self, right: bool, there: bool, chosen: LabelSet | None) -> None:
+        """Count an answer about a label. there: whether it is   chosen: what its set holds."""
+        self.examples += 1
+        self.right += right
+        self.covered += chosen in ("open", "there" if there else "not there")
+        self.in_sets += {"open": 2, "empty": 0}.get(chosen or "empty", 1)
+
+    def add(self, found: Prediction) -> None:
+        self.examples += 1
+        self.right += found.answer == found.label
+        self.covered += found.label in (found.set or ())
+        self.in_sets += len(found.set or ())
+        self.flagged += bool(found.unknown)
+        self.judged += found.unknown is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """By class, and over all of them."""
+
+    classes: dict[str, ClassTally] = field(default_factory=dict)
+    whole: ClassTally = field(default_factory=ClassTally)
+
+
+def tally(predictions: Sequence[Prediction], classes: Sequence[str]) -> Tally:
+    """Count the predictions whose label is known; classes without any are left out."""
+    found = Tally()
+    for prediction in predictions:
+        for label, right in zip(classes, prediction.right, strict=False):
+            if right is not None:
+                for counted in (found.classes.setdefault(label, ClassTally()), found.whole):
+                    counted.add_label(right, (label in prediction.labels) == right, prediction.sets.get(label))
+        if not prediction.right and prediction.label and not prediction.problem:
+            found.classes.setdefault(prediction.label, ClassTally()).add(prediction)
+            found.whole.add(prediction)
+    return Tally({c: found.classes[c] for c in classes if c in found.classes}, found.whole)

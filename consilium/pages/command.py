@@ -1,0 +1,55 @@
+"""What the command `page` of both sides does: serve a site on loopback, say where, and open it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service_core.console import Facts, Reply, show_reply
+from service_core.operations.exit_status import ShutdownSignals
+
+if TYPE_CHECKING:
+    from consilium.pages.web.site import Site
+
+OPENED_PAGE = "opened-page.html"
+"""The file in a home that opens the page of this command, as long as it runs."""
+Bind = Annotated[
+    str | None,
+    typer.Option(
+        "--bind",
+        metavar="HOST:PORT",
+        help="Where, on this machine's loopback. Default: an address of its own, and any free port.",
+    ),
+]
+Browser = Annotated[
+    bool, typer.Option("--browser/--no-browser", help="Open it in this machine's browser, where there is a screen.")
+]
+
+
+def serve_until_told(
+    site: Site,
+    home: Path,
+    bind: str | None,
+    browser: bool,
+    as_json: bool,
+    words: Callable[[Sequence[tuple[str, str]]], Iterable[str | Facts]],
+) -> None:
+    """Serve a site until SIGTERM or Ctrl-C, say where, and open it. words: of these facts, for people."""
+    from consilium.pages.web.serve import PageServer
+    from service_core.console import open_file
+
+    with ShutdownSignals() as signals, PageServer(site, home, OPENED_PAGE, bind) as server:
+        facts = [("page", server.link), ("or open", str(server.file)), ("end", "Ctrl-C")]
+        value = {"link": server.link, "file": str(server.file), "address": server.host}
+        show_reply(Reply(value, words(facts)), as_json)
+        sys.stdout.flush()
+        if browser:
+            open_file(server.file)
+        wait = threading.Event()
+        while not signals.received:
+            wait.wait(0.2)

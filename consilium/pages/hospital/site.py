@@ -1,0 +1,336 @@
+"""The hospital's page as a site: which facts go into which template, and what its buttons do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from consilium.pages.hospital.data import FILE as DATA_CHECK
+from consilium.pages.hospital.data import DataCheck
+from consilium.pages.web.rendering import moment
+from consilium.pages.web.site import Action, ChangedError, Download, Parameters, Site, View
+from fl_core.errors import FederationError
+from service_core.audit_log.local_commands import recording
+from service_core.audit_log.log import FOLDER, LogFolder
+from service_core.audit_log.verification import last_lines
+from service_core.operations import checks
+from service_core.operations.checks import Finding, Level
+from service_core.pki.identity import colons, identity_of
+from silo.identity.identity import SiloIdentity
+from silo.operations.doctor import Examination
+from silo.operations.liveness import Health
+from silo.reports.leaving import leaving
+from silo.reports.questions import PolicyAndLedger, Question
+from silo.reports.spending import Spending, spending
+from silo.storage.approvals import Approval
+from silo.storage.home import SERVED, Home
+from silo.storage.store import Contact, Store
+
+if TYPE_CHECKING:
+    from privacy.ledger.ledger import Ledger
+
+TEMPLATES = Path(__file__).parent / "templates"
+COMMAND = "silo page"
+FILE = "page.html"
+"""In the home: opens the page of a running `silo serve --page`."""
+LINES, RUNS = 15, 20
+PAGE = "page"
+_APPROVE = "approve"
+_MAX_SHOWN = 25
+"""Runs that are shown of those that wait, and of those that were decided about."""
+SUMMARY = "audit.json"
+_MAX_BYTES = 16 << 20
+_MAX_PICTURES = 24
+FINDINGS_S = 60.0
+"""How long the doctor's findings count as new."""
+CHECK = "check"
+
+
+@dataclass(slots=True)
+class HospitalPage:
+    """The page of one home. audit: a folder of `silo audit`. Close it after its server.
+
+    Raises StateError where the home has not joined, or its database cannot be used.
+    """
+
+    home: Home
+    audit: Path | None = None
+    store: Store = field(init=False)
+    data: DataCheck = field(init=False)
+    _ledger: Ledger | None = field(default=None, init=False)
+    _findings: tuple[float, list[Finding]] = field(default=(0.0, []), init=False)
+
+    def __post_init__(self) -> None:
+        SiloIdentity(self.home.path).load()
+        self.store = Store(self.home.database)
+        self.data = DataCheck(self.home)
+
+    def close(self) -> None:
+        self.data.close()
+        self.store.close_database()
+
+    def site(self) -> Site:
+        own = SiloIdentity(self.home.path).load().identity
+        return Site(
+            title=f"{own.name} in {own.consortium}",
+            command=COMMAND,
+            templates=TEMPLATES,
+            views={"/": View("home.html", lambda _: self.facts())},
+            version=self.version,
+            actions={
+                "/approve": self._decisions.action(approve=True),
+                "/refuse": self._decisions.action(approve=False),
+                "/data/check": Action(lambda _: CHECK, self._check_data),
+            },
+            download=lambda id: picture(self.audit, id),
+        )
+
+    # ---- facts --------------------------------------------------------------------------------------------------
+
+    def facts(self) -> Mapping[str, object]:
+        """Gather everything that the page shows, as it is now."""
+        own = SiloIdentity(self.home.path)
+        mine, pins = own.load(), own.pins()
+        known = self._known()
+        waiting, more = self._decisions.waiting(known)
+        left, health, contact = leaving(self.store), Health.of(self.home), self.store.contact()
+        served = self.home.served()
+        return {
+            "headline": left.verdict,
+            "as_of": _as_of(health, contact),
+            "connection": connection(health, contact),
+            "left": left,
+            "runs": left.runs[:RUNS],
+            "more_runs": max(0, len(left.runs) - RUNS),
+            "waiting": waiting,
+            "more_waiting": more,
+            "decided": self._decisions.decided(),
+            "policy_error": known.policy_error,
+            "policy": known.policy,
+            "measured": known.measured,
+            "policy_file": self.home.policy,
+            "spending": self._spending(known),
+            "shares_ledger": self._shares_ledger(),
+            "ledger_error": known.ledger_error,
+            "mine": mine.identity,
+            "fingerprint": colons(mine.fingerprint),
+            "authority": colons(own.ca_fingerprint()),
+            "until": mine.not_after.timestamp(),
+            "renewal_due": own.renewal_due(),
+            "accepted": {n: colons(identity_of(pem).fingerprint) for n, pem in sorted(pins.accepted().items())},
+            "held": {name: colons(member.fingerprint) for name, member in sorted(pins.held().items())},
+            "served": served,
+            "report": self.data.report(),
+            "checking": self.data.running,
+            "check_digest": CHECK,
+            "pictures": pictures(self.audit),
+            "audit": self.audit,
+            "lines": self._lines(),
+            "findings": [f for f in self._doctor() if f.level is not Level.OK],
+        }
+
+    def version(self) -> str:
+        """Name the state of every file that the page reads, and what else changes it."""
+        home, health = self.home, Health.of(self.home)
+        files = [
+            home.database,
+            home.database.with_name(f"{home.database.name}-wal"),
+            home.policy,
+            home.path / "identity",
+            home.path / DATA_CHECK,
+            home.path / SERVED,
+            *_newest(LogFolder(home.path / FOLDER)),
+        ]
+        with suppress(FederationError):
+            files += [home.ledger, home.ledger.with_name(f"{home.ledger.name}-wal")]
+        stats = [(s.st_mtime_ns, s.st_size) if (s := _stat(file)) is not None else None for file in files]
+        self._doctor()  # looks anew once a minute, while somebody looks at the page
+        return repr((stats, self._findings[1], health.alive, health.connected, health.since, self.data.running))
+
+    @property
+    def _decisions(self) -> Decisions:
+        return Decisions(self.home, self.store, self._known)
+
+    def _known(self) -> PolicyAndLedger:
+        report = self.data.report()
+        found = PolicyAndLedger.of(
+            self.home, report.fingerprint if report else "", self._ledger, self.store.answers.measured_today()
+        )
+        self._ledger = found.ledger
+        return found
+
+    def _spending(self, known: PolicyAndLedger) -> list[Spending]:
+        ledger = known.ledger
+        if ledger is None:
+            return []
+        updates = self.store.unprotected()
+        return [spending(ledger, known.policy, name, updates=updates) for name in ledger.collections()]
+
+    def _shares_ledger(self) -> bool:
+        with suppress(FederationError):  # `ledger_error` says what
+            return self.home.shares_ledger
+        return False
+
+    def _lines(self) -> list[Mapping[str, object]]:
+        folder = LogFolder(self.home.path / FOLDER)
+        found = last_lines(folder, LINES) if folder.path.is_dir() else []
+        return [{"at": line.at, "number": line.number, "entry": line.entry} for line in reversed(found)]
+
+    def _doctor(self) -> list[Finding]:
+        if time.monotonic() - self._findings[0] > FINDINGS_S or not self._findings[1]:
+            patient = Examination(self.home, network=False)
+            self._findings = (time.monotonic(), checks.run_checks(patient.checks()))
+        return self._findings[1]
+
+    # ---- buttons ------------------------------------------------------------------------------------------------
+
+    def _check_data(self, _: Parameters) -> str:
+        with recording(self.home.path, "data check", {"data": (self.home.served() or ("",))[0]}, via=PAGE):
+            started = self.data.start()
+        return "The data are being checked." if started else "Nothing has been served from this home yet."
+
+
+def connection(health: Health, contact: Contact | None) -> str:
+    """Say whether this hospital is connected, and since when."""
+    if health.alive and health.connected:
+        return f"Connected with the coordinator since {moment(health.since)}."
+    last = "There has been no session with the coordinator yet."
+    if contact is not None:
+        ended = contact.until or contact.since
+        last = f"The last session with the coordinator ended at {moment(ended)}."
+    if health.alive:
+        return f"The service runs, and tries to connect ({health.why or 'no session yet'}). {last}"
+    return f"The service is not at work here: {health.why}. {last}"
+
+
+def _as_of(health: Health, contact: Contact | None) -> float | None:
+    """Return the time up to which the headline is known, where there is no session now."""
+    if (health.alive and health.connected) or contact is None:
+        return None
+    return contact.until or contact.since
+
+
+def _newest(folder: LogFolder) -> Iterator[Path]:
+    numbers = folder.numbers() if folder.path.is_dir() else []
+    if numbers:
+        yield folder.file(numbers[-1])
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The runs that ask this hospital; its buttons do what `silo approve` does, and only what was shown.
+
+    known: what they are held against, as it is now.
+    """
+
+    home: Home
+    store: Store
+    known: Callable[[], PolicyAndLedger]
+
+    def waiting(self, known: PolicyAndLedger) -> tuple[dict[str, Question], int]:
+        """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
+        found = [a for a in self.store.approvals.all() if a.decided is None]
+        return {_id(a): Question.of(a, known) for a in found[:_MAX_SHOWN]}, max(0, len(found) - _MAX_SHOWN)
+
+    def decided(self) -> list[Approval]:
+        """Return the newest decisions, the newest question first."""
+        return [a for a in reversed(self.store.approvals.all()) if a.decided is not None][:_MAX_SHOWN]
+
+    def action(self, approve: bool) -> Action:
+        return Action(self._digest, lambda form: self._decide(form, approve))
+
+    def _find(self, form: Mapping[str, str]) -> Approval | None:
+        """Find a question by the id that its form was shown with: a run's own id may be any text."""
+        return next((a for a in self.store.approvals.all() if _id(a) == form.get("question")), None)
+
+    def _digest(self, form: Mapping[str, str]) -> str | None:
+        found = self._find(form)
+        return None if found is None else Question.of(found, self.known()).digest
+
+    def _decide(self, form: Mapping[str, str], approve: bool) -> str:
+        """Decide, with a line in the audit log; raises ChangedError where somebody else just did."""
+        asked = self._find(form)
+        if asked is None:
+            raise ChangedError("This run does not ask any more.")
+        run, manifest = asked.run_id, asked.manifest_digest
+        about = {"run": run, "deny": not approve, "reason": f"manifest {manifest[:16]}"}
+        with recording(self.home.path, _APPROVE, about, via=PAGE):
+            made = self.store.approvals.decide_waiting(run, manifest, approve)
+            if made is None:
+                raise ChangedError(f"Run {run} has been decided about in the meantime.")
+        name = f"{made.name} ({run})"
+        return (
+            f"{name} is approved: it may train here." if approve else f"{name} is refused: it gets nothing from here."
+        )
+
+
+def _id(approval: Approval) -> str:
+    return hashlib.sha256(f"{approval.run_id} {approval.manifest_digest}".encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One audit: its name, its picture's id, and what it found, in words."""
+
+    audit: str
+    id: str
+    verdicts: tuple[str, ...]
+
+
+def pictures(folder: Path | None) -> list[Picture]:
+    """Read what the audits found; empty without a folder, or where nothing in it can be read."""
+    raw = None if folder is None else _read(folder / SUMMARY)
+    try:
+        found: Any = {} if raw is None else json.loads(raw)
+        audits = {str(name): value for name, value in found.items() if isinstance(value, dict) and "picture" in value}
+        made = [
+            Picture(name, str(value["picture"]), tuple(map(_verdict, value.get("verdicts", ()))))
+            for name, value in audits.items()
+        ]
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return []
+    return made[:_MAX_PICTURES]
+
+
+def picture(folder: Path | None, id: str) -> Download | None:
+    """Return a picture that the summary names; no other file of the folder, and no link."""
+    if folder is None or id not in {found.id for found in pictures(folder)} or Path(id).name != id:
+        return None
+    content = _read(folder / id)
+    if content is None or not content.startswith(b"\x89PNG\r\n"):
+        return None
+    return Download(id, "image/png", content)
+
+
+def _verdict(raw: Mapping[str, object]) -> str:
+    audit, expected, found = (str(raw[key]) for key in ("audit", "expected", "found"))
+    if raw["holds"] is None:
+        return f"{audit}: {found} ({expected})"
+    return f"{audit}: {'holds' if raw['holds'] else 'fails'}, expected {expected}, found {found}"
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        content = file.read(_MAX_BYTES + 1)
+    return content if len(content) <= _MAX_BYTES else None

@@ -1,0 +1,205 @@
+"""What commands make for the lead's page: models and cards, answers to surveys; and a run's rounds as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from consilium.pages.web.site import Download
+from consilium.research.curves import curves_of_sums
+from coordinator.lead import tables
+from coordinator.lead.survey_answers import SurveyAnswers
+from fl_core.converter import parse_json, structure
+from fl_core.errors import FederationError, StateError
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import printable
+
+RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
+Clock = Callable[[], float]
+_DIGEST = re.compile(r"[0-9a-f]{1,64}")
+_KEPT = 3
+_SECONDS = 600
+_AGAIN_S = 30.0
+"""Answers that could not be read are tried again after these: a coordinator that was away comes back."""
+_PATIENCE_S = 3.0
+"""A page waits so long for the answers to a survey, and shows them later where they take longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A file that `coordinator export` writes. words: what it is asked for with."""
+
+    ending: str
+    media_type: str = "application/octet-stream"
+    words: tuple[str, ...] = ()
+
+
+_KINDS = {
+    "model.safetensors": _Kind("safetensors"),
+    "card.md": _Kind("md", "text/markdown"),
+    "model.onnx": _Kind("onnx", words=("--format", "onnx")),
+}
+
+
+class Exporter:
+    """Exports models and reads surveys in processes of their own, so that the page's loads no torch. Keeps the newest.
+
+    arguments, variables: of every command, such as the home and the lead.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], variables: Mapping[str, str] | None = None, clock: Clock = time.monotonic
+    ) -> None:
+        self._arguments = list(arguments)
+        self._variables = {**os.environ, **(variables or {})}
+        self._folder = TemporaryDirectory(prefix="consilium-page-")
+        self._lock = threading.Lock()
+        self._made: dict[tuple[str, str, tuple[str, ...]], Path] = {}
+        self._reader, self._surveys = ThreadPoolExecutor(1), threading.Lock()
+        self._reading: dict[tuple[str, str], Future[SurveyAnswers]] = {}
+        self._clock, self._failed = clock, dict[tuple[str, str], float]()
+        self.surveys_read = 0
+        """How often a survey was read, or could not be."""
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._folder.cleanup()
+
+    def answers(self, info: pb.RunInfo) -> SurveyAnswers | str:
+        """Return the answers to a finished survey, or why there are none; waits for them three seconds at most."""
+        with self._surveys:
+            key = (info.run_id, info.model_digest)
+            if key not in self._reading or self._clock() - self._failed.get(key, math.inf) > _AGAIN_S:
+                self._failed.pop(key, None)
+                self._reading[key] = self._reader.submit(self._read, info)
+                self._reading[key].add_done_callback(self._count)
+                for old in list(self._reading)[:-_KEPT]:
+                    self._reading.pop(old).cancel()
+                    self._failed.pop(old, None)
+            reading = self._reading[key]
+        try:
+            return reading.result(_PATIENCE_S)
+        except (TimeoutError, CancelledError):
+            return "The answers are being read; they appear here."
+        except FederationError as error:
+            self._failed.setdefault(key, self._clock())
+            return str(error)
+
+    def _count(self, _: Future[SurveyAnswers]) -> None:
+        self.surveys_read += 1
+
+    def _read(self, info: pb.RunInfo) -> SurveyAnswers:
+        _require_model(info)
+        said = self._command("survey", ["--of", info.run_id, "--json"], "the answers")
+        raw = dict(parse_json(said))  # type: ignore[call-overload]
+        fields = {name: value for name, value in raw.items() if name not in ("run", "manifest_digest")}
+        return structure(SurveyAnswers, fields, "a survey")
+
+    def export(self, info: pb.RunInfo, words: tuple[str, ...] = ()) -> Path:
+        """Return the folder with a run's model and card; raises StateError (E-RUN-11) with what the command said.
+
+        words: further ones of the command, of ours alone.
+        """
+        _require_model(info)
+        key = (info.run_id, info.model_digest, words)
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._run(*key)
+            for old in list(self._made)[:-_KEPT]:
+                for file in self._made.pop(old).iterdir():
+                    file.unlink()
+            return self._made[key]
+
+    def _run(self, run_id: str, model_digest: str, words: tuple[str, ...]) -> Path:
+        out = Path(self._folder.name) / "-".join((run_id, model_digest, *words))
+        self._command("export", [run_id, "--out", str(out), *words], "the model")
+        return out
+
+    def _command(self, name: str, words: Sequence[str], what: str) -> str:
+        """Return what a command of the lead's prints. words: of a list, with an id that begins with letter or digit."""
+        command = [sys.executable, "-m", "coordinator.cli.main", name, *words, *self._arguments]
+        try:
+            done = subprocess.run(  # noqa: S603
+                command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=self._variables
+            )
+        except subprocess.TimeoutExpired:
+            raise StateError(
+                "E-RUN-11", f"expected {what} within {_SECONDS} s, found none: try coordinator {name} by hand"
+            ) from None
+        if done.returncode:
+            raise StateError(
+                "E-RUN-11", f"expected {what}, found that coordinator {name} failed: {done.stderr[-1000:]}"
+            )
+        return done.stdout
+
+
+def _require_model(info: pb.RunInfo) -> None:
+    if not (RUN_ID.fullmatch(info.run_id) and _DIGEST.fullmatch(info.model_digest)):
+        raise StateError("E-RUN-11", "expected a run with a model, found none: wait for the first round")
+
+
+def rounds_csv(detail: pb.RunDetail) -> bytes:
+    """Write a run's rounds, one row each: numbers that noise hides are empty, others have their interval."""
+    classes = max((len(r.examples) for r in detail.rounds), default=0)
+    head = ["round", "kind"]
+    head += [f"{name}{end}" for name in curves_of_sums([]) for end in ("", " low", " high")]
+    head += ["took part", "missing", "cut", "rows cut", "without a bound", "bytes up", "seconds"]
+    head += [f"class {k} {word}" for k in range(classes) for word in ("right", "of")]
+    rows = []
+    for r in detail.rounds:
+        row: list[object] = [tables.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower()]
+        for curve in curves_of_sums([r]).values():
+            row += [curve.values[0].point, curve.values[0].low, curve.values[0].high]
+        row += [", ".join(r.included), *("; ".join(map(": ".join, sorted(m.items()))) for m in (r.missing, r.cut))]
+        row += [r.cut_rows, r.unbounded]
+        row += [sum(a.bytes for a in r.arrivals), r.closed_unix - r.opened_unix if r.closed_unix else None]
+        row += [number for pair in zip(r.correct, r.examples, strict=False) for number in pair]
+        rows.append(row)
+    return csv_bytes(head, rows)
+
+
+def download(id: str, exporter: Exporter, run: pb.RunInfo | None, detail: pb.RunDetail | None) -> Download | None:
+    """Find a file by its id, RUN/WHAT; None where there is none. run, detail: those of RUN."""
+    what = id.partition("/")[2]
+    if run is None:
+        return None
+    if what == "rounds.csv" and detail is not None:
+        return Download(f"{run.run_id}.csv", "text/csv; charset=utf-8", rounds_csv(detail))
+    if what not in _KINDS or not run.model_object:
+        return None
+    kind = _KINDS[what]
+    name = f"{run.run_id}.{kind.ending}"
+    return Download(name, kind.media_type, exporter.export(run, kind.words) / name)
+
+
+# ---- rows for a spreadsheet ------------------------------------------------------------------------------------------
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def csv_bytes(head: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+    """Write rows as CSV in UTF-8. A text that a spreadsheet would compute begins with an apostrophe; numbers stay."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    for row in (head, *rows):
+        writer.writerow([_cell(value) for value in row])
+    return out.getvalue().encode("utf-8")
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, int | float):
+        return value
+    text = "" if value is None else str(value)
+    return printable(f"'{text}" if text.lstrip().startswith(_FORMULA) or text.startswith(_FORMULA) else text)

@@ -1,0 +1,137 @@
+"""What the first page shows: hospitals, runs, certificates, and one sentence about all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from consilium.pages.lead.service_watch import Snapshot
+from consilium.pages.web.rendering import moment
+from coordinator.lead.tables import there_text
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import span
+
+DAY_S = 86400.0
+SOON_S = 14 * DAY_S
+"""Certificates that end within so long are pointed out."""
+_STATES = {
+    "waiting": ("wait", "waits for its turn"),
+    "running": ("wait", "running"),
+    "paused": ("bad", "paused"),
+    "finished": ("good", "finished"),
+    "aborted": ("off", "aborted"),
+    "failed": ("bad", "failed"),
+}
+MAX_ROWS = 200
+"""Hospitals and runs in a table; the commands list all."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A symbol's kind and a word beside it."""
+
+    kind: str
+    word: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """One that ends. renewal: what there is to do."""
+
+    whose: str
+    until: float
+    state: State
+    renewal: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCertificates:
+    """When the certificates that the lead uses end: the lead's own, and that of the authority."""
+
+    lead: str
+    lead_until: float
+    authority_until: float
+
+
+def run_state(state: str) -> State:
+    """Return a run's state; one that a later version knows is a word of its own."""
+    return State(*_STATES.get(state, ("off", state or "unknown")))
+
+
+def hospital_state(info: pb.SiloInfo) -> State:
+    kind = {"online": "good", "offline": "off", "revoked": "off"}.get(info.state, "off")
+    return State("bad", "key in doubt") if info.alarm else State(kind, info.state)
+
+
+def declared_size(info: pb.SiloInfo) -> str:
+    return f"{info.data.nominal_size:.0f}" if 0 < info.data.nominal_size < 2**53 else ""
+
+
+def waits_for(info: pb.RunInfo) -> str:
+    """Name whom a run's open round waits for; empty where nobody is awaited."""
+    return _names([silo.name for silo in info.waiting.silos])
+
+
+def away(info: pb.RunInfo) -> str:
+    """Name those whom a run's open round waits for, and who are not connected."""
+    return _names([silo.name for silo in info.waiting.silos if not silo.online])
+
+
+def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float) -> list[Certificate]:
+    """Return all certificates, the first to end first."""
+    renewal = (
+        "its service renews it by itself, from 30 days before the end on; once ended: coordinator invite NAME --again"
+    )
+    found = [
+        _certificate(s.name, s.certificate_until_unix, renewal, now)
+        for s in silos
+        if s.state != "revoked" and s.certificate_until_unix
+    ]
+    found.append(_certificate(f"{own.lead} (you)", own.lead_until, f"coordinator leads renew {own.lead}", now))
+    found.append(_certificate("the authority", own.authority_until, "a new consortium, long before that day", now))
+    return sorted(found, key=lambda c: c.until)
+
+
+def _certificate(whose: str, until: float, renewal: str, now: float) -> Certificate:
+    left = until - now
+    if not left > 0:
+        return Certificate(whose, until, State("bad", "ended"), renewal)
+    if left < SOON_S:
+        return Certificate(whose, until, State("wait", f"{left / DAY_S:.0f} days left"), renewal)
+    return Certificate(whose, until, State("good", f"{left / DAY_S:.0f} days left"), "")
+
+
+def headline(found: Snapshot, now: float) -> tuple[str, str]:
+    """Say in one sentence how the consortium stands, with what explains it beneath."""
+    if found.away is not None and found.at is None:
+        return "The coordinator does not answer", found.away.why
+    if found.away is not None:
+        return f"The coordinator has not answered since {moment(found.away.since)}", found.away.why
+    if alarmed := [s.name for s in found.silos if s.alarm]:
+        return f"Somebody else may have the key of {_names(alarmed)}", "What was noticed is in the list of hospitals."
+    members = [s for s in found.silos if s.state != "revoked"]
+    here = sum(s.state == "online" for s in members)
+    present = f"{here} of {len(members)} hospitals are here."
+    under_way = [r for r in found.runs if r.state in ("waiting", "running")]
+    if (held := next((r for r in under_way if away(r)), None)) is not None:
+        text = f"Round {held.waiting.round + 1} of {held.run_id} waits for {away(held)}"
+        return text, f"{there_text(held.waiting).capitalize()}. {present}"
+    if halted := next((r for r in found.runs[:1] if r.state in ("paused", "failed")), None):
+        return f"{halted.run_id} is {run_state(halted.state).word}", halted.reason or "No reason was given."
+    if under_way:
+        first = under_way[-1]
+        if not first.rounds:
+            return f"The model of {first.run_id} is being measured", present
+        return f"{first.run_id} is in round {min(first.closed + 1, first.rounds)} of {first.rounds}", present
+    if not members:
+        return "No hospital has joined yet", "Invite one: coordinator invite NAME"
+    if found.runs:
+        newest = found.runs[0]
+        ended = f"ended {span(max(0.0, now - newest.ended_unix))} ago" if newest.ended_unix else "is over"
+        return "No run is under way", f"{newest.run_id} {ended}. {present}"
+    return "No run yet", f"{present} Start one: coordinator run method=fedmr ..."
+
+
+def _names(names: Sequence[str], most: int = 3) -> str:
+    others = f" and {len(names) - most} others" if len(names) > most else ""
+    return ", ".join(names[:most]) + others

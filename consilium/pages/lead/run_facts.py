@@ -1,0 +1,273 @@
+"""What the page of a run shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from consilium.pages.lead.overview import State, away, run_state
+from consilium.pages.lead.run_record import MAX_ROUNDS, TITLES, RunRecord
+from consilium.pages.lead.service_watch import FollowedRun
+from consilium.research.curves import Curve, text
+from coordinator.lead import accuracy, tables
+from fl_core.converter import ConversionError, parse_json
+from fl_core.types.records import judgements
+from fl_core.types.secagg import withstood
+from fl_core.types.survey import SURVEY
+from privacy.accounting.uncertainty import NOTHING
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core import clinical_report
+from service_core.console import counted, span
+
+_TROUBLE = ("refused", "lost", "forgetting", "warning", "excluded", "extended", "ended")
+_AS_PLANNED = ("waiting", "cut")
+"""Kinds of events that a run is made for: hospitals take their time, and long updates are cut to the run's bound."""
+_MAX_TROUBLE, _MAX_HOSPITALS = 50, 200
+
+
+@dataclass(frozen=True, slots=True)
+class HospitalRow:
+    """What a hospital did for a run, and what it stated with its newest update."""
+
+    name: str
+    rounds: str
+    excluded: bool
+    newest_reason: str
+    bytes_up: int
+    seconds: str
+    policy: str
+    ledger: str
+    restored: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run as its page shows it. info: the newest of it   scores: measure, final, best, mean of the last rounds."""
+
+    info: pb.RunInfo
+    state: State
+    record: RunRecord
+    headline: str
+    below: str
+    privacy: tuple[str, ...]
+    open: OpenRound | None
+    scores: tuple[tuple[str, str, str, str], ...]
+    aggregator: str
+    classes: tuple[str, ...]
+    rounds_left_out: int
+    hospitals: tuple[HospitalRow, ...]
+    hospitals_left_out: int
+    trouble: tuple[pb.Event, ...]
+    as_planned: tuple[pb.Event, ...]
+
+
+def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
+    """Collect what is known of a run. info: the newest; raises ProtocolError (E-WIRE-06) as `RunRecord`."""
+    record = followed.record
+    curves, members = record.compared.curves, record.compared.members
+    head, below = headline(info, curves.get("balanced_accuracy"))
+    hospitals = _hospitals(members, record.detail, info)
+    return RunFacts(
+        info=info,
+        state=run_state(info.state),
+        record=record,
+        headline=head,
+        below=below,
+        privacy=_privacy(record.detail.manifest_json),
+        open=open_round(info, members, followed.events, now),
+        scores=tuple(
+            (title, text(n, curves[n].scores.final), text(n, curves[n].scores.best), text(n, curves[n].scores.last))
+            for n, title in TITLES.items()
+            if n in curves
+        ),
+        aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
+        classes=tuple(map(_sentence, accuracy.coverage(info).sentences())),
+        rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
+        hospitals=tuple(hospitals[:_MAX_HOSPITALS]),
+        hospitals_left_out=max(0, len(hospitals) - _MAX_HOSPITALS),
+        trouble=_newest(e for e in followed.events if _is_trouble(e)),
+        as_planned=_newest(e for e in followed.events if e.kind in _AS_PLANNED),
+    )
+
+
+def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
+    """Say how the run stands: in one sentence, and what explains it."""
+    plain, balanced = accuracy.newest(info), accuracy.newest_balanced(info)
+    newest = plain if balanced == NOTHING else balanced
+    reached = (
+        "" if newest == NOTHING else f"Newest {'' if balanced == NOTHING else 'balanced '}accuracy: {newest.text()}."
+    )
+    if info.state == "finished" and info.method == SURVEY:
+        return "Hospitals have answered", f"The same as a command: coordinator survey --of {info.run_id}"
+    if info.state == "finished":
+        if newest.withheld:
+            own = "Each hospital reads its own images' number without noise: silo status."
+            return "Finished", f"How good the model is, is withheld: {newest.withheld}. {own}"
+        if newest.point is None:
+            return "Finished", "Nothing was measured of the model."
+        best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
+        if balanced == NOTHING:
+            return f"Finished: accuracy {plain.text()}", f"Of all test images, classified correctly.{best}"
+        taught = accuracy.coverage(info).headline()
+        guessing = f"guessing: {clinical_report.percent(accuracy.chance(info))}"
+        return (
+            f"{'Finished' if info.rounds else 'Measured'}: balanced accuracy {accuracy.balanced_text(info)}",
+            f"{_sentence(taught) + ' ' if taught else ''}Each class counts alike ({guessing}). "
+            f"Of all test images {plain.text()} are classified correctly.{best}",
+        )
+    if info.state in ("paused", "failed", "aborted"):
+        after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
+        return after, f"{info.reason or 'No reason was given.'} {reached}"
+    if away(info):
+        closes = _sentence(tables.there_text(info.waiting))
+        return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
+    if info.state == "running":
+        done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being measured"
+        return done, reached
+    return "It waits for its turn", "It begins when the runs before it are over."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -> list[HospitalRow]:
+    took, missed, sent = Counter[str](), Counter[str](), Counter[str]()
+    seconds: dict[str, list[float]] = {}
+    reasons: dict[str, str] = {}
+    for r in detail.rounds:
+        if r.kind != pb.TRAIN and info.rounds:
+            continue
+        took.update(r.included)
+        missed.update(r.missing.keys())
+        reasons.update(r.missing)
+        for arrival in r.arrivals:
+            sent[arrival.silo] += arrival.bytes
+            seconds.setdefault(arrival.silo, []).append(arrival.at_unix - r.opened_unix)
+    stated = {d.silo: d.stated for d in detail.declarations}
+    rows = []
+    for name in members:
+        said = stated.get(name)
+        rows.append(
+            HospitalRow(
+                name=name,
+                rounds=f"{took[name]} of {took[name] + missed[name]}",
+                excluded=name in info.excluded,
+                newest_reason=reasons.get(name, ""),
+                bytes_up=sent[name],
+                seconds=span(median(seconds[name])) if name in seconds else "",
+                policy="none stated" if said is None else said.policy_digest[:12] or "no policy",
+                ledger="" if said is None else f"entry {said.ledger_seq}" if said.ledger_seq else "no ledger",
+                restored="" if said is None or not said.ledger_restored else f"put back {said.ledger_restored} times",
+            )
+        )
+    return rows
+
+
+def _is_trouble(event: pb.Event) -> bool:
+    """Tell whether somebody may have to look into an event."""
+    return event.kind in _TROUBLE and not (event.kind == "ended" and event.text == "finished")
+
+
+def _newest(events: Iterable[pb.Event]) -> tuple[pb.Event, ...]:
+    """Return the newest events, the last one first."""
+    return tuple(reversed([*events][-_MAX_TROUBLE:]))
+
+
+def _privacy(manifest: str) -> tuple[str, ...]:
+    """Say what a run promises about privacy, and what this coordinator reads of updates. manifest: JSON."""
+    try:
+        raw = dict(parse_json(manifest))  # type: ignore[call-overload]
+        name, options = str(raw["privacy"]["name"]), dict(raw["privacy"]["options"])
+        masked = raw.get("secagg") is not None
+        cohort = int(raw.get("cohort") or 0) or len(raw["members"])
+    except (ConversionError, KeyError, TypeError, ValueError):
+        return ("What it promises about privacy is written in a form that this version does not know.",)
+    read = "Updates leave without masks: this coordinator can read each hospital's by itself."
+    if masked:
+        most = counted(withstood(cohort), "hospital")
+        read = f"Updates leave under masks: this coordinator reads sums, unless more than {most} work with it."
+    if name == "none":
+        return read, "There is no differential privacy: no bound holds for what an update or a sum tells."
+    asked = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
+    how_much = f" ({asked})" if asked else ""
+    return read, f"Profile {name}{how_much}: the most that it may spend at each hospital whose policy allows that."
+
+
+# ---- the open round --------------------------------------------------------------------------------------------------
+
+MAX_BARS = 200
+_MAX_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A hospital in the open round.
+
+    width: of its bar, in percent of the time that is shown   alone: the classes that depend on it, as a sentence.
+    """
+
+    name: str
+    state: State
+    when: str
+    width: float = 0.0
+    size: int = 0
+    alone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRound:
+    """The open round. rule: how many updates close it   left_out: hospitals that are not shown."""
+
+    number: int
+    since: float
+    rule: str
+    bars: tuple[Bar, ...]
+    left_out: int
+
+
+def open_round(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], now: float) -> OpenRound | None:
+    """Describe the open round, hospital by hospital, those that are awaited first; None between rounds."""
+    if not info.HasField("waiting"):
+        return None
+    waiting = info.waiting
+    passed = _bounded(now - waiting.opened_unix) if waiting.opened_unix else 0.0
+    bars = list(_bars(info, members, events, max(passed, 1.0)))
+    rule = tables.there_text(waiting)
+    shown = tuple(bars[:MAX_BARS])
+    return OpenRound(waiting.round + 1, waiting.opened_unix, rule, shown, len(bars) - len(shown))
+
+
+def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], passed: float) -> Iterator[Bar]:
+    waiting = info.waiting
+    came = {a.silo: a for a in waiting.arrivals}
+    awaited = {s.name: s for s in waiting.silos}
+    refused = {e.silo: e.text for e in events if e.kind == "refused" and e.round == waiting.round and e.silo}
+    for name in dict.fromkeys([*awaited, *came, *refused, *members]):
+        if name in came:
+            took = _bounded(came[name].at_unix - waiting.opened_unix)
+            width = round(100 * min(took / passed, 1.0), 2)
+            yield Bar(name, State("good", "update is there"), f"after {span(took)}", width, came[name].bytes)
+        elif name in awaited:
+            yield _awaited(awaited[name])
+        elif name in refused:
+            yield Bar(name, State("bad", "refused"), refused[name])
+        else:
+            yield Bar(name, State("off", "excluded" if name in info.excluded else "not awaited"), "")
+
+
+def _awaited(silo: pb.AwaitedSilo) -> Bar:
+    alone = f"nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
+    left = f"{span(_bounded(silo.left_s))} more"
+    if silo.online:
+        return Bar(silo.name, State("wait", "awaited"), left, 100.0, alone=alone)
+    return Bar(
+        silo.name, State("bad", "awaited, away"), f"{left}, away {span(_bounded(silo.offline_s))}", 100.0, alone=alone
+    )
+
+
+def _bounded(seconds: float) -> float:
+    """Return a duration that can be written; what is none is 0."""
+    return min(seconds, _MAX_S) if seconds > 0 else 0.0

@@ -1,0 +1,173 @@
+"""The closed rounds of a run, with what follows from them, computed once: intervals of noisy sums take a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from consilium.pages.web.chart import MAX_SERIES, Chart, Series
+from consilium.research.comparison import ComparedRun
+from consilium.research.curves import Curve, by_class, curves_of_sums
+from coordinator.lead import accuracy, tables
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core import clinical_report
+from service_core.console import span
+
+TITLES = {
+    "balanced_accuracy": "balanced accuracy",
+    "accuracy": "accuracy",
+    "macro_auc": "macro AUC",
+    "pa": "personal",
+    "pm_l": "personal, all",
+    "pm_v": "personal, even",
+}
+MAX_ROUNDS = 60
+_MAX_NAMES = 100
+_MAX_PACES = _MAX_CLASSES = 4 * MAX_SERIES
+_MAX_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRow:
+    """A closed round. judged: (hospital, why) of updates that are missing or were cut."""
+
+    number: str
+    accuracy: str
+    balanced: str
+    there: str
+    judged: tuple[tuple[str, str], ...]
+    bytes_up: int
+    seconds: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clinical:
+    """What medicine asks of the newest model.
+
+    by_class: (row under `head`, whether it rests on few images)   confusion: rows under `confusion_head`.
+    """
+
+    sentence: str
+    head: tuple[str, ...]
+    by_class: tuple[tuple[tuple[str, ...], bool], ...]
+    confusion_head: tuple[str, ...]
+    confusion: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as the service told it. Its properties raise ProtocolError (E-WIRE-06) on what no service tells."""
+
+    detail: pb.RunDetail
+
+    @cached_property
+    def compared(self) -> ComparedRun:
+        return ComparedRun.of(self.detail)
+
+    @cached_property
+    def chart(self) -> Chart | None:
+        found = {TITLES[name]: curve for name, curve in self.compared.curves.items()}
+        return chart_of("Measured on all test images", found, [*TITLES.values()])
+
+    @cached_property
+    def class_charts(self) -> tuple[Chart, ...]:
+        """Draw the accuracy of each class: a class is in the same chart, in the same colour, whatever was measured."""
+        names, title = self.compared.classes, "Of the test images of each class, classified correctly"
+        curves = zip(names, by_class(self.detail.rounds, _MAX_CLASSES), strict=False)
+        found = {name: curve for name, curve in curves if curve.measured}
+        charts = [chart_of(title, found, group) for group in _sixes(names)]
+        return tuple(chart for chart in charts if chart is not None)
+
+    @cached_property
+    def paces(self) -> tuple[Chart, ...]:
+        """Draw how long each hospital's update took to be there, over the rounds of training."""
+        trained = [r for r in self.detail.rounds if r.kind == pb.TRAIN and r.arrivals]
+        took = {r.round + 1: {a.silo: _seconds(a.at_unix - r.opened_unix) for a in r.arrivals} for r in trained}
+        x, title = sorted(took), "Seconds until each hospital's update was there"
+        seconds = {name: [took[k].get(name) for k in x] for name in self.compared.members[:_MAX_PACES]}
+        groups = _sixes(tuple(seconds)) if len(x) > 1 else []
+        return tuple(
+            Chart(title, "round", x, [Series(name, seconds[name], colour) for colour, name in enumerate(group, 1)])
+            for group in groups
+        )
+
+    @cached_property
+    def rounds(self) -> tuple[RoundRow, ...]:
+        """The newest rounds, the last one first."""
+        return tuple(_round(r) for r in reversed(self.detail.rounds[-MAX_ROUNDS:]))
+
+    @property
+    def not_measured(self) -> str:
+        """Say why the newest model has accuracies alone; empty where it has more, or the run asks for no more."""
+        if self.clinical is not None or not self.detail.rounds:
+            return ""
+        said = accuracy.no_clinical(self.detail.rounds[-1], self.compared.metrics)
+        return said and f"{said[:1].upper()}{said[1:]}."
+
+    @cached_property
+    def hospitals(self) -> tuple[list[tuple[str, ...]], list[str]]:
+        """The rows of hospitals that let their results be shown, and sentences about them, as `show` has both."""
+        rows, said = tables.hospital_facts(self.detail)
+        return rows, [f"{text[:1].upper()}{text[1:]}." for text in said]
+
+    @cached_property
+    def clinical(self) -> Clinical | None:
+        classes, rounds = self.compared.classes, self.detail.rounds
+        found = accuracy.clinical_of(rounds[-1]) if rounds else None
+        if found is None or len(classes) != len(found.auc):
+            return None
+        sentence = clinical_report.sentence(found, sum(rounds[-1].examples))
+        few = [n < clinical_report.FEW for n in found.per_class]
+        return Clinical(
+            sentence=f"{sentence[:1].upper()}{sentence[1:]}",
+            head=clinical_report.class_head(found),
+            by_class=tuple(zip(clinical_report.class_rows(found, classes), few, strict=True)),
+            confusion_head=clinical_report.confusion_head(found, classes),
+            confusion=tuple(clinical_report.confusion_rows(found, classes)),
+        )
+
+
+def _sixes(names: Sequence[str]) -> list[Sequence[str]]:
+    """Divide names into as many as one chart has colours."""
+    return [names[k : k + MAX_SERIES] for k in range(0, len(names), MAX_SERIES)]
+
+
+def chart_of(title: str, found: Mapping[str, Curve], names: Sequence[str]) -> Chart | None:
+    """Draw curves over rounds, in percent; None where fewer than two rounds have a point, also since noise hides them.
+
+    names: of all curves that such a chart may have, in the order of its colours; others are left out.
+    """
+    drawn = [(colour, name, found[name]) for colour, name in enumerate(names, 1) if name in found]
+    x = sorted({behind for _, _, curve in drawn for behind in curve.rounds})
+    series = [Series(name, _at(x, dict(zip(c.rounds, _points(c), strict=True))), colour) for colour, name, c in drawn]
+    if sum(any(value is not None for value in points) for points in zip(*(s.values for s in series), strict=True)) < 2:
+        return None
+    return Chart(f"{title} (%)", "rounds of training", x, series, limits=(0.0, 100.0))
+
+
+def _points(curve: Curve) -> list[float | None]:
+    return [None if value.point is None else 100 * value.point for value in curve.values]
+
+
+def _at(x: Sequence[int], values: Mapping[int, float | None]) -> list[float | None]:
+    return [values.get(each) for each in x]
+
+
+def _round(info: pb.RoundInfo) -> RoundRow:
+    took = info.closed_unix - info.opened_unix
+    measured = {name: curve.values[0] for name, curve in curves_of_sums([info]).items()}
+    return RoundRow(
+        number=tables.round_text(info.round, info.kind),
+        accuracy=measured["accuracy"].text(),
+        balanced=measured["balanced_accuracy"].text(),
+        there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
+        judged=tuple(tables.judged_updates(info)[:_MAX_NAMES]),
+        bytes_up=sum(a.bytes for a in info.arrivals),
+        seconds=span(took) if info.closed_unix and took >= 0 else "",
+    )
+
+
+def _seconds(value: float) -> float | None:
+    return value if math.isfinite(value) and 0 <= value <= _MAX_S else None

@@ -1,0 +1,210 @@
+"""The newest facts of a running service: fetched while somebody looks, and kept, with their date, where it is away."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from consilium.pages.lead.run_record import RunRecord
+from coordinator.lead.client import LeadClient
+from fl_core.errors import FederationError
+from protos.consilium.v1 import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+REFRESH_S = 2.0
+"""Facts are asked for again after so long, while somebody looks."""
+_PATIENCE_S = 3.0
+"""How long a page waits for newer facts before it shows those that there are."""
+_LOOKED_S = 30.0
+"""A run is followed for so long after somebody looked at it."""
+_MAX_RUNS, _MAX_EVENTS = 12, 2000
+_COUNTDOWN_S = 10.0
+"""Pages with a countdown are shown anew so often."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceUnreachable:
+    """Since when the service has given no answer, and why."""
+
+    since: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedRun:
+    """A run that somebody looks at. events: the newest ones   last: the number of the last one."""
+
+    record: RunRecord
+    events: Sequence[pb.Event] = ()
+    last: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the service said last. at: when, None where it never did   away: whether it answers no more."""
+
+    at: float | None = None
+    silos: Sequence[pb.SiloInfo] = ()
+    invitations: Sequence[pb.InvitationInfo] = ()
+    runs: Sequence[pb.RunInfo] = ()
+    away: ServiceUnreachable | None = None
+
+    def run(self, run_id: str) -> pb.RunInfo | None:
+        return next((run for run in self.runs if run.run_id == run_id), None)
+
+
+class ServiceWatch:
+    """Asks the service on a thread of its own, and only while somebody looks. connect: makes a client, or raises.
+
+    Guarantees: no method raises because the service is away, and none waits longer than three seconds for it.
+    """
+
+    def __init__(self, connect: Callable[[], LeadClient], clock: Callable[[], float] = time.time) -> None:
+        self._connect = connect
+        self._clock = clock
+        self._client: LeadClient | None = None
+        self._lock = threading.Condition()
+        self._snapshot = Snapshot()
+        self._tried: float | None = None
+        self._wanted = False
+        self._stopped = False
+        self._begun = self._done = 0
+        self._looked: dict[str, float] = {}
+        self._followed: dict[str, FollowedRun] = {}
+        self._thread = threading.Thread(target=self._work, name="service watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._lock.notify_all()
+        self._thread.join(_PATIENCE_S)  # a call under way ends by its own deadline
+
+    def current(self, fresh: bool = False) -> Snapshot:
+        """Return the newest facts, asked for again where they are older than two seconds. fresh: whatever their age."""
+        with self._lock:
+            if fresh or self._stale():
+                enough = self._begun + 1 if fresh else self._done + 1
+                self._want()
+                self._lock.wait_for(lambda: self._done >= enough or self._stopped, _PATIENCE_S)
+            return self._snapshot
+
+    def follow(self, run_id: str) -> tuple[Snapshot, FollowedRun | None]:
+        """Return the newest facts and a run's rounds and events; None where they were never fetched."""
+        with self._lock:
+            new = run_id not in self._followed
+            self._looked[run_id] = time.monotonic()
+        found = self.current(fresh=new)
+        with self._lock:
+            return found, self._followed.get(run_id)
+
+    def version(self) -> str:
+        """Return another text whenever the facts have changed, or a countdown has gone on. Waits for nothing."""
+        with self._lock:
+            if self._stale():
+                self._want()
+            found, followed = self._snapshot, dict(self._followed)
+        digest = hashlib.sha256(repr(found.away is not None).encode())
+        for silo in found.silos:
+            shown = pb.SiloInfo()
+            shown.CopyFrom(silo)
+            shown.ClearField("last_seen_unix")
+            digest.update(shown.SerializeToString(deterministic=True))
+        for run in found.runs:
+            digest.update(settled(run).SerializeToString(deterministic=True))
+            digest.update(repr((run.waiting.round, run.waiting.there, [s.name for s in run.waiting.silos])).encode())
+        digest.update(repr(sorted((name, each.last) for name, each in followed.items())).encode())
+        if any(run.waiting.silos for run in found.runs):
+            digest.update(str(self._clock() // _COUNTDOWN_S).encode())
+        return digest.hexdigest()
+
+    def forget(self, run_id: str) -> None:
+        """Ask for a run's facts anew: something was ordered."""
+        with self._lock:
+            self._followed.pop(run_id, None)
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _stale(self) -> bool:
+        return self._tried is None or time.monotonic() - self._tried >= REFRESH_S
+
+    def _want(self) -> None:
+        self._wanted = True
+        self._lock.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._wanted or self._stopped)
+                if self._stopped:
+                    break
+                self._wanted = False
+                self._begun += 1
+            found = self._asked()
+            with self._lock:
+                self._snapshot, self._tried = found, time.monotonic()
+                self._done = self._begun
+                self._lock.notify_all()
+        self._disconnect()
+
+    def _asked(self) -> Snapshot:
+        before = self._snapshot
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            silos, runs = self._client.silos(), self._client.runs()
+            found = Snapshot(self._clock(), silos.silos, silos.invitations, runs)
+            self._fetch(self._client, found)
+        except FederationError as error:
+            why = str(error)
+        except Exception as error:  # an answer that no sound service gives must not end the page
+            log.exception("the service could not be asked")
+            why = f"its answer was not understood: {error!r}"
+        else:
+            return found
+        self._disconnect()
+        since = before.away.since if before.away else self._clock()
+        return replace(before, away=ServiceUnreachable(since, why))
+
+    def _fetch(self, client: LeadClient, found: Snapshot) -> None:
+        """Fetch the runs that somebody looks at, as far as they have changed."""
+        now = time.monotonic()
+        with self._lock:
+            self._looked = {name: at for name, at in self._looked.items() if now - at < _LOOKED_S}
+            wanted = sorted(self._looked, key=self._looked.__getitem__)[-_MAX_RUNS:]
+            kept = {name: self._followed[name] for name in wanted if name in self._followed}
+        for name in wanted:
+            info, known = found.run(name), kept.get(name)
+            if info is None:
+                kept.pop(name, None)
+                continue
+            same = known is not None and settled(known.record.detail.info) == settled(info)
+            record = known.record if known and same else RunRecord(client.show(name))
+            if same and info.state not in ("waiting", "running"):
+                continue
+            fresh = client.events(name, known.last if known else 0)
+            events = [*(known.events if known else ()), *fresh][-_MAX_EVENTS:]
+            kept[name] = FollowedRun(record, events, events[-1].number if events else 0)
+        with self._lock:
+            self._followed = kept
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def settled(run: pb.RunInfo) -> pb.RunInfo:
+    """Return what is known of a run without what changes while a round is open."""
+    found = pb.RunInfo()
+    found.CopyFrom(run)
+    found.ClearField("waiting")
+    found.ClearField("bytes_up")
+    found.ClearField("bytes_down")
+    return found

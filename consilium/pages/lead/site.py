@@ -1,0 +1,252 @@
+"""The lead's page as a site: which facts go into which template, and what its buttons do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from consilium.pages.lead import exports, overview
+from consilium.pages.lead.overview import OwnCertificates
+from consilium.pages.lead.run_facts import run_facts
+from consilium.pages.lead.run_record import TITLES, chart_of
+from consilium.pages.lead.service_watch import FollowedRun, ServiceWatch, Snapshot
+from consilium.pages.web.chart import Chart
+from consilium.pages.web.site import Action, ChangedError, Download, MissingError, Parameters, Site, View
+from consilium.research.comparison import ComparedRun, Comparison, compare, score_rows
+from coordinator.lead import accuracy, tables
+from coordinator.lead.client import LeadClient
+from coordinator.lead.hospital_results import HEAD
+from fl_core.errors import ConfigError
+from fl_core.types.survey import SURVEY
+from privacy.accounting.uncertainty import NOTHING
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.pki import certificates
+from service_core.pki.identity import identity_of
+from service_core.storage.private_files import Credentials
+
+TEMPLATES = Path(__file__).parent / "templates"
+COMMAND = "coordinator page"
+PLACES = ("a", "b", "c", "d")
+"""Names of the runs that are compared, in the address."""
+_MAX_HOURS = 24 * 365
+Order = Callable[[LeadClient, Parameters], str]
+
+
+@dataclass(frozen=True)
+class LeadPage:
+    """The page of one lead.
+
+    watch: what the service says   connect: makes a client for an order   own: the lead's certificates.
+    """
+
+    watch: ServiceWatch
+    connect: Callable[[], LeadClient]
+    exporter: exports.Exporter
+    own: OwnCertificates
+    consortium: str
+    clock: Callable[[], float] = time.time
+
+    def site(self) -> Site:
+        orders = {"/resume": _resume, "/abort": _abort, "/exclude": _exclude, "/extend": _extend}
+        return Site(
+            title=f"{self.consortium}, {self.own.lead}",
+            command=COMMAND,
+            templates=TEMPLATES,
+            views={
+                "/": View("home.html", self._home),
+                "/runs/{run}": View("run.html", self._run),
+                "/compare": View("compare.html", self._compare),
+            },
+            actions={path: Action(self._digest, self._order(order), _page_of) for path, order in orders.items()},
+            download=self._download,
+            version=lambda: f"{self.watch.version()} {self.exporter.surveys_read}",
+        )
+
+    # ---- views -----------------------------------------------------------------------------------------------------
+
+    def _home(self, _: Parameters) -> Mapping[str, object]:
+        found, now = self.watch.current(), self.clock()
+        head, below = overview.headline(found, now)
+        hospitals = sorted(found.silos, key=lambda s: (s.state == "revoked" and not s.alarm, s.name))
+        return {
+            **self._about(found),
+            "headline": head,
+            "text": below,
+            "hospitals": hospitals[: overview.MAX_ROWS],
+            "hospitals_left_out": max(0, len(hospitals) - overview.MAX_ROWS),
+            "invitations": [i for i in found.invitations if i.expires_unix > now][: overview.MAX_ROWS],
+            "runs": found.runs[: overview.MAX_ROWS],
+            "runs_left_out": max(0, len(found.runs) - overview.MAX_ROWS),
+            "certificates": overview.certificates(found.silos, self.own, now)[: overview.MAX_ROWS],
+        }
+
+    def _run(self, parameters: Parameters) -> Mapping[str, object]:
+        found, info, followed = self._followed(parameters["run"])
+        facts = run_facts(info, followed, self.clock())
+        halted = info.state in ("paused", "failed")
+        survey = info.method == SURVEY
+        found_out = self.exporter.answers(info) if survey and info.state == "finished" else None
+        return {
+            **self._about(found),
+            "headline": facts.headline,
+            "run": facts,
+            "survey": survey,
+            "answers": [found_out] if isinstance(found_out, str) else [*found_out.parts()] if found_out else [],
+            "digest": state_digest(info),
+            "can_resume": halted,
+            "can_abort": halted or info.state in ("waiting", "running"),
+            "can_exclude": halted or info.state == "running",
+            "can_extend": info.HasField("waiting"),
+        }
+
+    def _compare(self, parameters: Parameters) -> Mapping[str, object]:
+        chosen = list(dict.fromkeys(parameters[name] for name in PLACES if parameters.get(name)))
+        chosen_runs = [self._followed(run_id)[2].record.compared for run_id in chosen]
+        found = self.watch.current()
+        offered = [run.run_id for run in found.runs[: overview.MAX_ROWS]]
+        preset = dict(zip(PLACES, offered[1::-1], strict=False)) if len(chosen) < 2 else {}
+        choice = {name: parameters.get(name) or preset.get(name, "") for name in PLACES}
+        about = {**self._about(found), "runs": offered, "choice": choice}
+        if len(chosen) < 2:
+            return {**about, "headline": "Which runs are to be compared?", "comparison": None}
+        compared = comparison_facts(compare(chosen_runs))
+        return {**about, "headline": compared.headline, "comparison": compared}
+
+    def _about(self, found: Snapshot) -> Mapping[str, object]:
+        words = {"accuracy": accuracy, "hospital_head": HEAD, "overview": overview, "tables": tables}
+        return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
+
+    def _followed(self, run_id: str) -> tuple[Snapshot, pb.RunInfo, FollowedRun]:
+        found, followed = self.watch.follow(run_id)
+        info = found.run(run_id)
+        if info is None:
+            raise MissingError("There is no such run, or the coordinator has not answered yet.")
+        if followed is None:
+            raise MissingError("The coordinator does not answer, and this page has not looked at this run before.")
+        return found, info, followed
+
+    # ---- orders ----------------------------------------------------------------------------------------------------
+
+    def _digest(self, form: Parameters) -> str | None:
+        """Return the digest of the run that a form names, as the service says it now; None where there is none."""
+        found = self.watch.current(fresh=True)
+        if found.away is not None:
+            raise ChangedError("The coordinator does not answer: nothing was ordered.")
+        info = found.run(form.get("run", ""))
+        return None if info is None else state_digest(info)
+
+    def _order(self, order: Order) -> Callable[[Parameters], str]:
+        def give(form: Parameters) -> str:
+            with closing(self.connect()) as client:
+                said = order(client, form)
+            self.watch.forget(form["run"])
+            self.watch.current(fresh=True)
+            return said
+
+        return give
+
+    def _download(self, id: str) -> Download | None:
+        run_id = id.partition("/")[0]
+        found, followed = self.watch.follow(run_id)
+        detail = None if followed is None else followed.record.detail
+        return exports.download(id, self.exporter, found.run(run_id), detail)
+
+
+def _page_of(form: Parameters) -> str:
+    return f"/runs/{form['run']}"
+
+
+def state_digest(info: pb.RunInfo) -> str:
+    """Return a digest of what an order about a run depends on: its state and why, and who is excluded.
+
+    Not of how many rounds are closed: the forms of a run that goes on would never fit.
+    """
+    facts = [info.run_id, info.state, info.reason, sorted(info.excluded), info.manifest_digest]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def own_certificates(credentials: Credentials) -> tuple[OwnCertificates, str]:
+    """Read when the certificates that a lead uses end, and the name of the consortium."""
+    peer = identity_of(credentials.cert_pem)
+    authority = certificates.load_certificate(credentials.ca_pem, "the authority's certificate")
+    own = OwnCertificates(peer.identity.name, peer.not_after.timestamp(), authority.not_valid_after_utc.timestamp())
+    return own, peer.identity.consortium
+
+
+def _resume(client: LeadClient, form: Parameters) -> str:
+    info = client.resume(form["run"])
+    return f"{info.run_id} goes on after {info.closed} of {info.rounds} rounds."
+
+
+def _abort(client: LeadClient, form: Parameters) -> str:
+    return f"{client.abort(form['run']).run_id} is aborted. What was trained so far stays."
+
+
+def _exclude(client: LeadClient, form: Parameters) -> str:
+    silo, readmit = form.get("silo", ""), form.get("readmit") == "yes"
+    info = client.exclude(form["run"], silo, readmit)
+    return f"{silo} is {'asked again' if readmit else 'excluded'} in {info.run_id}, from the next round on."
+
+
+def _extend(client: LeadClient, form: Parameters) -> str:
+    text = form.get("hours", "")
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
+    if not 0 < hours <= _MAX_HOURS:
+        raise ConfigError("E-CFG-02", f"expected hours above 0, at most {_MAX_HOURS}, found {text[:20]!r}: correct it")
+    info = client.extend(form["run"], hours)
+    return f"Everybody who is awaited in the open round of {info.run_id} has {hours:g} hours more."
+
+
+# ---- the comparison of runs ------------------------------------------------------------------------------------------
+
+LETTERS = "ABCD"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonFacts:
+    """Runs side by side.
+
+    columns: each with the letter that names it in charts and tables   scores: (measure, a text for each run).
+    """
+
+    headline: str
+    columns: tuple[tuple[str, ComparedRun], ...]
+    differences: Mapping[str, tuple[str | None, ...]]
+    scores: tuple[tuple[str, tuple[str, ...]], ...]
+    charts: tuple[Chart, ...]
+    classes: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
+
+
+def comparison_facts(found: Comparison) -> ComparisonFacts:
+    return ComparisonFacts(
+        headline=found.standing.headline(dict(zip((run.id for run in found.runs), LETTERS, strict=False))),
+        columns=tuple(zip(LETTERS, found.runs, strict=False)),
+        differences=found.differences,
+        scores=tuple((TITLES.get(measure, measure), texts) for measure, texts in score_rows(found)),
+        charts=tuple(_charts(found)),
+        classes=tuple(
+            (name, tuple(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes
+        ),
+        notes=tuple(f"{note[:1].upper()}{note[1:]}." for note in found.notes),
+    )
+
+
+def _charts(found: Comparison) -> list[Chart]:
+    charts = []
+    for measure in found.measures[:3]:
+        of_runs = zip(LETTERS, found.runs, strict=False)
+        curves = {letter: run.curves[measure] for letter, run in of_runs if measure in run.curves}
+        name = TITLES[measure]
+        if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves, LETTERS)) is not None:
+            charts.append(drawn)
+    return charts

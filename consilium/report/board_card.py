@@ -1,0 +1,415 @@
+"""The card of a run's model: what the coordinator knows of the run, as the document that a lead signs.
+
+Counts are those that the run released: sums over hospitals, with noise where it had noise, and then with the interval
+of that noise or not at all. Of a single hospital stands in it what the hospital declares to every lead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from safetensors import safe_open
+
+from consilium.report.card import (
+    Card,
+    ClassFacts,
+    Hospital,
+    Masks,
+    Method,
+    Model,
+    Privacy,
+    Results,
+    Run,
+    Share,
+    Survey,
+    Updates,
+    Withdrawal,
+)
+from consilium.report.documents import page
+from consilium.report.signed_card import SignedCard, file_sha256, utc
+from consilium.research.papers import paper_of
+from coordinator.lead import accuracy
+from coordinator.lead.as_json import software_json
+from coordinator.lead.survey_answers import SurveyAnswers
+from coordinator.lead.tables import private_form, started_from
+from coordinator.lead.withdrawals import outcome
+from fl_core.datasets.preprocessing import Preprocessing
+from fl_core.errors import ConfigError
+from fl_core.methods.fedavg import FedAvg, Traits
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types import intervals
+from fl_core.types.class_coverage import ClassCoverage
+from fl_core.types.clinical import CLINICAL, ClinicalMetrics, macro_mean
+from fl_core.types.records import judgements
+from fl_core.types.secagg import withstood
+from privacy import profiles
+from privacy.accounting import uncertainty
+from privacy.accounting.projection import preview
+from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise
+from privacy.compiled_run import CompiledRun
+from privacy.profiles.base import PLACEMENTS
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.pki.identity import Identity, certificate_fingerprint, identity_of
+from service_core.storage.private_files import Credentials, replace_file
+
+LUCK, NOISE = "the luck of the test examples", "the noise of privacy"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What only the lead knows. lead: who signs   files: name -> SHA-256 of what is given away with the card.
+
+    survey: of the hospitals' records, where the lead names one.
+    """
+
+    lead: Identity
+    intended_use: str = ""
+    licence: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    survey: Survey | None = None
+
+
+def card_of(
+    detail: pb.RunDetail,
+    manifest: RunManifest,
+    silos: Sequence[pb.SiloInfo],
+    said: Statement,
+    parameters: int,
+    now: datetime | None = None,
+) -> Card:
+    """Write the card of a run's newest model.
+
+    silos: what hospitals declare at this moment   parameters: numbers in the exported model   now: UTC.
+    """
+    run, info = CompiledRun(manifest), detail.info
+    rounds = detail.rounds
+    return Card(
+        consortium=said.lead.consortium,
+        written=(now or datetime.now(UTC)).isoformat(timespec="seconds"),
+        written_by=said.lead.name,
+        intended_use=said.intended_use,
+        licence=said.licence,
+        run=Run(
+            id=info.run_id,
+            name=info.name,
+            state=info.state,
+            rounds=sum(r.kind == pb.TRAIN for r in rounds),
+            planned_rounds=info.rounds,
+            created=utc(info.created_unix),
+            ended=utc(info.ended_unix),
+            data=manifest.data,
+            manifest_digest=info.manifest_digest,
+            model_digest=info.model_digest,
+        ),
+        model=_model(run, manifest, parameters),
+        method=_method(run, manifest),
+        classes=_classes(manifest, rounds, silos, accuracy.coverage(info)),
+        hospitals=_hospitals(run, manifest, detail, silos),
+        results=_results(manifest, rounds),
+        privacy=_privacy(run, manifest),
+        masks=_masks(manifest),
+        updates=Updates(
+            aggregator=run.aggregator.name,
+            refused=judgements(rounds)["updates_refused"],
+            cut=judgements(rounds)["updates_cut"],
+            rows_cut=judgements(rounds)["cut_rows"],
+            unbounded_rounds=judgements(rounds)["unbounded_rounds"],
+            bytes_up=info.bytes_up,
+            bytes_down=info.bytes_down,
+        ),
+        withdrawals=tuple(
+            Withdrawal(w.silo, w.run_id, utc(w.at_unix), outcome(w), w.run_id == info.run_id or bool(w.reason))
+            for w in detail.withdrawals
+        ),
+        software=_software(detail, manifest),
+        files=dict(said.files),
+        survey=said.survey,
+    )
+
+
+def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, found: SurveyAnswers) -> Survey:
+    """Take the answers to a survey for the card of a run. asked, detail, found: of the survey.
+
+    Raises ConfigError (E-CFG-08) on a survey about other data or classes, whose numbers would be read as this run's,
+    and on numbers that no records give.
+    """
+    if (asked.data, asked.schema.classes) != (manifest.data, manifest.schema.classes):
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a survey about the run's data ({manifest.data}) and its {len(manifest.schema.classes)} classes, "
+            f"found {detail.info.run_id} about {asked.data} and {len(asked.schema.classes)}: ask with the run's words",
+        )
+    answered = {name for r in detail.rounds for name in r.included}
+    made = Survey(
+        run=detail.info.run_id,
+        document=found.document,
+        hospitals=found.hospitals,
+        members=tuple(member.name for member in manifest.members if member.name in answered),
+        epsilon=found.epsilon,
+        delta=found.delta,
+        answers=found.answers,
+    )
+    if found.implausible or not made.possible:
+        raise ConfigError(
+            "E-CFG-08",
+            f"expected a survey with numbers of records, found {detail.info.run_id} with others "
+            f"({'; '.join(found.implausible[:3]) or 'counts of no hospitals'}): find out which hospital sent them, "
+            "and ask again",
+        )
+    return made
+
+
+def _software(detail: pb.RunDetail, manifest: RunManifest) -> Mapping[str, str]:
+    found = software_json(detail.software)
+    ours = found["coordinator"] or manifest.software
+    return {"coordinator": str(ours), **{name: text for name, text in sorted(detail.software.items()) if name}}
+
+
+def _model(run: CompiledRun, manifest: RunManifest, parameters: int) -> Model:
+    weights = manifest.start.weights if manifest.start is not None else None
+    body = "" if not run.frozen else f"weights {weights}" if weights else "random weights, drawn from the run's seed"
+    return Model(
+        name=manifest.model.name,
+        options=manifest.model.options,
+        parameters=parameters,
+        input=tuple(manifest.schema.shape),
+        preprocessing=Preprocessing(manifest.data, manifest.schema).sentence(),
+        start=started_from(manifest.to_json()),
+        frozen_body=body,
+        several_labels=manifest.schema.multi_label,
+    )
+
+
+def _method(run: CompiledRun, manifest: RunManifest) -> Method:
+    kind = type(run.method)
+    paper = paper_of(kind) if issubclass(kind, FedAvg) else None
+    return Method(
+        name=manifest.method.name,
+        options=manifest.method.options,
+        about=(kind.__doc__ or "").strip().partition("\n")[0],
+        paper="" if paper is None else f"{paper.authors}, {paper.title!r}, {paper.venue}",
+        training=training_text(run),
+        seed=manifest.seed,
+        private_form=private_form(manifest.to_json()),
+    )
+
+
+def training_text(run: CompiledRun) -> str:
+    """Say how hospitals train; of a closed form that they take no step, whatever the schedule says."""
+    if run.method.exact:
+        return "none: the model is solved in closed form from sums over examples"
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(run.manifest.train).items())
+
+
+def _hospitals(
+    run: CompiledRun, manifest: RunManifest, detail: pb.RunDetail, silos: Sequence[pb.SiloInfo]
+) -> tuple[Hospital, ...]:
+    trained = [r for r in detail.rounds if r.kind == pb.TRAIN]
+    took_part = Counter(name for r in trained for name in r.included)
+    asks = not isinstance(run.method, Traits) or "prototypes" in run.method.sends
+    declared = {silo.name: silo for silo in silos}
+    policies = {d.silo: d.stated.policy_digest for d in detail.declarations}
+    nobody = pb.SiloInfo()
+    return tuple(
+        Hospital(
+            name=member.name,
+            rounds=took_part[member.name],
+            missed=tuple(f"{r.round + 1}: {r.missing[member.name]}" for r in trained if member.name in r.missing),
+            prototypes=("yes" if member.prototypes else "no") if asks else "-",
+            size=float(member.units or declared.get(member.name, nobody).data.nominal_size),
+            policy=policies.get(member.name, ""),
+            fingerprint=declared.get(member.name, nobody).fingerprint,
+            software=detail.software.get(member.name, ""),
+        )
+        for member in manifest.members
+    )
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def share_of(right: float, of: float) -> Share:
+    """Give a share of counted examples with the exact interval of their luck."""
+    k, n = round(right), round(of)
+    if not 0 <= k <= n or abs(right - k) > 1e-3 or abs(of - n) > 1e-3:
+        return Share(withheld=uncertainty.IMPOSSIBLE)
+    found = intervals.share(k, n)
+    return Share() if found is None else Share(k / n, found.low, found.high, of=LUCK)
+
+
+def _noisy(found: Estimate) -> Share:
+    if found.withheld or found == NOTHING:
+        return Share(withheld=found.withheld)
+    return Share(found.point, found.low, found.high, of=NOISE)
+
+
+def _last(rounds: Sequence[pb.RoundInfo]) -> pb.RoundInfo:
+    return rounds[-1] if rounds else pb.RoundInfo()
+
+
+def _clinical(rounds: Sequence[pb.RoundInfo]) -> ClinicalMetrics | None:
+    return accuracy.clinical_of(_last(rounds))
+
+
+def _classes(
+    manifest: RunManifest, rounds: Sequence[pb.RoundInfo], silos: Sequence[pb.SiloInfo], coverage: ClassCoverage
+) -> tuple[ClassFacts, ...]:
+    last, found = _last(rounds), _clinical(rounds)
+    noise = profiles.result_noise(manifest).of(last.included)
+    members = {member.name for member in manifest.members}
+    noisy = uncertainty.by_class(last.correct, last.examples, noise) if noise else []
+    made = []
+    for k, name in enumerate(manifest.schema.classes):
+        auc = found.auc[k] if found else None
+        counts = list(zip(last.correct[k : k + 1], last.examples[k : k + 1], strict=False))
+        if manifest.schema.multi_label:  # most are right where they are absent; who has one, clinical metrics alone say
+            counts = [(found.labels[k].tp, found.labels[k].there)] if found and found.labels else []
+        made.append(
+            ClassFacts(
+                name=name,
+                test_examples=round(counts[0][1]) if counts and not noise and _counts(last) else None,
+                recognised=_noisy(noisy[k]) if noise and counts else share_of(*counts[0]) if counts else Share(),
+                declared_by=tuple(sorted(s.name for s in silos if s.name in members and name in s.data.holds)),
+                trained_at=coverage.hospitals_of(name),
+                taught=name not in coverage.untaught,
+                specificity=found.specificity[k] if found else None,
+                auc_low=auc.low if auc else None,
+                auc_high=auc.high if auc else None,
+            )
+        )
+    return tuple(made)
+
+
+def _counts(last: pb.RoundInfo) -> bool:
+    """Tell whether all sums of an evaluation are counts: a hospital may have sent any numbers."""
+    return all(share_of(right, of).withheld == "" for right, of in zip(last.correct, last.examples, strict=False))
+
+
+def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
+    last, found = _last(rounds), _clinical(rounds)
+    noisy = profiles.result_noise(manifest)
+    noise = noisy.of(last.included)
+    auc = found.macro_auc if found else None
+    exact = noise is None and _counts(last)
+    several = manifest.schema.multi_label
+    tested = found.classes_present if found and several else sum(n > 0 for n in last.examples) if exact else 0
+    return Results(
+        accuracy=_over_all(last, noise),
+        balanced=_balanced(last, noise),
+        best=_best(rounds, manifest),
+        test_examples=round(sum(last.examples)) if exact and rounds else None,
+        level_of_chance=1 / 2 if several else 1 / (tested or len(manifest.schema.classes)),
+        of_exported_model=last.kind == pb.EVALUATE,
+        classes_tested=tested if exact and rounds else None,
+        calibration_error=found.calibration_error if found else None,
+        macro_auc_low=auc.low if auc else None,
+        macro_auc_high=auc.high if auc else None,
+        confusion=found.confusion if found else (),
+        why_no_more="" if found else _why_basic(manifest),
+    )
+
+
+def _over_all(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
+    if noise is not None:
+        return _noisy(uncertainty.accuracy(last.correct, last.examples, noise))
+    return share_of(math.fsum(last.correct), math.fsum(last.examples)) if _counts(last) else _impossible()
+
+
+def _balanced(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
+    if noise is not None:
+        return _noisy(uncertainty.balanced(last.correct, last.examples, noise))
+    if not _counts(last):
+        return _impossible()
+    rights, ofs, _ = accuracy.balanced_sums(last)
+    counts = [(round(k), round(n)) for k, n in zip(rights, ofs, strict=False) if n > 0]
+    if not counts:
+        return Share()
+    found = intervals.mean_of_shares([k for k, _ in counts], [n for _, n in counts])
+    assert found is not None
+    return Share(macro_mean(k / n for k, n in counts), found.low, found.high, of=LUCK)
+
+
+def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> Share:
+    noise = profiles.result_noise(manifest)
+    found = accuracy.best_of([(r.correct, r.examples, noise.of(r.included)) for r in rounds])
+    return Share(found.point) if found.exact else _noisy(found)
+
+
+def _impossible() -> Share:
+    return Share(withheld=uncertainty.IMPOSSIBLE)
+
+
+def _why_basic(manifest: RunManifest) -> str:
+    if manifest.metrics == CLINICAL:
+        return "no hospital sent specificity, AUC or calibration"
+    if profiles.hides_evaluations(manifest.privacy):
+        return "specificity, AUC and calibration are not measured under differential privacy"
+    return "specificity, AUC and calibration were not measured (metrics=basic)"
+
+
+# ---- privacy ---------------------------------------------------------------------------------------------------------
+
+
+def _privacy(run: CompiledRun, manifest: RunManifest) -> Privacy:
+    terms = run.profile.terms
+    if terms is None:
+        return Privacy("none")
+    planned = preview(run)
+    shared = terms.placement == "distributed"
+    return Privacy(
+        profile=manifest.privacy.name,
+        subject=run.profile.subject,
+        epsilon=terms.epsilon,
+        delta=terms.delta,
+        planned=planned["epsilon"],
+        alone=max((s["epsilon_alone"] for s in planned["silos"]), default=None) if shared else None,
+        collusion=manifest.secagg.collusion if shared and manifest.secagg is not None else 0,
+        test_data=terms.test_data,
+        noise_from=terms.rng,
+        placement=PLACEMENTS[terms.placement],
+        options=json.loads(json.dumps(dict(manifest.privacy.options))),
+    )
+
+
+def _masks(manifest: RunManifest) -> Masks | None:
+    terms = manifest.secagg
+    return None if terms is None else Masks(withstood(manifest.cohort_size), terms.min_contributors)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write(
+    detail: pb.RunDetail,
+    manifest: RunManifest,
+    silos: Sequence[pb.SiloInfo],
+    own: Credentials,
+    files: Sequence[Path],
+    intended_use: str,
+    licence: str,
+    survey: Survey | None = None,
+) -> tuple[Path, Path]:
+    """Write `RUN.card.json`, signed, and its page `RUN.card.html` beside the exported files; return both.
+
+    own: the lead's key and certificate   files: the model first, as safetensors; their digests stand in the card.
+    """
+    named = {file.name: file_sha256(file) for file in files}
+    said = Statement(identity_of(own.cert_pem).identity, intended_use, licence, named, survey)
+    card = card_of(detail, manifest, silos, said, _numbers(files[0]))
+    signed = SignedCard.sign(card, own)
+    verified, _ = signed.verify(certificate_fingerprint(own.ca_pem))
+    document, html = (files[0].with_name(f"{detail.info.run_id}.card.{ending}") for ending in ("json", "html"))
+    replace_file(html, page(signed, verified).encode(), 0o600)
+    replace_file(document, signed.to_json().encode(), 0o600)
+    return document, html
+
+
+def _numbers(model: Path) -> int:
+    with safe_open(model, framework="numpy") as opened:
+        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - no mapping

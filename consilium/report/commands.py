@@ -1,0 +1,156 @@
+"""`coordinator card` and `silo card`: check a model's card, and write documents from it. The same for both sides.
+
+Who has a home has the authority's fingerprint there; anybody else, such as a board, names it (`--authority`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from consilium.report.card import Card
+from consilium.report.signed_card import FileCheck, SignedCard, card_text, check_files
+from fl_core.errors import ConfigError
+from service_core.command_line import command
+from service_core.console import Facts, Reply
+from service_core.pki.identity import colons
+from service_core.storage.private_files import write_public
+
+File = Annotated[Path, typer.Argument(help="RUN.card.json, or the page RUN.card.html.")]
+Authority = Annotated[
+    str | None,
+    typer.Option(
+        "--authority",
+        help="The authority's fingerprint, as `silo fingerprint` shows it or the lead reads it out. Default: that of "
+        "this home.",
+    ),
+]
+Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
+Pinned = Callable[[Path | None], str]
+"""The fingerprint of the authority that a home has pinned; raises where there is no home."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRecord:
+    """What this side noted of a card's run itself. agrees: with the card."""
+
+    name: str
+    text: str
+    agrees: bool = True
+
+
+Records = Callable[[Path | None, SignedCard, Card], Sequence[OwnRecord]]
+"""Looks up what this side noted; asked only where the card is held against the authority of its home."""
+
+
+def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
+    """Make the group of commands of one side."""
+    app = typer.Typer(no_args_is_help=True, help=help)
+
+    @app.command("verify")
+    @command
+    def verify(file: File, authority: Authority = None, home: Home = None) -> Reply:
+        """Say whether a lead of the consortium signed this card as it is; exit status 2 where not.
+
+        The files that it names are held against it where they lie beside it, a page against the card within it, and
+        the card against this side's own records; exit status 1 where one does not agree.
+        """
+        wanted = _digits(authority) if authority else pinned(home)
+        signed = SignedCard.read(file)
+        card, signer = signed.verify(wanted)
+        files = check_files(card, file.parent)
+        page = _page_check(file, signed, card)
+        own = records(home, signed, card) if authority is None else []
+        notes = _notes(files, page, own)
+        facts = [
+            ("signed by", f"{signer.identity}, at {card.written} by the lead's clock"),
+            ("authority", colons(wanted)),
+            ("run", f"{card.run.id} ({card.run.name}), {card.run.state}"),
+            ("card", signed.digest),
+            *((check.name, check.outcome) for check in files),
+            *([("page", page)] if page else []),
+            *((record.name, record.text) for record in own),
+        ]
+        value = {
+            "signed_by": str(signer.identity),
+            "authority": wanted,
+            "digest": signed.digest,
+            "files": {check.name: check.outcome for check in files},
+            "page": page or None,
+            "own_records": {record.name: record.text for record in own},
+            "agrees": not notes,
+            "card": asdict(card),
+        }
+        return Reply(value, [Facts(facts)], notes, int(bool(notes)))
+
+    @app.command("write")
+    @command
+    def write(
+        file: File,
+        out: Annotated[Path, typer.Option("--out", help="The folder to write into.")] = Path(),
+        authority: Authority = None,
+        home: Home = None,
+    ) -> Reply:
+        """Check a card, then write its page and skeletons of an impact assessment and of technical documentation.
+
+        The skeletons (GDPR, Article 35; AI Act, Annex IV) have what the card knows, and name whom to ask for the rest.
+        """
+        signed = SignedCard.read(file)
+        card, _ = signed.verify(_digits(authority) if authority else pinned(home))
+        written = write_documents(signed, card, out)
+        return Reply({"files": [str(path) for path in written]}, [f"wrote {', '.join(map(str, written))}"])
+
+    return app
+
+
+def write_documents(signed: SignedCard, card: Card, out: Path) -> list[Path]:
+    """Write the page and the skeletons of a card that was verified; return their paths."""
+    from consilium.report.documents import SKELETONS, page
+
+    made = {"card.html": page(signed, card)}
+    made |= {skeleton.file: skeleton.render(card, signed.digest) for skeleton in SKELETONS}
+    paths = []
+    for ending, text in made.items():
+        paths.append(out / f"{card.run.id}.{ending}")
+        write_public(paths[-1], text.encode())
+    return paths
+
+
+def _page_check(file: Path, signed: SignedCard, card: Card) -> str:
+    """Hold a page against what this version makes of the card within it; empty for a card that is no page."""
+    text = card_text(file)
+    if not text.lstrip().startswith("<"):
+        return ""
+    from consilium.report.documents import page
+
+    return "the same" if text == page(signed, card) else "another"
+
+
+def _notes(files: Sequence[FileCheck], page: str, own: Sequence[OwnRecord]) -> list[str]:
+    notes = [
+        f"{check.name} is not the file that the card names: take the one that the lead exported"
+        for check in files
+        if check.outcome == "another"
+    ]
+    if page == "another":
+        notes.append(
+            "the page is another than this version writes from the card in it: somebody changed it, or another version "
+            "wrote it. The card in it is sound: `card write` writes its page"
+        )
+    if not all(record.agrees for record in own):
+        notes.append("the card and the records of this side say different things: ask the lead before you rely on it")
+    return notes
+
+
+def _digits(text: str) -> str:
+    found = text.replace(":", "").replace(" ", "").strip().lower()
+    if len(found) != 64 or set(found) - set("0123456789abcdef"):
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected --authority of 64 hexadecimal digits, with colons or without, found {text[:80]!r}: copy it",
+        )
+    return found

@@ -1,0 +1,65 @@
+"""`silo card`: a model's card beside what this hospital noted itself, and under the authority that it has pinned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from consilium.report.card import Card
+from consilium.report.commands import OwnRecord, make_app
+from consilium.report.signed_card import SignedCard
+from fl_core.errors import ConfigError
+from fl_core.types.enums import TaskKind
+from silo.cli.options import home_of, open_store
+from silo.identity.identity import SiloIdentity
+from silo.storage.store import Store
+
+
+def _authority_of(home: Path | None) -> str:
+    identity = SiloIdentity(home_of(home).path)
+    if not identity.joined:
+        raise ConfigError(
+            "E-CFG-02",
+            "expected --authority FINGERPRINT, or the home of a hospital that has joined, found neither at "
+            f"{identity.home}: ask the lead for the authority's fingerprint by telephone",
+        )
+    return identity.ca_fingerprint()
+
+
+def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
+    del signed
+    place = home_of(home)
+    with open_store(place.database) as store:
+        return _compared(store, SiloIdentity(place.path).load().identity.name, card)
+
+
+def _compared(store: Store, name: str, card: Card) -> list[OwnRecord]:
+    """Say whether this hospital, by its name, was in the run, how often, and in which configuration."""
+    claimed = next((hospital.rounds for hospital in card.hospitals if hospital.name == name), None)
+    run = next((found for found in store.history() if found.run_id == card.run.id), None)
+    if run is None:
+        known = OwnRecord("own records", "have no such run", agrees=not claimed)
+        return [known] if claimed is None else [known, _claimed(claimed, agrees=not claimed)]
+    digest = store.manifest_of(run.run_id)
+    same = digest is None or digest == card.run.manifest_digest
+    given = sum(task.included is True and task.key.kind is TaskKind.TRAIN for task in run.tasks)
+    waits = sum(task.included is None and task.receipt and task.key.kind is TaskKind.TRAIN for task in run.tasks)
+    agrees = given <= (claimed or 0) <= given + waits
+    counted = f"{given} of this hospital's updates are in the model"
+    counted += f", and of {waits} nothing was heard" if waits else ""
+    return [
+        OwnRecord("configuration", "the same as here" if same else f"here it was {digest}", same),
+        OwnRecord("own records", counted, agrees),
+        _claimed(claimed, agrees),
+    ]
+
+
+def _claimed(rounds: int | None, agrees: bool) -> OwnRecord:
+    said = "that this hospital was not in the run" if rounds is None else f"{rounds} of its updates"
+    return OwnRecord("the card says", said, agrees)
+
+
+app = make_app(
+    _authority_of,
+    _records_of,
+    help="The card of an exported model: whether it is as a lead signed it, and documents written from it.",
+)

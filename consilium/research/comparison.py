@@ -1,0 +1,380 @@
+"""Several runs side by side: how their configurations differ, what they reached, and what makes them incomparable."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import NamedTuple
+
+from consilium.research.curves import OF_SUMS, SUMS, Curve, Scores, behind, by_class, curves, text
+from coordinator.lead.as_json import run_json
+from fl_core.converter import ConversionError, parse_json, shown
+from fl_core.errors import ConfigError, ProtocolError
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import LEVEL, NOTHING, Estimate, Sums
+from protos.consilium.v1 import federation_pb2 as pb
+
+MAX_RUNS = 20
+COMPARED = "balanced_accuracy"
+"""The measure by which runs are held against each other."""
+BEHIND = "behind the best"
+"""The name of the row that says how far each run is behind in it."""
+_LEVELS = 20
+_SHOWN = 5
+_GROUPS = ("method", "model", "data", "federation", "privacy", "aggregator")
+
+
+class Evaluated(NamedTuple):
+    """One evaluation of a trained model: where, and what it counted, by measure."""
+
+    hospitals: frozenset[str]
+    sums: Mapping[str, Sums]
+
+    def differs(self, other: Evaluated) -> str:
+        """Say in what the test images differ from another's; empty where nothing shows that they do.
+
+        Noisy counts show nothing.
+        """
+        if missing := other.hospitals ^ self.hospitals:
+            return f"at other hospitals ({', '.join(sorted(missing)[:_SHOWN])} only in one of both)"
+        (_, mine, noise), (_, theirs, other_noise) = (each.sums[COMPARED] for each in (self, other))
+        if noise is None and other_noise is None and tuple(mine) != tuple(theirs):
+            return f"on other test images ({sum(mine):.0f}, there {sum(theirs):.0f}, or others by class)"
+        return ""
+
+
+class Difference(NamedTuple):
+    """By how much a run is ahead of another one, as a share, with its interval."""
+
+    point: float
+    low: float
+    high: float
+
+    @property
+    def told_apart(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+    def text(self) -> str:
+        return f"{100 * self.point:+.1f} points (95 %: {100 * self.low:+.1f} to {100 * self.high:+.1f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Runs held against each other by one number: `COMPARED` in the last evaluation, which `show` has as well.
+
+    They were made at the same hospitals on as many test images of each class. values: by run, of all measures of sums
+    best: the run whose value is largest   ahead: of it, by every other run; both empty where a value is withheld, or
+    there are none to compare   excluded: runs that are not held against the first one, and why.
+    Guarantees: all intervals of `ahead` hold at once with a probability of 95 %, over the luck of the test images and
+    the noise of privacy; not over that of training, of which one run tells nothing.
+    """
+
+    rounds: int
+    values: Mapping[str, Mapping[str, Estimate]]
+    best: str
+    ahead: Mapping[str, Difference]
+    excluded: Mapping[str, str]
+
+    def headline(self, names: Mapping[str, str]) -> str:
+        """Say who is ahead in one sentence. names: what runs are called in it."""
+        if not self.ahead:
+            return f"{len(names)} runs side by side"
+        tied = {run: found for run, found in self.ahead.items() if not found.told_apart}
+        nearest, difference = min((tied or self.ahead).items(), key=lambda item: item[1].point)
+        if tied:
+            all_of_them = " and ".join(names[run] for run in (self.best, *tied))
+            return f"{all_of_them} are not told apart in balanced accuracy: {difference.text()}"
+        return f"{names[self.best]} ends ahead of {names[nearest]} in balanced accuracy: {difference.text()}"
+
+    def text(self, run: str) -> str:
+        """Say how a run stands to the best one, for a table."""
+        if run in self.excluded:
+            return "not compared"
+        if run not in self.ahead:
+            return "best" if self.ahead else "-"
+        found = self.ahead[run]
+        behind = Difference(0.0 - found.point, 0.0 - found.high, 0.0 - found.low)
+        return behind.text() if found.told_apart else f"{behind.text()}, not told apart"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """One of the runs. configuration: its keys as the command line names them, with values as text.
+
+    metrics: what its manifest has evaluations measure   evaluated: its trained models, oldest first.
+    """
+
+    info: pb.RunInfo
+    configuration: Mapping[str, str]
+    members: tuple[str, ...]
+    classes: tuple[str, ...]
+    curves: Mapping[str, Curve]
+    by_class: Mapping[str, Estimate]
+    metrics: str
+    evaluated: tuple[Evaluated, ...]
+
+    @property
+    def id(self) -> str:
+        return self.info.run_id
+
+    @classmethod
+    def of(cls, detail: pb.RunDetail) -> ComparedRun:
+        """Read a run; raises ProtocolError (E-WIRE-06) on a configuration or a manifest that is none."""
+        manifest = _mapping(detail.manifest_json, "manifest")
+        schema = manifest.get("schema")
+        classes = _texts(schema.get("classes") if isinstance(schema, dict) else None)
+        listed = manifest.get("members")
+        members = [m.get("name") for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
+        start = manifest.get("start")
+        extra = {"software": str(manifest.get("software", ""))}
+        if isinstance(start, dict):
+            extra["--from"] = f"{start.get('run')} after round {start.get('rounds')}"
+        newest = [curve.values[-1] for curve in by_class(detail.rounds[-1:])]
+        return cls(
+            detail.info,
+            flatten(_mapping(detail.spec_json, "configuration")) | extra,
+            _texts(members),
+            classes,
+            curves(detail.rounds),
+            dict(zip(classes, newest, strict=False)),
+            str(manifest.get("metrics", "")),
+            tuple(
+                Evaluated(frozenset(r.included), {name: sums(r) for name, sums in SUMS.items()})
+                for r in detail.rounds
+                if behind(r) and not r.untrained and any(r.examples)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs in the order in which they were named.
+
+    differences: the keys in which they differ, with a value for each run, None where a run has no such key
+    standing: who is ahead   notes: why their scores may not be held against each other.
+    """
+
+    runs: tuple[ComparedRun, ...]
+    differences: Mapping[str, tuple[str | None, ...]]
+    standing: Standing
+    notes: tuple[str, ...]
+
+    @property
+    def measures(self) -> list[str]:
+        """Name the measures that any of them has."""
+        return list(dict.fromkeys(name for run in self.runs for name in run.curves))
+
+    @property
+    def classes(self) -> list[str]:
+        """Name the classes of which any of them has an accuracy."""
+        named = [name for run in self.runs for name, value in run.by_class.items() if value != NOTHING]
+        return list(dict.fromkeys(named))
+
+
+def compare(runs: Sequence[ComparedRun]) -> Comparison:
+    """Compare runs; raises ConfigError (E-CFG-02) unless there are 2 to 20 different ones."""
+    ids = [run.id for run in runs]
+    if not 2 <= len(ids) <= MAX_RUNS or len(set(ids)) < len(ids):
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected 2 to {MAX_RUNS} different runs, found {', '.join(ids[:MAX_RUNS])}: name others",
+        )
+    keys = sorted({key for run in runs for key in run.configuration})
+    values = {key: tuple(run.configuration.get(key) for run in runs) for key in keys}
+    differences = {key: found for key, found in values.items() if len(set(found)) > 1}
+    standing = _standing(runs)
+    return Comparison(tuple(runs), differences, standing, _notes(runs, standing))
+
+
+def _standing(runs: Sequence[ComparedRun]) -> Standing:
+    """Hold runs against the first one that was measured, over the newest evaluations that are alike in all of them."""
+    first = next((run for run in runs if run.evaluated), runs[0])
+    excluded = {run.id: why for run in runs if run is not first and (why := _excluded(run, first))}
+    compared = [run for run in runs if run.id not in excluded]
+    last = {run.id: run.evaluated[-1] for run in runs if run.evaluated}
+    values = {
+        run.id: {
+            name: of(*last[run.id].sums[name], LEVEL) if run.id in last else NOTHING for name, of in OF_SUMS.items()
+        }
+        for run in runs
+    }
+    points = {run.id: values[run.id][COMPARED].point for run in compared}
+    known = {name: point for name, point in points.items() if point is not None}
+    measured = int(bool(last))
+    if len(compared) < 2 or len(known) < len(points):
+        return Standing(measured, values, "", {}, excluded)
+    best = max(known, key=known.__getitem__)
+    share = (1 - LEVEL) / (len(compared) - 1)
+    ahead = {
+        name: found
+        for name in known
+        if name != best and (found := _difference(last[best], last[name], share)) is not None
+    }
+    return Standing(measured, values, best, ahead if len(ahead) == len(compared) - 1 else {}, excluded)
+
+
+def _excluded(run: ComparedRun, first: ComparedRun) -> str:
+    if not run.evaluated:
+        return "was not measured"
+    if run.classes != first.classes:
+        return "has other classes"
+    found = run.evaluated[-1].differs(first.evaluated[-1])
+    return found and f"was measured {found}"
+
+
+def _difference(mine: Evaluated, theirs: Evaluated, share: float) -> Difference | None:
+    """Estimate how far one run's last evaluation is ahead of another's on the same test images.
+
+    share: how often its interval may be wrong. Which images each model got right is not known, only how many, so the
+    interval is the one for matched pairs with the most disagreement that the counts allow: Agresti and Min, "Simple
+    improved confidence intervals for comparing matched proportions", Statistics in Medicine 2005, by class. None where
+    noise hides a number.
+    """
+    level, sums = 1 - share / 4, [each.sums[COMPARED] for each in (mine, theirs)]
+    noisy = any(noise is not None for _, _, noise in sums)
+    a, b = (OF_SUMS[COMPARED](*each, level) for each in sums)
+    if a.point is None or a.low is None or a.high is None or b.point is None or b.low is None or b.high is None:
+        return None
+    point, centers, variances = a.point - b.point, list[float](), list[float]()
+    for right, left, n in zip(*map(_shares, sums), sums[0][1], strict=False):
+        if right is None or left is None:
+            continue
+        more, disagree = (right - left) * n / (n + 2), (min(right + left, 2 - right - left) * n + 1) / (n + 2)
+        centers.append(more)
+        variances.append((disagree - more * more) / (n + 2))
+    if not centers:
+        return None
+    deviation = math.sqrt(math.fsum(variances)) / len(variances)
+    half = NormalDist().inv_cdf(1 - share / (4 if noisy else 2)) * deviation
+    low, high = fmean(centers) - half, fmean(centers) + half
+    low, high = (
+        min(low, point) + (a.low - a.point) + (b.point - b.high),
+        max(high, point) + (a.high - a.point) + (b.point - b.low),
+    )
+    return Difference(point, max(low, -1.0), min(high, 1.0))
+
+
+def _shares(found: Sums) -> list[float | None]:
+    """Return the share of right answers by class; None of a class without test images."""
+    return [e.point for e in uncertainty.by_class(*found)]
+
+
+def score_rows(found: Comparison) -> list[tuple[str, tuple[str, ...]]]:
+    """Write each measure as a row, with a text for each run; below the one that is compared, who is ahead."""
+    standing, rows = found.standing, list[tuple[str, tuple[str, ...]]]()
+    for measure in found.measures:
+        if measure in OF_SUMS:
+            values = [standing.values[run.id][measure] for run in found.runs]
+        else:
+            values = [run.curves[measure].scores.final if measure in run.curves else NOTHING for run in found.runs]
+        rows.append((measure, tuple(text(measure, value) for value in values)))
+        if measure == COMPARED:
+            rows.append((BEHIND, tuple(standing.text(run.id) for run in found.runs)))
+    return rows
+
+
+def flatten(spec: Mapping[str, object]) -> dict[str, str]:
+    """Write a configuration as KEY=VALUE does: `method` for the name of that group, `method.mu1` for an option."""
+    found: dict[str, str] = {}
+    left: list[tuple[str, object, int]] = [(key, value, 1) for key, value in spec.items()]
+    while left:
+        key, value, level = left.pop()
+        if isinstance(value, dict) and value and level < _LEVELS:
+            left += [(f"{key}.{name}", inner, level + 1) for name, inner in value.items()]
+            continue
+        group, _, name = key.rpartition(".")
+        found[group if name == "name" and group in _GROUPS else key] = _text(value)
+    return found
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value)
+    except (ValueError, RecursionError):
+        return shown(value)
+
+
+def _notes(runs: Sequence[ComparedRun], standing: Standing) -> tuple[str, ...]:
+    notes = [f"{name} is not compared with the others: it {why}" for name, why in standing.excluded.items()]
+    if len({run.classes for run in runs}) > 1:
+        notes.append("the runs have different classes: their accuracies are of different questions")
+    elif len({frozenset(run.members) for run in runs}) > 1:
+        notes.append("the runs have different hospitals")
+    if standing.rounds:
+        notes.append(
+            "compared is each run's last evaluation, at the same hospitals on as many test images; the interval is for "
+            "the luck of these images and the noise of privacy, and not for that of training: other seeds tell that"
+        )
+    if any(e.sums[COMPARED][2] is not None for run in runs for e in run.evaluated[-1:]):
+        notes.append("counts of test images are noisy: whether runs were measured on equally many cannot be told")
+    if moving := [run.id for run in runs if run.info.state in ("waiting", "running")]:
+        notes.append(f"not over yet: {', '.join(moving)}")
+    if halted := [f"{run.id} ({run.info.state})" for run in runs if run.info.state in ("paused", "aborted", "failed")]:
+        notes.append(f"ended before their last round: {', '.join(halted)}")
+    if len({run.info.rounds for run in runs}) > 1:
+        notes.append("the runs have different numbers of rounds")
+    return tuple(notes)
+
+
+def _mapping(text: str, what: str) -> Mapping[str, object]:
+    try:
+        found = parse_json(text)
+    except ConversionError as error:
+        raise ProtocolError("E-WIRE-06", f"the {what} of a run: {error}") from error
+    if not isinstance(found, dict):
+        raise ProtocolError("E-WIRE-06", f"expected the {what} of a run, found another value: upgrade the older side")
+    return found
+
+
+def _texts(found: object) -> tuple[str, ...]:
+    return tuple(str(each) for each in found) if isinstance(found, list) else ()
+
+
+# ---- for machines ----------------------------------------------------------------------------------------------------
+
+
+def comparison_json(found: Comparison) -> dict[str, object]:
+    """Write a comparison for machines. Numbers that noise hides are null, others have their interval."""
+    return {
+        "runs": [
+            {
+                **run_json(run.info),
+                "members": list(run.members),
+                "scores": {measure: _scores_json(curve.scores) for measure, curve in run.curves.items()},
+                "class_accuracy": {name: value.facts() for name, value in run.by_class.items()},
+            }
+            for run in found.runs
+        ],
+        "differences": {
+            key: dict(zip((run.id for run in found.runs), values, strict=True))
+            for key, values in found.differences.items()
+        },
+        "standing": {
+            "measure": COMPARED,
+            "evaluations": found.standing.rounds,
+            "best": found.standing.best,
+            "values": {
+                run: {measure: _estimate_json(value) for measure, value in values.items()}
+                for run, values in found.standing.values.items()
+            },
+            "ahead": {
+                run: {**ahead._asdict(), "told_apart": ahead.told_apart} for run, ahead in found.standing.ahead.items()
+            },
+            "not_compared": dict(found.standing.excluded),
+        },
+        "notes": list(found.notes),
+    }
+
+
+def _scores_json(scores: Scores) -> dict[str, object]:
+    found = {"final": scores.final, "best": scores.best, "mean_last": scores.last}
+    return {name: _estimate_json(value) for name, value in found.items()}
+
+
+def _estimate_json(value: Estimate) -> dict[str, object]:
+    return {"value": value.point, "low": value.low, "high": value.high, "withheld": bool(value.withheld)}

@@ -1,0 +1,258 @@
+"""The results of the demo: tables, `summary.json`, a picture and a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from consilium.pages.web.chart import Chart, Series
+from consilium.pages.web.rendering import STYLE, make_environment
+from consilium.research import plots
+from consilium.research.curves import curves
+from consilium.research.demo.budgets import COLLECTION, EPSILON, Spending
+from coordinator.lead import accuracy, tables
+from fl_core.types.records import judgements
+from privacy.accounting.uncertainty import Estimate
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import Reply, make_table, open_file, show_reply, span
+from service_core.storage.private_files import write_public
+
+PLAIN, REPAIRED, CLOSED, PRIVATE = "fedavg", "fedgela", "analytic", "analytic-private"
+"""The runs: FedAvg, a method for hospitals that lack classes, the closed form, and that with differential privacy."""
+LABELS = {
+    PLAIN: "FedAvg",
+    REPAIRED: "FedGELA",
+    CLOSED: "analytic",
+    PRIVATE: f"analytic, every image protected (epsilon {EPSILON:g})",
+}
+SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", CLOSED: "analytic", PRIVATE: f"with epsilon {EPSILON:g}"}
+MILESTONE = 0.8
+"""The accuracy whose first round is shown."""
+
+
+def _accuracies(prefix: str, info: pb.RunInfo) -> dict[str, object]:
+    """Return a run's accuracies; null: withheld. Noisy ones have an interval."""
+    values: dict[str, object] = {}
+    for name, estimate in (("global_accuracy", accuracy.newest(info)), ("best_global_accuracy", accuracy.best(info))):
+        values[prefix + name] = estimate.point
+        if estimate.withheld or not estimate.exact:
+            values[f"{prefix}{name}_interval"] = None if estimate.low is None else [estimate.low, estimate.high]
+    return values
+
+
+def report(
+    out: Path,
+    details: Mapping[str, pb.RunDetail],
+    scores: Mapping[str, Mapping[str, float | None]],
+    spent: Mapping[str, Spending],
+    silos: Sequence[pb.SiloInfo],
+    held: Mapping[str, Sequence[int]],
+    seconds: float,
+    quiet: bool,
+) -> None:
+    """Print and write all of it. held: training images of each digit at each hospital, which no message carries."""
+    ours, private = details[REPAIRED], details[PRIVATE]
+    summary = {
+        "method": REPAIRED,
+        **_accuracies("", ours.info),
+        **_accuracies("fedavg_", details[PLAIN].info),
+        **_accuracies("analytic_", details[CLOSED].info),
+        **_accuracies("private_", private.info),
+        "epsilon": {name: s.epsilon for name, s in spent.items()},
+        "epsilon_projected": {name: s.projected for name, s in spent.items()},
+        "delta": {name: s.delta for name, s in spent.items()},
+        "rounds_to_milestone": {name: _first_round(d) for name, d in details.items()},
+        "milestone": MILESTONE,
+        "rounds": ours.info.rounds,
+        "training_images": {name: list(counts) for name, counts in held.items()},
+        "silos": [
+            {
+                "name": s.name,
+                "identity": f"silo://demo/{s.name}",
+                "fingerprint": s.fingerprint,
+                "epsilon": spent[s.name].epsilon,
+                "delta": spent[s.name].delta,
+            }
+            for s in silos
+        ],
+        "updates": {m: {"aggregator": d.aggregator, **judgements(d.rounds)} for m, d in details.items()},
+        "mtls": True,
+        "bytes_up": ours.info.bytes_up,
+        "bytes_down": ours.info.bytes_down,
+        "seconds": round(seconds, 1),
+        "model": {method: _model_name(d) for method, d in details.items()},
+        "model_digest": {method: d.info.model_digest for method, d in details.items()},
+        "accuracy_by_round": {method: [e.point for e in _series(d)] for method, d in details.items()},
+        "hospital_accuracy": {method: dict(s) for method, s in scores.items()},
+    }
+    write_public(out / "summary.json", f"{json.dumps(summary, indent=2)}\n".encode())
+    drawn = [curves(d.rounds) for d in details.values()]
+    picture = plots.picture(["accuracy"], [LABELS[m] for m in details], drawn, "png")
+    write_public(out / "accuracy.png", picture)
+    found = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
+    lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
+    write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), held), lines, found)
+    written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
+    show_reply(
+        Reply(summary, [*(make_table(*table) for table in found), f"{seconds:.0f} s; wrote {written}"]), as_json=quiet
+    )
+    if not quiet:
+        open_file(out / "index.html")
+
+
+def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
+    """Say what this run of the demo showed, whichever way it went."""
+    infos = {name: details[name].info for name in (CLOSED, REPAIRED, PLAIN)}
+    rounds = {name: "1 round" if info.rounds == 1 else f"{info.rounds} rounds" for name, info in infos.items()}
+    said = [f"{accuracy.newest(info).text()} after {rounds[name]} of {SHORT[name]}" for name, info in infos.items()]
+    return (
+        "Six hospitals trained one model, and no image left any of them",
+        "None of them has seen more than two of the ten digits. Of all their test images are classified correctly "
+        f"{', '.join(said[:-1])}, and {said[-1]}. Updates left under masks: the coordinator read sums over hospitals, "
+        "and no update of one; of a digit that one hospital has, the sum is that hospital's row, without its name.",
+    )
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+class ResultTable(NamedTuple):
+    """A table of texts."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def _model_name(detail: pb.RunDetail) -> str:
+    return str(json.loads(detail.manifest_json)["model"]["name"])
+
+
+def _classes(detail: pb.RunDetail) -> Sequence[str]:
+    found: list[str] = json.loads(detail.manifest_json)["schema"]["classes"]
+    return found
+
+
+def _series(detail: pb.RunDetail) -> list[Estimate]:
+    return [accuracy.of_round(r) for r in detail.rounds]
+
+
+def _first_round(detail: pb.RunDetail) -> int | None:
+    """Return how many rounds were done when the accuracy first reached the milestone; None: never, or not known."""
+    reached = (t for t, e in enumerate(_series(detail)) if e.point is not None and e.exact and e.point >= MILESTONE)
+    return next(reached, None)
+
+
+def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
+    rows = [
+        (
+            LABELS[m],
+            accuracy.newest(d.info).text(),
+            accuracy.best(d.info).text(),
+            "never" if (first := _first_round(d)) is None else f"round {first}",
+            str(d.info.rounds),
+            tables.size(d.info.bytes_up),
+            tables.size(d.info.bytes_down),
+            span(d.info.ended_unix - d.info.created_unix),
+            f"{d.aggregator}: {tables.judged_text(judgements(d.rounds))}",
+        )
+        for m, d in details.items()
+    ]
+    reached = f"{MILESTONE:.0%} first after"
+    head = (
+        "trained by",
+        "classified correctly",
+        "at best",
+        reached,
+        "rounds",
+        "bytes up",
+        "bytes down",
+        "time",
+        "updates",
+    )
+    model = " or ".join(sorted({_model_name(d) for d in details.values()}))
+    title = f"One model ({model}) for six hospitals; no image moved, no digit is at two hospitals"
+    return ResultTable(title, head, rows)
+
+
+def _by_class(details: Mapping[str, pb.RunDetail]) -> ResultTable:
+    last = {m: accuracy.by_class(d.rounds[-1]) for m, d in details.items()}
+    rows = [
+        (name, *(estimates[c].text() for estimates in last.values()))
+        for c, name in enumerate(_classes(details[REPAIRED]))
+    ]
+    return ResultTable("Images classified correctly, by digit", ("digit", *(LABELS[m] for m in last)), rows)
+
+
+def _by_hospital(
+    details: Mapping[str, pb.RunDetail],
+    scores: Mapping[str, Mapping[str, float | None]],
+    silos: Sequence[pb.SiloInfo],
+) -> ResultTable:
+    rows = [
+        (
+            s.name,
+            f"silo://demo/{s.name}",
+            s.fingerprint[:23],
+            *(tables.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details),
+        )
+        for s in silos
+    ]
+    head = ("hospital", "certificate identity", "key fingerprint", *(LABELS[m] for m in details))
+    return ResultTable("Accuracy by hospital, on its own test images", head, rows)
+
+
+def _spending(spent: Mapping[str, Spending]) -> ResultTable:
+    rows = [
+        (name, f"{s.noise:.3f}", f"{s.epsilon:.4f}", f"{s.projected:.4f}", f"{s.tight:.2f}", f"{s.delta:g}")
+        for name, s in spent.items()
+    ]
+    head = ("hospital", "noise z", "epsilon by its ledger", "projected", "tighter bound", "delta")
+    title = f"What the private run cost the training images ({COLLECTION}/train), budget epsilon {EPSILON:g}"
+    return ResultTable(title, head, rows)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+_FOLDER = Path(__file__).parent / "templates"
+
+
+class Holdings(NamedTuple):
+    """Which hospital trains on how many images of each class: a name -> counts in the order of `classes`."""
+
+    classes: Sequence[str]
+    held: Mapping[str, Sequence[int]]
+
+    def level(self, count: int) -> int:
+        """Return 0 for none to 4 for the largest count of the picture."""
+        return -(-4 * count // max(1, *(max(counts) for counts in self.held.values())))
+
+
+def write_page(
+    file: Path,
+    headline: str,
+    below: str,
+    holdings: Holdings,
+    curves: Mapping[str, Sequence[float | None]],
+    tables: Sequence[ResultTable],
+) -> None:
+    """Write the page. curves: a model's name -> its accuracy (0 to 1, None: withheld) before round 1 and after each."""
+    rounds = max(map(len, curves.values()))
+    drawn = Chart(
+        "Test images classified correctly (%)",
+        "rounds of training",
+        range(rounds),
+        [
+            Series(name, [*(None if v is None else 100 * v for v in values), *[None] * (rounds - len(values))], colour)
+            for colour, (name, values) in enumerate(curves.items(), 1)
+        ],
+        (0.0, 100.0),
+    )
+    template = make_environment([_FOLDER]).get_template("demo.html")
+    style = Markup(STYLE.read_text(encoding="utf-8"))  # noqa: S704 - our own file, in a style element
+    page = template.render(headline=headline, below=below, holdings=holdings, curves=drawn, tables=tables, style=style)
+    write_public(file, page.encode())

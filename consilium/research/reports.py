@@ -1,0 +1,132 @@
+"""`coordinator compare`, `plot` and `logs`: what runs have brought, and how they went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from consilium.research.comparison import MAX_RUNS, ComparedRun, Comparison, comparison_json, score_rows
+from consilium.research.comparison import compare as compare_runs
+from consilium.research.curves import MEASURES
+from coordinator.cli.options import Place
+from coordinator.cli.runs import Client
+from coordinator.lead import run_log
+from coordinator.lead.client import LeadClient
+from coordinator.lead.tables import size
+from fl_core.errors import ConfigError
+from privacy.accounting.uncertainty import NOTHING
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.command_line import Json, command
+from service_core.console import Reply, local_time, make_table, print_json, show
+
+Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `latest`.")]
+_VALUE_CHARS = 60
+_HEADS_CHARS = 40
+"""Half of a narrow terminal's line."""
+
+
+@command
+def compare(runs: Runs, home: Place) -> Reply:
+    """Show runs side by side: how their configurations differ, what their models reached, and which are told apart.
+
+    Compared is the last evaluation of each, as `show` has it, where all were made at the same hospitals on as many test
+    images.
+    """
+    found = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
+    return Reply(comparison_json(found), _compared(found))
+
+
+def _compared(found: Comparison) -> Iterator[str | Table]:
+    ids = _heads([run.id for run in found.runs])
+    yield from (f"{short}: {run.id}" for short, run in zip(ids, found.runs, strict=True) if short != run.id)
+    yield make_table("Runs", ("", *ids), _facts(found.runs))
+    rows = [(key, *map(_short, values)) for key, values in found.differences.items()]
+    yield make_table("Differences", ("key", *ids), rows) if rows else "the configurations are the same"
+    yield f"{found.standing.headline({run.id: short for short, run in zip(ids, found.runs, strict=True)})}."
+    if scored := list(score_rows(found)):
+        rows = [(measure, *texts) for measure, texts in scored]
+        yield make_table("Scores: the last evaluation", ("measure", *ids), rows)
+    if found.classes:
+        classes = [(name, *(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes]
+        yield make_table("Accuracy by class, at the end", ("class", *ids), classes)
+    yield from (f"note: {note}" for note in found.notes)
+
+
+def _heads(runs: Sequence[str]) -> list[str]:
+    """Name runs at the head of a column: by their ids, and by letters where these leave no room for values."""
+    fit = sum(map(len, runs)) <= _HEADS_CHARS
+    return list(runs) if fit else [chr(ord("A") + k) for k in range(len(runs))]
+
+
+_FACTS: Sequence[tuple[str, Callable[[ComparedRun], str]]] = (
+    ("state", lambda run: run.info.state),
+    ("method", lambda run: run.info.method),
+    ("data", lambda run: run.info.data),
+    ("rounds", lambda run: f"{run.info.closed}/{run.info.rounds}"),
+    ("hospitals", lambda run: str(len(run.members))),
+    ("up / down", lambda run: f"{size(run.info.bytes_up)} / {size(run.info.bytes_down)}"),
+    ("started", lambda run: local_time(run.info.created_unix)),
+    ("ended", lambda run: local_time(run.info.ended_unix)),
+    ("model", lambda run: run.info.model_digest[:16] or "-"),
+)
+
+
+def _facts(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
+    return [(name, *(text(run) for run in runs)) for name, text in _FACTS]
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "-"
+    return value if len(value) <= _VALUE_CHARS else f"{value[:_VALUE_CHARS]}..."
+
+
+@command
+def plot(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="The picture to write: a .png or a .svg file.")],
+    measure: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What to draw; may be repeated. One of {', '.join(MEASURES)}. Default: the first two."),
+    ] = None,
+    *,
+    home: Place,
+) -> Reply:
+    """Draw the curves of runs into one picture. What noise hides is a gap."""
+    from consilium.research import plots
+
+    drawn = plots.plot(_details(home, runs), measure or (), out)
+    return Reply({"picture": str(out), "measures": drawn}, [f"wrote {out}: {', '.join(drawn)}"])
+
+
+def _details(home: Path, runs: Sequence[str]) -> list[pb.RunDetail]:
+    if len(runs) > MAX_RUNS:
+        raise ConfigError("E-CFG-02", f"expected at most {MAX_RUNS} runs, found {len(runs)}: name fewer")
+    with closing(LeadClient.open(home)) as client:
+        return [client.show(run) for run in runs]
+
+
+@command
+def logs(
+    run: Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")] = "latest",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    as_json: Json = False,
+    *,
+    home: Place,
+    client: Client,
+) -> None:
+    """Show what happened in a run, oldest first: its events, and the lines of the audit log that name it."""
+    rounds = client.show(run).info.rounds
+    try:
+        for line in run_log.run_lines(client, home, run, follow):
+            if as_json:
+                print_json(run_log.line_json(line))
+            else:
+                show(run_log.line_text(line, rounds))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

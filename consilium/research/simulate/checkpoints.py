@@ -1,0 +1,331 @@
+"""Checkpoints of a simulation, from which the same command goes on after the process was killed.
+
+A checkpoint is a folder `round-000010`, after ten closed rounds: the server's state, the best one so far, every silo's
+state, what is known of all rounds, and in `checkpoint.json` the digests of these files and what the run is. It gets its
+name when all of it is on the disk. The newest two are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from consilium.research.engines.in_process import ResumePoint, StateStore
+from consilium.research.simulate.measures import BestHistory, EarlierRounds
+from consilium.research.simulate.results import differences
+from fl_core.converter import CONVERTER, parse_json, shown, structure
+from fl_core.errors import ConfigError, StateError
+from fl_core.rounds.engine import Observer
+from fl_core.types.clinical import ClinicalMetrics
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import Bundle, Part, RoundContext, State
+from privacy.accounting.release_plan import Release
+from privacy.release_log import InMemoryReleaseLog
+from protos.wire.codec import read_state, write_state
+from service_core.storage.digests import digest, file_digest
+from service_core.storage.disk import disk_errors
+from service_core.storage.private_files import FolderLock, sync_folder
+
+log = logging.getLogger(__name__)
+EVERY = 10
+"""Rounds between two checkpoints."""
+SECONDS = 60.0
+"""Between two checkpoints, where so many rounds take longer: a checkpoint costs a second at most."""
+KEPT = 2
+_FORMAT, _FACTS = 1, "checkpoint.json"
+_MAX_BYTES = 1 << 30
+_NAME = re.compile(r"round-(\d{6,})")
+CONVERTER.register_structure_hook(ClinicalMetrics, lambda raw, _: ClinicalMetrics.of(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a run is, beyond its words: what its bits depend on.
+
+    data: fingerprints of the silos' data   computed: engine, device and kernels.
+    """
+
+    manifest: Mapping[str, object]
+    data: Sequence[str]
+    computed: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a simulation has come to: its history, its silos' states and, in a private run, what was released.
+
+    threads: CPU threads of a silo's round, which decide the last bit.
+    """
+
+    history: BestHistory
+    states: StateStore
+    logs: Sequence[InMemoryReleaseLog]
+    silos: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The content of `checkpoint.json`. body: a `Checkpoint` as JSON   digest: of that text."""
+
+    format: int
+    digest: str
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is kept beside tensors.
+
+    round: the next one, 0-based   silos: those with a state, and whether anything is in it, which is then in a file
+    files: digests of the files with tensors, by name.
+    """
+
+    round: int
+    threads: int
+    identity: Identity
+    records: Sequence[RoundRecord]
+    measured: Sequence[RoundRecord]
+    best_round: int
+    silos: Mapping[str, bool]
+    releases: Sequence[Sequence[Release]]
+    files: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read one and hold every file against its digest."""
+        with (folder / _FACTS).open("rb") as stream:
+            file = structure(_File, parse_json(stream.read(_MAX_BYTES).decode()), _FACTS)
+        if file.format != _FORMAT:
+            raise ValueError(f"format {shown(file.format)}, expected {_FORMAT}")
+        if digest(file.body.encode()) != file.digest:
+            raise ValueError(f"{_FACTS} is not what was written")
+        found = structure(cls, parse_json(file.body), _FACTS)
+        for name, wanted in found.files.items():
+            if file_digest(folder / name) != wanted:
+                raise ValueError(f"{name} is not what was written")
+        return found
+
+    def into(self, progress: Progress, folder: Path) -> ResumePoint:
+        """Put what was kept into a simulation that begins, and return where it goes on."""
+        server, best = read_state(folder / "server"), None
+        if (folder / "best").exists():
+            best = read_state(folder / "best")
+        personal = _bundles(read_state(folder / "personal"))
+        progress.history.restore(
+            EarlierRounds(self.records, self.measured, best, self.best_round, server, personal),
+        )
+        for name, in_file in self.silos.items():
+            progress.states.stage(int(name), read_state(folder / f"silo{name}") if in_file else {})
+            progress.states.settle(int(name), True)
+        cached = read_state(folder / "releases")
+        for k, (kept, made) in enumerate(zip(progress.logs, self.releases, strict=True)):
+            kept.releases += made
+            for purpose, value in cached.get(str(k), {}).items():
+                kept.cache(purpose, value)
+        return ResumePoint(self.round, server, [r.medians for r in self.records], self.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The checkpoints of one simulation. every: rounds between two of them, at least one a minute beside that."""
+
+    folder: Path
+    every: int = EVERY
+
+    @classmethod
+    def within(cls, out: Path, every: int = EVERY) -> Checkpoints:
+        """Take those in the folder of a run's results."""
+        return cls(out / "checkpoints", every)
+
+    def of(self, name: str) -> Checkpoints:
+        """Take a folder inside, for one of several runs."""
+        return Checkpoints(self.folder / name, self.every)
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError("E-CFG-02", f"--checkpoint-every: expected at least 1 round, found {self.every}")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder; raises StateError (E-STATE-20) while another simulation does."""
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.folder, "lock", "another simulation")
+        with lock:
+            yield
+
+    def resume(self, identity: Identity, progress: Progress) -> ResumePoint | None:
+        """Go on at the newest checkpoint that is whole; None where none was written.
+
+        Raises ConfigError (E-CFG-08) on one of another run, StateError (E-STATE-22) where all are damaged.
+        """
+        damaged = list[str]()
+        for folder in self._folders():
+            try:
+                found = Checkpoint.read(folder)
+            except (OSError, ValueError, RecursionError) as error:  # also what our errors are
+                damaged.append(f"{folder.name}: {shown(str(error))}")
+                continue
+            if differ := differences(asdict(found.identity), asdict(identity)):
+                raise ConfigError(
+                    "E-CFG-08",
+                    f"expected checkpoints of this run in {self.folder}, found those of another one "
+                    f"({'; '.join(differ[:8])}): give the words and data of that run, or name another folder",
+                )
+            for text in damaged:
+                log.warning("a damaged checkpoint is passed over (%s); going on after round %d", text, found.round)
+            log.info("going on after round %d, from %s", found.round, folder)
+            return found.into(progress, folder)
+        if damaged:
+            raise StateError(
+                "E-STATE-22",
+                f"expected a whole checkpoint in {self.folder}, found damaged ones alone ({'; '.join(damaged)}): check "
+                "the disk; to begin anew, remove that folder",
+            )
+        return None
+
+    def write(self, round: int, identity: Identity, progress: Progress) -> None:
+        """Write a checkpoint after `round` closed rounds, at once, and remove all but the newest two.
+
+        Raises UnavailableError (E-STATE-63) where the disk takes nothing; earlier checkpoints then stay.
+        """
+        with disk_errors(self.folder):
+            self._write(self.folder / f"round-{round:06d}", round, identity, progress)
+
+    def _write(self, target: Path, round: int, identity: Identity, progress: Progress) -> None:
+        aside = self.folder / "unfinished"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        history, silos = progress.history, _write_states(aside, progress)
+        found = Checkpoint(
+            round,
+            progress.threads,
+            identity,
+            history.records,
+            history.measured,
+            history.best_round,
+            silos,
+            [kept.releases for kept in progress.logs],
+            {file.name: file_digest(file) for file in sorted(aside.iterdir())},
+        )
+        body = json.dumps(CONVERTER.unstructure(found), sort_keys=True)
+        (aside / _FACTS).write_text(json.dumps(asdict(_File(_FORMAT, digest(body.encode()), body))))
+        for file in aside.iterdir():
+            _sync(file)
+        sync_folder(aside)
+        if target.exists():  # one that was damaged: this run passed over it
+            shutil.rmtree(target)
+        aside.rename(target)
+        sync_folder(self.folder)
+        for old in self._folders()[KEPT:]:
+            shutil.rmtree(old)
+
+    def _folders(self) -> list[Path]:
+        """List the checkpoints, the newest first."""
+        found = [(int(m[1]), p) for p in self.folder.iterdir() if p.is_dir() and (m := _NAME.fullmatch(p.name))]
+        return [path for _, path in sorted(found, reverse=True)]
+
+
+def run_with_checkpoints(
+    checkpoints: Checkpoints,
+    identity: Identity,
+    progress: Progress,
+    run: Callable[[Observer, ResumePoint | None], State],
+) -> State:
+    """Run a simulation from its newest checkpoint on, or from the beginning; raises as `Checkpoints`.
+
+    run: does the rounds from a point on, and returns the final server state.
+    """
+    with checkpoints.locked():
+        resume = checkpoints.resume(identity, progress)
+        return run(Checkpointer(checkpoints, identity, progress, resume.round if resume else 0), resume)
+
+
+@dataclass(eq=False, slots=True)
+class Checkpointer(Observer):
+    """Writes checkpoints between rounds, and passes everything on to the history.
+
+    A round's results are all settled when the next one opens, so that is when they are written.
+    first: the round that the simulation begins with.
+    """
+
+    checkpoints: Checkpoints
+    identity: Identity
+    progress: Progress
+    first: int
+    _written: float = field(default_factory=time.monotonic)
+
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+        due = context.round % self.checkpoints.every == 0 or time.monotonic() - self._written >= SECONDS
+        if context.round > self.first and (due or kind is TaskKind.EVALUATE):
+            self.checkpoints.write(context.round, self.identity, self.progress)
+            self._written = time.monotonic()
+        self.progress.history.opened(context, kind, names)
+
+    def arrived(self, name: str) -> None:
+        self.progress.history.arrived(name)
+
+    def scored(self, name: str, own: Bundle) -> None:
+        self.progress.history.scored(name, own)
+
+    def refused(self, name: str, why: str) -> None:
+        self.progress.history.refused(name, why)
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        self.progress.history.closed(record, server)
+
+
+def _write_states(folder: Path, progress: Progress) -> dict[str, bool]:
+    """Write all tensors; return the silos that have a state, and whether there is anything in it."""
+    history, silos = progress.history, dict[str, bool]()
+    assert history.newest is not None
+    write_state(history.newest, folder / "server")
+    if history.best is not None:
+        write_state(history.best, folder / "best")
+    for k in range(progress.silos):
+        if (state := progress.states.get(k)) is not None:
+            silos[str(k)] = bool(state)
+            if state:
+                write_state(state, folder / f"silo{k}")
+    newest = history.personal.newest if history.personal else {}
+    write_state(_tensors(newest), folder / "personal")
+    write_state({str(k): kept.cached_releases for k, kept in enumerate(progress.logs)}, folder / "releases")
+    return silos
+
+
+def _tensors(bundles: Mapping[int, Bundle]) -> State:
+    """Write bundles as a state: a group per silo and part."""
+    return {
+        f"{k}/{name}": {"weight": part.weight, **{f"total/{key}": v for key, v in part.total.items()}}
+        for k, bundle in bundles.items()
+        for name, part in bundle.items()
+    }
+
+
+def _bundles(state: State) -> dict[int, Bundle]:
+    found: dict[int, dict[str, Part]] = {}
+    for group, values in state.items():
+        k, _, name = group.partition("/")
+        total: dict[str, Tensor] = {key[len("total/") :]: v for key, v in values.items() if key != "weight"}
+        found.setdefault(int(k), {})[name] = Part(total, values["weight"])
+    return dict(found)
+
+
+def _sync(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

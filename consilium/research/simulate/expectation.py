@@ -1,0 +1,114 @@
+"""Which accuracy to expect of a private run, before a hospital spends any budget on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from consilium.research.simulate import runner
+from consilium.research.simulate.engine import SimulationEngine
+from coordinator.config.run_spec import RunSpec
+from fl_core import datasets
+from fl_core.errors import ConfigError
+from fl_core.training.evaluation import ConcatExamples, evaluate
+from fl_core.training.local_data import PlainLocalData
+from fl_core.types.interfaces import RoundData
+from fl_core.types.values import RoundContext
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import Estimate
+
+_GUESSING = 1.5
+"""Times the share that guessing has: what stays below taught nothing that is worth a budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What runs of one configuration came to.
+
+    accuracies, balanced: of the final models, counted without noise on the test images of all made-up hospitals
+    read: what the lead of each would read   chance: the share that guessing has   sizes: of the made-up hospitals
+    """
+
+    data: str
+    sizes: Sequence[int]
+    accuracies: Sequence[float]
+    balanced: Sequence[float]
+    read: Sequence[Estimate]
+    chance: float
+
+    @property
+    def teaches(self) -> bool:
+        return max(self.balanced) > _GUESSING * self.chance
+
+    def lines(self) -> Iterator[str]:
+        found = f"expected accuracy: {_between(self.accuracies)} %, balanced {_between(self.balanced)} %"
+        made = f"{len(self.accuracies)} runs on {self.data}, dealt to {len(self.sizes)} hospitals of"
+        read = "; ".join(dict.fromkeys(e.text() for e in self.read))
+        yield (
+            f"{found} (guessing: {100 * self.chance:.0f} %), from {made} {min(self.sizes)} to {max(self.sizes)} "
+            f"images; their leads read: {read}"
+        )
+        if not self.teaches:
+            yield (
+                "no better than guessing: before a budget is spent on it, try method=analytic with frozen features "
+                "(one release), noise under masks (privacy.placement=distributed), fewer numbers, a larger epsilon"
+            )
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "data": self.data,
+            "sizes": list(self.sizes),
+            "accuracy": list(self.accuracies),
+            "balanced_accuracy": list(self.balanced),
+            "read": [e.facts() for e in self.read],
+            "chance": self.chance,
+            "teaches": self.teaches,
+        }
+
+
+def expect(
+    spec: RunSpec, runs: int, data_root: Path | None = None, tell: Callable[[str], None] = lambda _: None
+) -> Expectation:
+    """Simulate a run on the data that its words name, by as many seeds of partition, weights and noise.
+
+    tell: hears of every simulation as it ends. Its noise is drawn from a seed: equal words give equal numbers. Raises
+    ConfigError (E-CFG-08) for a method without a global model, and what `runner.run` raises.
+    """
+    spec = replace(spec, silos=None, privacy={**spec.privacy, "rng": "test"})
+    found = []
+    for k in range(runs):
+        found.append(_once(_seeded(spec, spec.seed + k), data_root))
+        tell(f"simulation {k + 1} of {runs} done")
+    data = str(spec.data.get("path") or spec.data["name"])
+    rights, of = [r for r, _, _, _ in found], [n for _, n, _, _ in found]
+    return Expectation(
+        data,
+        found[0][3],
+        [uncertainty.accuracy(r, n, None).point or 0.0 for r, n in zip(rights, of, strict=True)],
+        [uncertainty.balanced(r, n, None).point or 0.0 for r, n in zip(rights, of, strict=True)],
+        [read for _, _, read, _ in found],
+        1 / len(rights[0]),
+    )
+
+
+def _seeded(spec: RunSpec, seed: int) -> RunSpec:
+    partition = {"partition_seed": seed} if "partition_seed" in spec.federation else {}
+    return replace(spec, seed=seed, federation={**spec.federation, **partition})
+
+
+def _once(spec: RunSpec, data_root: Path | None) -> tuple[list[float], list[float], Estimate, list[int]]:
+    """Return right answers and test images by class, counted, what a lead reads, and the hospitals' sizes."""
+    sets = runner.read_silos(spec, data_root, datasets.load_all)
+    result = runner.run(spec, data_root, engine=SimulationEngine(workers=1))
+    if not result.method.has_global_model:
+        raise ConfigError("E-CFG-08", f"expected a method with a global model, found {result.manifest.method.name}")
+    tests, n_classes = ConcatExamples([s.test for s in sets]), len(result.manifest.schema.classes)
+    data = PlainLocalData(RoundData(tests, tests, spec.train, RoundContext(len(sets), n_classes)))
+    counts = evaluate(result.run.classifier(result.server), data, n_classes)
+    right, of = counts.total["correct"].tolist(), counts.weight.tolist()
+    return right, of, result.estimates[-1], [len(s.train) for s in sets]
+
+
+def _between(values: Sequence[float]) -> str:
+    return f"{100 * min(values):.1f} to {100 * max(values):.1f}"

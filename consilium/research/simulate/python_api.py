@@ -1,0 +1,370 @@
+"""Simulations from Python: the words of the command line as arguments, and what they stand for as objects."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import nn
+
+from consilium.research.simulate import results, runner
+from consilium.research.simulate.engine import SimulationEngine
+from consilium.research.simulate.results import Result, ResultFolder
+from consilium.research.simulate.round_printer import RoundPrinter, is_watched
+from consilium.research.simulate.runner import tracked
+from coordinator.config.hydra_config import GROUPS, compose_simulation
+from coordinator.config.run_spec import RunSpec
+from coordinator.lead.survey_answers import SurveyAnswers
+from coordinator.lead.surveys import answers_of
+from fl_core import datasets
+from fl_core.datasets.partition.by_class import Labels
+from fl_core.errors import ConfigError
+from fl_core.extensions import loading
+from fl_core.extensions.user_data import ArrayData, Split
+from fl_core.extensions.user_partition import OwnPartition, Shares
+from fl_core.methods import METHODS
+from fl_core.methods.fedavg import FedAvg
+from fl_core.models import MODELS, ModelOptions
+from fl_core.models.own import Make, maker, options_of
+from fl_core.rounds.engine import Observer
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import Examples, State
+from privacy import profiles
+from privacy.accounting import uncertainty
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Partition = OwnPartition | type[OwnPartition] | Callable[[Labels, Labels], Shares] | Sequence[Any]
+Data = ArrayData | type[ArrayData] | tuple[Split | Examples, Split | Examples]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What `simulate(progress=...)` is told after each round.
+
+    done: rounds   accuracy: of the model that the round began with, None where there is none or noise hides it.
+    """
+
+    done: int
+    rounds: int
+    accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A finished simulation."""
+
+    result: Result
+    config: RunSpec
+
+    @property
+    def manifest(self) -> RunManifest:
+        return self.result.manifest
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the final model: equal to the command line's for the same words."""
+        return self.result.model_digest
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """Return what `coordinator simulate --json` prints."""
+        return self.result.summary()
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Return one row per round and measure: round, measure, class, value, low, high (`results.history`)."""
+        return _pandas().DataFrame(results.history(self.result), columns=list(results.COLUMNS))
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """Return further tables: "silos" (examples per silo, split and class), "classes" (last accuracy per class)."""
+        frame = self.frame
+        last = frame[(frame.measure == "class_accuracy") & (frame["round"] == frame["round"].max())]
+        return {
+            "silos": _pandas().DataFrame(results.by_silo(self.result)),
+            "classes": last.drop(columns=["round", "measure"]).reset_index(drop=True),
+        }
+
+    @property
+    def curves(self) -> pd.DataFrame:
+        """Return measures as columns and rounds as rows, without those per class; NaN where one was not measured."""
+        frame = self.frame[self.frame["class"] == ""]
+        return frame.pivot(index="round", columns="measure", values="value").rename_axis(columns=None)
+
+    def plot(self) -> Figure:
+        """Draw accuracy by round; a notebook shows what is returned, `.savefig(FILE)` keeps it."""
+        return results.draw(self.result)
+
+    @property
+    def model(self) -> nn.Module:
+        """Return a new copy of the final global model, ready to classify: x (n, *shape) -> logits (n, C), in eval mode.
+
+        Raises ConfigError (E-CFG-08) for a method without a global model.
+        """
+        run = self.result.run
+        if not run.method.has_global_model:
+            raise ConfigError("E-CFG-08", f"expected a method with a global model, found {self.manifest.method.name}")
+        return run.classifier(self.result.server).eval()
+
+    @property
+    def survey(self) -> SurveyAnswers:
+        """Return the answers to a survey, `method="survey"`; raises ConfigError (E-CFG-08) of a method that trains."""
+        return answers_of(self.manifest, self.result.server, self.result.records[0].included)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what `coordinator simulate --out` writes; raises as `ResultFolder.claim`."""
+        place = ResultFolder(Path(folder))
+        place.claim(self.config, self.manifest)
+        place.write(self.result)
+
+    def __repr__(self) -> str:
+        manifest, last = self.manifest, self.result.estimates[-1]
+        return f"<{manifest.name}: {manifest.rounds} rounds, accuracy {last.text()}, model {self.digest[:16]}>"
+
+
+def simulate(
+    method: str | FedAvg | type[FedAvg] | None = None,
+    data: str | Data | None = None,
+    federation: str | Partition | None = None,
+    model: str | ModelOptions | type[ModelOptions] | nn.Module | type[nn.Module] | Make | None = None,
+    *,
+    data_root: str | Path | None = None,
+    config_dir: str | Path | None = None,
+    out: str | Path | None = None,
+    engine: SimulationEngine | None = None,
+    fine_tune: int = 0,
+    progress: Callable[[Progress], object] | bool | None = None,
+    tracker: str | Sequence[str] = (),
+    **keys: object,
+) -> Simulation:
+    """Run a federation in this process, as `coordinator simulate` does.
+
+    method, model: a name, "package.module:Name", a class, or an instance, whose options are then all taken from it
+    model also: an `nn.Module` that ends in a linear layer of one output per class, which begins with its weights, such
+    a class, or a function of the examples' schema (`shape`, `classes`) that returns such a module, drawn from the seed
+    data: a name, "package.module:Name", a class or an instance below `ArrayData`, or ((x, y), (x, y)) of train and test
+    federation: a name, "package.module:Name", a partition, a function of the train and test labels (n,) that returns
+    shares, or the shares: positions of each silo's training examples, or (train, test) positions of each
+    keys: all other words of the command line, `rounds=20, seed=0, train__lr=0.1` or `train={"lr": 0.1}`
+    progress: called after each round, in this thread; what it raises ends the simulation. True prints a line per round
+    on stderr, as the command line does, False nothing; by default lines are printed in a terminal or a notebook.
+    tracker: "tensorboard:DIR", "mlflow:URI" or several of them, which get each round as it is closed. One that stops
+    taking numbers is warned about and left out.
+
+    Raises what the command line reports: FederationError, below all ConfigError and DataError, with its code.
+    Guarantees: the same words give the same bits as the command line; no global state is left changed.
+    """
+    root, folder = _path(data_root), _path(config_dir)
+    with ExitStack() as stack:
+        asked = _Request(stack)
+        asked.choose("method", method, METHODS)
+        asked.choose_model(model)
+        asked.choose_data(data)
+        for key, value in keys.items():
+            asked.put(key.replace("__", "."), value)
+        asked.choose_federation(federation, root, folder)
+        spec = asked.spec(folder)
+        where = [tracker] if isinstance(tracker, str) else tracker
+        observer: runner.MakeObserver | None = partial(_Reporter, progress) if callable(progress) else None
+        if progress is True or (progress is None and is_watched()):
+            observer = RoundPrinter
+        observed = stack.enter_context(tracked(where, observer, lambda text: warnings.warn(text, stacklevel=2)))
+        result = runner.run(spec, root, observed, engine, fine_tune, out=_path(out))
+    return Simulation(result, spec)
+
+
+class _Reporter(Observer):
+    def __init__(self, progress: Callable[[Progress], object], manifest: RunManifest) -> None:
+        self._noise, self._rounds, self._progress = profiles.result_noise(manifest), manifest.rounds, progress
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        del server
+        found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
+        if record.kind is TaskKind.TRAIN:
+            self._progress(Progress(record.round + 1, self._rounds, found.point))
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+# ---- what stands for names and values --------------------------------------------------------------------------------
+
+
+class _Request:
+    """What a call of `simulate` asks for: words that choose from groups, and values that go over what they compose.
+
+    stack: ends the registration of what has no name of its own.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._words = stack, list[str]()
+        self._values: dict[str, Any] = {}
+
+    def choose(self, group: str, value: object, ours: Mapping[str, type] | None = None, kind: str = "") -> None:
+        """Choose by name, or by an object that is then registered under one; an instance brings all its options."""
+        if value is None:
+            return
+        if not isinstance(value, str):
+            of = value if isinstance(value, type) else type(value)
+            if value is not of and is_dataclass(value):
+                self.put(group, {f.name: getattr(value, f.name) for f in fields(value)})
+            known = next((name for name, one in (ours or {}).items() if one is of), None)
+            value = known or self._stack.enter_context(loading.given(kind or group, of))
+        self._words.append(f"{group}={value}")
+
+    def choose_model(self, model: object) -> None:
+        """Choose as `choose`; a network or a function of the schema becomes a model without options."""
+        network = isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))
+        if network or (callable(model) and not isinstance(model, type) and not hasattr(model, "build")):
+            label = re.sub(r"\W", "_", getattr(model, "__name__", type(model).__name__))
+            model = self._given("model", options_of(maker(model)), label, _network_digest(model))  # type: ignore[arg-type]
+        self.choose("model", model, MODELS)
+
+    def choose_data(self, data: object) -> None:
+        if isinstance(data, tuple) and len(data) == 2:
+            data = _InMemory(*(_arrays(half) for half in data))
+            data = self._given("data", data, "arrays", data.digest)
+        elif isinstance(data, ArrayData):
+            data = self._given("data", data, type(data).__name__, loading.class_digest(type(data)))
+        elif not (data is None or isinstance(data, str | type)):
+            raise ConfigError(
+                "E-CFG-02", f"data: expected a name, ArrayData or (train, test), found {type(data).__name__}"
+            )
+        self.choose("data", data)
+
+    def choose_federation(self, federation: object, root: Path | None, config_dir: Path | None) -> None:
+        """Choose by name or by a partition; shares, and what a function of the labels returns, are made into one."""
+        own = is_dataclass(federation) and hasattr(federation, "partition")
+        if not (federation is None or own or isinstance(federation, str | type)):
+            shares: Any = federation(*self._labels(root, config_dir)) if callable(federation) else federation
+            if not isinstance(shares, Sequence | np.ndarray) or not len(shares):
+                raise ConfigError(
+                    "E-CFG-02", f"federation: expected shares of at least one silo, found {shares!r}"[:300]
+                )
+            positions = (part for entry in shares for part in (entry if isinstance(entry, tuple) else (entry,)))
+            digest = blake3(b"".join(np.asarray(part).tobytes() + b"|" for part in positions)).hexdigest()
+            partition = _Partition(len(shares), lambda *_: shares)
+            federation = self._given("partition", partition, "shares", digest)
+        self.choose("federation", federation, kind="partition")
+
+    def _labels(self, root: Path | None, config_dir: Path | None) -> tuple[Labels, Labels]:
+        """Return the labels of the whole data, train and test, in the order in which partitions see them."""
+        seen: list[tuple[Labels, Labels]] = []
+
+        def whole(train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
+            del n_classes, seed
+            seen.append((train, test))
+            return [(np.arange(len(train)), np.arange(len(test)))]
+
+        with loading.given("partition", _Partition(1, whole), "memory:whole") as name:
+            runner.read_silos(self.spec(config_dir, f"federation={name}"), root, datasets.load_all)
+        return seen[0]
+
+    def _given(self, kind: str, value: object, label: str, digest: str) -> str:
+        """Register an object under a name of its content."""
+        return self._stack.enter_context(loading.given(kind, value, f"memory:{label}_{digest[:16]}", digest))
+
+    def put(self, path: str, value: object) -> None:
+        """Take a value, or all of a mapping, for the keys of a path; what names the choice of a group chooses it."""
+        group = path in GROUPS
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                self.put(path if group and key == "name" else f"{path}.{key}", inner)
+        elif not group:
+            *outer, last = path.split(".")
+            below = self._values
+            for key in outer:
+                below = below.setdefault(key, {})
+            below[last] = _plain(path, value)
+        elif isinstance(value, str):
+            self._words.append(f"{path}={value}")
+        else:
+            raise ConfigError("E-CFG-02", f"{path}: expected a name, found {value!r}")
+
+    def spec(self, config_dir: Path | None, *more: str) -> RunSpec:
+        return compose_simulation([*self._words, *more], config_dir, self._values)
+
+
+@dataclass(frozen=True, eq=False)
+class _Partition:
+    """A partition of a function; each is another one."""
+
+    silos: int
+    partition: Callable[..., Any]
+
+
+def _plain(path: str, value: object) -> object:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(path, v) for v in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ConfigError("E-CFG-02", f"{path}: expected a plain value, found {value!r}"[:300])
+
+
+def _network_digest(given: object) -> str:
+    """Hash a network's layers and weights, or the code that makes one."""
+    if not isinstance(given, nn.Module):
+        return loading.class_digest(given if isinstance(given, type) else type("Made", (), {"make": given}))
+    hasher = blake3(repr(given).encode())
+    for name, value in given.state_dict().items():
+        hasher.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        hasher.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _arrays(half: object) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(half, Examples):
+        half = half.batch(torch.arange(len(half)))
+    if not isinstance(half, tuple | list) or len(half) != 2:
+        raise ConfigError("E-CFG-02", f"data: expected (x, y) of train and of test, found {type(half).__name__}")
+    try:
+        x, y = torch.as_tensor(half[0]), torch.as_tensor(half[1])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("E-CFG-02", f"data: expected arrays (x, y), found others: {error}") from error
+    return x, y
+
+
+class _InMemory(ArrayData):
+    """Two pairs of arrays; as many classes as the largest label says."""
+
+    def __init__(self, train: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._halves = train, test
+        highest = max((int(y.max()) for _, y in self._halves if y.numel()), default=0)
+        self.shape = tuple(train[0].shape[1:])  # type: ignore[misc]
+        self.classes = tuple(map(str, range(max(2, min(highest, 100_000) + 1))))  # type: ignore[misc]
+        hasher = blake3()
+        for values in (*train, *test):
+            hasher.update(f"{values.dtype} {tuple(values.shape)}".encode())
+            hasher.update(values.detach().cpu().contiguous().numpy().tobytes())
+        self.digest = hasher.hexdigest()
+
+    def read(self, root: Path | None) -> tuple[Split, Split]:
+        del root
+        return self._halves
+
+
+def _pandas() -> Any:  # noqa: ANN401 - pandas has no types of its own
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise ConfigError("E-CFG-08", "expected pandas, found none: pip install 'consilium-fl[tables]'") from error
+    return pd

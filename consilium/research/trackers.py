@@ -1,0 +1,239 @@
+"""TensorBoard and MLflow as readers of a run: what the displays show, and nothing of a single hospital.
+
+A value is logged at the number of training rounds that its model has behind it. One that noise surrounds comes with the
+ends of its 95 % interval (`.../low`, `.../high`); one that noise hides is not logged, and the reason is a tag.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from consilium.research.curves import MACRO_AUC, OF_SUMS, SUMS
+from coordinator.lead import accuracy
+from coordinator.lead.as_json import personal_json
+from fl_core.errors import ConfigError, UnavailableError
+from fl_core.types.clinical import ClinicalMetrics
+from privacy.accounting import uncertainty
+from privacy.accounting.uncertainty import NOTHING, Estimate, Sums
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import printable
+
+KINDS = ("tensorboard:DIR", "mlflow:URI")
+_INSTALL = "pip install 'consilium-fl[trackers]'"
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
+_EXPERIMENT, _RUN_TAG = "consilium", "consilium.run"
+_MLFLOW = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+"""MLflow would tell its makers of each use, and wait minutes for a server that is away."""
+
+
+class Tracker(Protocol):
+    """Where a run's numbers are written."""
+
+    def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
+        """Write the numbers of one round; raises UnavailableError (E-NET-01) when they are not taken."""
+        ...
+
+    def end(self, state: str) -> None:
+        """Close the run in the tracker; raises as `log`."""
+        ...
+
+
+def open_tracker(where: str, run: str, about: Mapping[str, str]) -> Tracker:
+    """Open a tracker for a run. where: `tensorboard:DIR` or `mlflow:URI`; about: parameters of the run, for people.
+
+    Raises ConfigError: E-CFG-02 on another form, E-CFG-08 without the package; UnavailableError (E-NET-01) when the
+    server does not answer.
+    """
+    kind, place = parsed(where)
+    if not _RUN_ID.fullmatch(run):  # it names a folder
+        raise ConfigError("E-CFG-02", f"expected a run's id of letters, digits and hyphens, found {run[:80]!r}")
+    return _TensorBoard(Path(place) / run) if kind == "tensorboard" else _MlFlow(place, run, about)
+
+
+def parsed(where: str) -> tuple[str, str]:
+    """Return the kind of a tracker and its place; raises ConfigError (E-CFG-02) on another form."""
+    kind, _, place = where.partition(":")
+    if kind not in ("tensorboard", "mlflow") or not place:
+        raise ConfigError("E-CFG-02", f"expected --tracker {' or '.join(KINDS)}, found {where!r}: correct it")
+    return kind, place
+
+
+def values_of(info: pb.RoundInfo) -> tuple[dict[str, float], dict[str, str]]:
+    """Return what a closed round says of the global model and of personal ones, and why something is left out."""
+    sums = {name: of(info) for name, of in SUMS.items()}
+    return values_from(len(info.included), sums, accuracy.clinical_of(info), info.personal, info.withheld)
+
+
+def values_from(
+    updates: int,
+    sums: Mapping[str, Sums],
+    clinical: ClinicalMetrics | None,
+    personal: Mapping[str, float],
+    hidden: Collection[str],
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Do as `values_of`, with the parts of a round. sums: by measure   hidden: scores that noise hides."""
+    values: dict[str, float] = {"updates": float(updates)}
+    withheld: dict[str, str] = {}
+    measures = {name: measure(*sums[name], uncertainty.LEVEL) for name, measure in OF_SUMS.items()}
+    if clinical is not None and (area := clinical.macro_auc) is not None:
+        measures[MACRO_AUC] = Estimate(area.middle, area.low, area.high)
+    for name, found in measures.items():
+        _add(values, withheld, name, found)
+    for name, score in personal_json(personal, hidden).items():
+        if isinstance(score, float):
+            values[f"personal/{name}"] = score
+    return values, withheld
+
+
+def _add(values: dict[str, float], withheld: dict[str, str], name: str, found: Estimate) -> None:
+    if found == NOTHING:
+        return
+    if found.withheld or found.point is None:
+        withheld[f"withheld.{name}"] = found.withheld or "no value"
+        return
+    values[name] = found.point
+    if not found.exact and found.low is not None and found.high is not None:
+        values |= {f"{name}/low": found.low, f"{name}/high": found.high}
+
+
+class Tracking:
+    """The trackers of one run. One that takes nothing any more is told of and left out; the run is followed on."""
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        warn: Callable[[str], object],
+        remedy: str = "run `coordinator watch` again with --tracker",
+    ) -> None:
+        self._trackers = list(trackers)
+        self._warn, self._remedy = warn, remedy
+
+    def note(self, info: pb.RoundInfo) -> None:
+        """Write a closed round."""
+        self.log(info.round, *values_of(info))
+
+    def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
+        """Write numbers of a model with so many rounds behind it."""
+        self._each(lambda tracker: tracker.log(step, values, tags))
+
+    def end(self, state: str) -> None:
+        self._each(lambda tracker: tracker.end(state))
+
+    def _each(self, do: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                do(tracker)
+            except (UnavailableError, OSError) as error:
+                self._trackers.remove(tracker)
+                self._warn(f"{error}; nothing more is written there: {self._remedy}")
+
+
+class _TensorBoard:
+    """Event files in a folder of the run's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._event: Any = _imported("tensorboard.compat.proto.event_pb2")
+        self._summary: Any = _imported("tensorboard.compat.proto.summary_pb2")
+        writer: Any = _imported("tensorboard.summary.writer.event_file_writer")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = writer.EventFileWriter(str(folder))
+        except OSError as error:
+            raise ConfigError(
+                "E-CFG-02", f"expected a folder to write in at {folder}, found {error.strerror}"
+            ) from error
+
+    def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
+        del tags  # of text that TensorBoard shows beside curves there is none
+        entries = [self._summary.Summary.Value(tag=name, simple_value=v) for name, v in sorted(values.items())]
+        event = self._event.Event(wall_time=time.time(), step=step, summary=self._summary.Summary(value=entries))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def end(self, state: str) -> None:
+        del state
+        self._writer.close()
+
+
+class _MlFlow:
+    """A run of MLflow's, found again by the tag that names ours."""
+
+    def __init__(self, uri: str, run: str, about: Mapping[str, str]) -> None:
+        parts = urlsplit(uri)
+        if parts.username or parts.password:
+            raise ConfigError(
+                "E-CFG-02",
+                "expected no password in --tracker, where other users of this machine can read it: set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+            )
+        for name, value in _MLFLOW.items():
+            os.environ.setdefault(name, value)
+        self._uri = uri
+        self._client: Any = self._call(lambda: _imported("mlflow.tracking").MlflowClient(tracking_uri=uri))
+        self._id = self._call(lambda: self._begin(run, about))
+
+    def _begin(self, run: str, about: Mapping[str, str]) -> str:
+        client = self._client
+        experiment = client.get_experiment_by_name(_EXPERIMENT)
+        number = self._new_experiment() if experiment is None else experiment.experiment_id
+        found = client.search_runs([number], f"tags.`{_RUN_TAG}` = '{run}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id)
+        made = client.create_run(number, tags={_RUN_TAG: run}, run_name=run)
+        for name, value in about.items():
+            client.log_param(made.info.run_id, name, printable(value)[:500])
+        return str(made.info.run_id)
+
+    def _new_experiment(self) -> Any:  # noqa: ANN401
+        try:
+            return self._client.create_experiment(_EXPERIMENT)
+        except Exception:  # another run of a sweep made it meanwhile, or MLflow says again what is wrong
+            found = self._client.get_experiment_by_name(_EXPERIMENT)
+            if found is None:
+                raise
+            return found.experiment_id
+
+    def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
+        def send() -> None:
+            for name, value in sorted(values.items()):
+                self._client.log_metric(self._id, name, value, step=step)
+            for name, text in tags.items():
+                self._client.set_tag(self._id, name, printable(text)[:500])
+
+        self._call(send)
+
+    def end(self, state: str) -> None:
+        status = {"finished": "FINISHED", "aborted": "KILLED"}.get(state, "FAILED")
+        self._call(lambda: self._client.set_terminated(self._id, status))
+
+    def _call(self, do: Any) -> Any:  # noqa: ANN401
+        try:
+            return do()
+        except ConfigError:
+            raise
+        except Exception as error:  # MLflow raises its own, those of requests and of its stores
+            cause = printable(str(error).split("\n")[0])[:200]
+            raise UnavailableError(
+                "E-NET-01", f"expected MLflow at {printable(self._uri)[:200]}, found {type(error).__name__}: {cause}"
+            ) from error
+
+
+def _imported(name: str) -> Any:  # noqa: ANN401
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            "E-CFG-08", f"expected {name.partition('.')[0]} for --tracker, found no such package: {_INSTALL}"
+        ) from error

@@ -1,4 +1,0 @@
-"""The privacy-budget ablation: which runs it needs, how they are made, and what its rows say.
-
-`python -m coordinator.simulate.ablation scale=small`
-"""

@@ -1,0 +1,107 @@
+"""A web server in a thread: what pages and metrics have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from consilium.pages.web.guard import RAW_HEADERS
+from service_core.loopback import BACKLOG
+
+log = logging.getLogger(__name__)
+MAX_CONNECTIONS = 128
+_HEAD_BYTES = 16 << 10
+
+
+async def _nothing() -> None:
+    return
+
+
+class ServerThread:
+    """Serves an application from `start` to `stop`, on a socket that listens already, and closes it.
+
+    beside: runs on the server's event loop, and is cancelled before the requests under way are waited for.
+    """
+
+    def __init__(
+        self, app: ASGIApp, listening: socket.socket, name: str, beside: Callable[[], Awaitable[None]] = _nothing
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=_HEAD_BYTES,
+            backlog=BACKLOG,
+        )
+        self._server = _Server(config, beside)
+        self._listening = listening
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End: requests under way have a second. May be called more than once."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listening.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run([self._listening])
+        except BaseException:
+            log.exception("%s: the server has ended", self._thread.name)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, beside: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(config)
+        self._beside = beside
+
+    async def main_loop(self) -> None:
+        beside = asyncio.ensure_future(self._beside())
+        try:
+            await super().main_loop()
+        finally:
+            beside.cancel()
+
+
+class _Protocol(H11Protocol):
+    """Uvicorn's own, with the guard's headers also where a request is none, and the oldest connections ended first."""
+
+    began = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.began = self.loop.time()
+        if len(self.connections) > MAX_CONNECTIONS:
+            oldest = min((c for c in self.connections if isinstance(c, _Protocol)), key=lambda c: c.began)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request; h11 itself finds that the Host header is missing or there twice: 421."""
+        status = b"421 Misdirected Request" if "Host" in str(sys.exc_info()[1]) else b"400 Bad Request"
+        head = b"".join(b"%b: %b\r\n" % header for header in RAW_HEADERS)
+        self.transport.write(
+            b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+            b"content-length: %d\r\n%b\r\n%b" % (status, len(msg), head, msg.encode("ascii"))
+        )
+        self.transport.close()
