@@ -18,6 +18,7 @@ from silo.cli.service import run as silo
 from silo.storage.home import Home
 from silo.storage.store import Store
 from tests.support import until
+from tests.support.fake_coordinator import Hospital
 from tests.support.hospital import furnished
 from tests.support.pages import Visit, address_of, chromium
 from tests.support.privacy import SEEDED_POLICY, TRAIN, budgeted, private
@@ -95,11 +96,18 @@ def test_a_run_is_approved_and_the_page_follows_what_happens_without_being_loade
     visit.context.close()
 
 
+@pytest.fixture
+def hospital(tmp_path):
+    found = Hospital(tmp_path / "home0", private(epsilon=2.0))
+    yield found
+    found.stop()
+    found.host.stop()
+
+
 def test_a_service_waits_for_the_button_trains_and_the_page_says_what_left_and_what_was_spent(
-    browser, make, tmp_path
+    browser, hospital, tmp_path
 ) -> None:
     ledger = budgeted(tmp_path / "home0", policy=SEEDED_POLICY + '[runs]\napprove = "by hand"\n')
-    hospital = make(private(epsilon=2.0))
     hospital.start()
     shown = HospitalPage(Home(tmp_path / "home0"))
     with closing(shown), PageServer(shown.site(), tmp_path / "home0") as server:
