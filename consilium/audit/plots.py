@@ -14,7 +14,7 @@ from consilium.audit.canaries import CanaryResult
 from consilium.audit.epsilon_bounds import Floats, auc
 from consilium.audit.step_checks import Scale, SensitivityCheck
 from fl_core.errors.extras import require
-from service_core.storage.private_files import write_figure
+from service_core.storage.private_files import png, replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,7 +118,7 @@ def steps(
         axis.axhline(1, color="C3", linewidth=1)
         axis.tick_params(labelsize="small")
     axes[0].set_ylim(0, 1.2)
-    write_figure(file, figure)
+    replace_file(file, png(figure), 0o600)
 
 
 def _chance(axis: Axes) -> None:
@@ -127,7 +127,7 @@ def _chance(axis: Axes) -> None:
 
 def _save(figure: Figure, axis: Axes, file: Path) -> None:
     axis.legend(fontsize="small")
-    write_figure(file, figure)
+    replace_file(file, png(figure), 0o600)
 
 
 def _new(width: float, height: float = 3.4) -> tuple[Figure, Axes]:

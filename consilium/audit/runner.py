@@ -26,7 +26,7 @@ from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
 from fl_core.types.records import Schema, TrainConfig
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
-from service_core.storage.private_files import write_public
+from service_core.storage.private_files import replace_file
 
 FLAGGED, QUIET = 2.0, 0.8
 """With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""
@@ -225,7 +225,7 @@ def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> fl
 
 def save(file: Path, name: str, facts: Mapping[str, object]) -> None:
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    write_public(file, f"{json.dumps({**found, name: facts}, indent=1)}\n".encode())
+    replace_file(file, f"{json.dumps({**found, name: facts}, indent=1)}\n".encode(), 0o600)
 
 
 def _canaries(target: AuditTarget) -> int:
