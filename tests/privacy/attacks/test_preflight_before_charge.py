@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.runs import execution
+from coordinator.runs import preflight
 from coordinator.storage.records import Run, RunState
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Filter, Mechanism
@@ -157,7 +157,7 @@ def test_a_hospital_that_never_comes_is_named_at_the_deadline(tmp_path: Path) ->
 
 
 def test_who_is_away_does_not_keep_a_refusal_from_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "GRACE_S", 0.5)
+    monkeypatch.setattr(preflight, "GRACE_S", 0.5)
     with federation(tmp_path, DATA) as (world, sites):
         small_budget(sites["center0"])
         started(sites, "center1")
