@@ -132,7 +132,6 @@ def declarations(run_id: str, store: Store) -> list[pb.Declaration]:
     """Return what each silo stated with its newest update of a run, without what is sealed for it alone."""
     found = []
     for name, (round, stated) in sorted(store.attestations.newest_of_run(run_id).items()):
-        stated.ClearField("ledger_sealed")
         found.append(pb.Declaration(silo=name, round=round, stated=stated))
     return found
 

@@ -99,7 +99,7 @@ class TransferService(rpc.TransferServicer):
             self._check_size(wanted)
             _require_digests(request)
         stated = request.attestation if request.HasField("attestation") else None
-        return self._store.contributions.announce(wanted, stated)
+        return self._store.contributions.announce(wanted, stated, request.ledger_sealed)
 
     def _require_room(self, c: Contribution, have: int, coming: int) -> None:
         """Raise UnavailableError: E-NET-12 above a silo's quota, E-RUN-38 when the disk's reserve would be used."""
@@ -298,7 +298,7 @@ def _require_digests(request: pb.OpenRequest) -> None:
     for found in (request.attestation.policy_digest, request.attestation.ledger_head):
         if found and (len(found) != 64 or not set(found) <= set("0123456789abcdef")):
             raise ProtocolError("E-WIRE-12", f"expected a SHA-256 in lower-case hex, found {found[:80]!r}")
-    if (size := len(request.attestation.ledger_sealed)) > SEALED:
+    if (size := max(len(request.attestation.ledger_sealed), len(request.ledger_sealed))) > SEALED:
         raise ProtocolError("E-WIRE-12", f"expected at most {SEALED} bytes of sealed figures, found {size}")
 
 

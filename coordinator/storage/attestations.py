@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, select
+from sqlalchemy import Connection, Row, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.schema import attestations, contributions, policies
+from coordinator.storage.schema import contributions, policies
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.sqlite import Database
 
@@ -18,10 +18,11 @@ _FIELDS = {
     "policy": "policy_digest",
     "seq": "ledger_seq",
     "head": "ledger_head",
-    "sealed": "ledger_sealed",
     "restored": "ledger_restored",
+    "sealed": "ledger_sealed",
 }
 """The fields of a message, by column."""
+_COMMITTED = contributions.c.received.is_not(None), contributions.c.policy.is_not(None)
 
 
 class AttestationStore:
@@ -31,27 +32,25 @@ class AttestationStore:
         self._db = database
 
     def of(self, contribution_id: str) -> pb.Attestation | None:
+        """Return what a receipt repeats of an update's attestation; what was sealed apart from it is left out."""
+        stated = select(contributions).where(contributions.c.id == contribution_id, contributions.c.policy.is_not(None))
         with self._db.read() as db:
-            row = db.execute(select(attestations).where(attestations.c.id == contribution_id)).first()
-        return None if row is None else _message(row)
+            row = db.execute(stated).first()
+        return None if row is None else _message(row, sealed=bool(row.sealed_in_receipt))
 
     def newest(self, silo: str) -> pb.Attestation | None:
-        """Return the attestation of a silo's newest committed update."""
-        committed = select(attestations).join(contributions, contributions.c.id == attestations.c.id)
-        mine = committed.where(contributions.c.silo == silo, contributions.c.received.is_not(None))
+        """Return the attestation of a silo's newest committed update, with what is sealed for it."""
+        mine = select(contributions).where(contributions.c.silo == silo, *_COMMITTED)
         with self._db.read() as db:
             row = db.execute(mine.order_by(contributions.c.received.desc()).limit(1)).first()
         return None if row is None else _message(row)
 
     def newest_of_run(self, run_id: str) -> dict[str, tuple[int, pb.Attestation]]:
         """Return (round, attestation) of each silo's newest committed update of a run, by its name."""
-        of_run = select(attestations, contributions.c.silo, contributions.c.round).join(
-            contributions, contributions.c.id == attestations.c.id
-        )
-        mine = of_run.where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
+        mine = select(contributions).where(contributions.c.run_id == run_id, *_COMMITTED)
         with self._db.read() as db:
             rows = db.execute(mine.order_by(contributions.c.received))
-            return {row.silo: (row.round, _message(row)) for row in rows}
+            return {row.silo: (row.round, _message(row, sealed=False)) for row in rows}
 
     def keep_policy(self, silo: str, digest: str) -> None:
         with self._db.read() as db:
@@ -67,15 +66,18 @@ class AttestationStore:
             return {row.silo: row.digest for row in db.execute(select(policies))}
 
 
-def store_attestation(db: Connection, contribution_id: str, stated: pb.Attestation | None) -> None:
-    """Store the attestation of an update, or delete an earlier one (None)."""
-    if stated is None:
-        db.execute(delete(attestations).where(attestations.c.id == contribution_id))
-        return
-    values = {column: getattr(stated, name) for column, name in _FIELDS.items()}
-    row = upsert(attestations).values(id=contribution_id, **values)
-    db.execute(row.on_conflict_do_update(index_elements=["id"], set_=values))
+def attested(stated: pb.Attestation | None, sealed: bytes = b"") -> dict[str, object]:
+    """Return the columns of an update that hold its attestation, or that it has none."""
+    values = {column: None if stated is None else getattr(stated, name) for column, name in _FIELDS.items()}
+    return values | {"sealed": values["sealed"] or sealed or None, "sealed_in_receipt": bool(values["sealed"])}
 
 
-def _message(row: Row[Any]) -> pb.Attestation:
-    return pb.Attestation(**{name: getattr(row, column) for column, name in _FIELDS.items()})
+def drop_sealed(db: Connection, silo: str, but: str) -> None:
+    """Drop what is sealed with committed updates of a silo; but: the newest one, which alone is given back."""
+    others = contributions.c.silo == silo, contributions.c.sealed.is_not(None), contributions.c.id != but, *_COMMITTED
+    db.execute(update(contributions).where(*others).values(sealed=None))
+
+
+def _message(row: Row[Any], sealed: bool = True) -> pb.Attestation:
+    names = {column: name for column, name in _FIELDS.items() if sealed or column != "sealed"}
+    return pb.Attestation(**{name: getattr(row, column) for column, name in names.items()})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from sqlalchemy import Connection, and_, delete, insert, select, update
 
-from coordinator.storage.attestations import store_attestation
+from coordinator.storage.attestations import attested, drop_sealed
 from coordinator.storage.records import Contribution, ObjectKind, RunState
 from coordinator.storage.runs import FETCHED, add_event, note_object
 from coordinator.storage.schema import contributions, objects, rounds, runs, secagg_seals
@@ -22,6 +22,7 @@ KEEP_STATES = 2
 _OVER = (RunState.FINISHED.value, RunState.ABORTED.value)
 _OF_MASKED_RUN = (ObjectKind.KEYS.value, ObjectKind.CENSUS.value)
 _OPEN_TO_SILOS = (ObjectKind.MANIFEST.value, ObjectKind.BASE.value, ObjectKind.WEIGHTS.value, *_OF_MASKED_RUN)
+_COLUMNS = [contributions.c[column.name] for column in fields(Contribution)]
 _TEMPORARY = (ObjectKind.BASE.value, ObjectKind.BUNDLE.value)
 
 
@@ -36,11 +37,13 @@ class ContributionStore:
         with self._db.read() as db:
             return _contribution(db, contribution_id)
 
-    def announce(self, wanted: Contribution, stated: pb.Attestation | None = None) -> tuple[Contribution, bool]:
+    def announce(
+        self, wanted: Contribution, stated: pb.Attestation | None = None, sealed: bytes = b""
+    ) -> tuple[Contribution, bool]:
         """Record that a silo will send an object; return it, and whether an earlier upload must be discarded.
 
         Until it is committed, an announced object may be replaced (the silo lost its disk and trained again), and its
-        attestation `stated` with it.
+        attestation `stated` with it, and what is `sealed` apart from that.
         Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06) when
         the round is not open.
         """
@@ -55,10 +58,11 @@ class ContributionStore:
                     )
                 return known, False
             _expect_open(db, wanted)
-            store_attestation(db, wanted.id, stated)
             if known is None:
-                db.execute(insert(contributions).values(asdict(wanted) | {"kind": wanted.kind.value}))
+                values = asdict(wanted) | {"kind": wanted.kind.value} | attested(stated, sealed)
+                db.execute(insert(contributions).values(values))
                 return wanted, True
+            _change(db, wanted.id, **attested(stated, sealed))
             if (known.object_digest, known.size) == (wanted.object_digest, wanted.size):
                 return known, False
             _change(db, wanted.id, object_digest=wanted.object_digest, size=wanted.size)
@@ -70,6 +74,7 @@ class ContributionStore:
         with self._db.write() as db:
             _expect_open(db, c)
             _change(db, c.id, received=received)
+            drop_sealed(db, c.silo, but=c.id)
             note_object(db, c.object_digest, c.run_id, ObjectKind.BUNDLE, c.round, c.size)
             db.execute(update(runs).where(runs.c.id == c.run_id).values(bytes_up=runs.c.bytes_up + c.size))
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
@@ -87,7 +92,7 @@ class ContributionStore:
 
     def arrivals(self, run_id: str, round: int | None = None) -> list[Contribution]:
         """Return the committed updates of a run in the order in which they came, of one round or of all."""
-        wanted = select(contributions).where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
+        wanted = select(*_COLUMNS).where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
         if round is not None:
             wanted = wanted.where(contributions.c.round == round)
         with self._db.read() as db:
@@ -169,7 +174,7 @@ class ContributionStore:
 
 
 def _contribution(db: Connection, contribution_id: str) -> Contribution | None:
-    row = db.execute(select(contributions).where(contributions.c.id == contribution_id)).first()
+    row = db.execute(select(*_COLUMNS).where(contributions.c.id == contribution_id)).first()
     return None if row is None else Contribution(**{**row._mapping, "kind": TaskKind(row.kind)})
 
 

@@ -184,18 +184,14 @@ contributions = sa.Table(
     sa.Column("object_digest", sa.String, nullable=False),
     sa.Column("size", sa.Integer, nullable=False),
     sa.Column("received", sa.Float),  # set when it was committed
+    sa.Column("policy", sa.String),  # of its attestation, like what follows; null: it has none
+    sa.Column("seq", sa.Integer),
+    sa.Column("head", sa.String),
+    sa.Column("restored", sa.Integer),
+    sa.Column("sealed", sa.LargeBinary),  # of each silo's newest committed update, and of those that are on their way
+    sa.Column("sealed_in_receipt", sa.Integer, nullable=False, server_default=sa.text("0")),  # 1: the silo is of 0.1.0
     sa.Index("contributions_of_round", "run_id", "round"),
-)
-
-attestations = sa.Table(
-    "attestations",
-    metadata,
-    sa.Column("id", sa.String, primary_key=True),  # of the contribution
-    sa.Column("policy", sa.String, nullable=False),
-    sa.Column("seq", sa.Integer, nullable=False),
-    sa.Column("head", sa.String, nullable=False),
-    sa.Column("sealed", sa.LargeBinary, nullable=False, server_default=sa.text("x''")),
-    sa.Column("restored", sa.Integer, nullable=False, server_default=sa.text("0")),
+    sa.Index("contributions_sealed", "silo", sqlite_where=sa.text("sealed IS NOT NULL")),
 )
 
 policies = sa.Table(
@@ -333,6 +329,21 @@ def _classes_of_runs(db: sqlite3.Connection) -> None:
         db.execute("ALTER TABLE runs ADD COLUMN coverage JSON")
 
 
+# Of what a hospital's ledger has spent, 1 kB for its eyes alone, only the newest is ever given back.
+_ATTESTATIONS_WITH_UPDATES = """
+ALTER TABLE contributions ADD COLUMN policy VARCHAR;
+ALTER TABLE contributions ADD COLUMN seq INTEGER;
+ALTER TABLE contributions ADD COLUMN head VARCHAR;
+ALTER TABLE contributions ADD COLUMN restored INTEGER;
+ALTER TABLE contributions ADD COLUMN sealed BLOB;
+ALTER TABLE contributions ADD COLUMN sealed_in_receipt INTEGER NOT NULL DEFAULT 0;
+UPDATE contributions SET policy = a.policy, seq = a.seq, head = a.head, restored = a.restored,
+    sealed = nullif(a.sealed, x''), sealed_in_receipt = 1 FROM attestations a WHERE a.id = contributions.id;
+UPDATE contributions SET sealed = NULL WHERE received IS NOT NULL AND id NOT IN (
+    SELECT id FROM (SELECT id, max(received) FROM contributions WHERE policy IS NOT NULL GROUP BY silo));
+CREATE INDEX contributions_sealed ON contributions (silo) WHERE sealed IS NOT NULL;
+DROP TABLE attestations;
+"""
 MIGRATIONS: tuple[Step, ...] = (
     _scores_and_attestations,
     sql(FIRST_TABLE),
@@ -348,4 +359,5 @@ MIGRATIONS: tuple[Step, ...] = (
     # A receipt, 2 kB with its certificate, is signed again where one is asked for: the rows have all that it says.
     sql("ALTER TABLE contributions DROP COLUMN receipt;"),
     _classes_of_runs,
+    sql(_ATTESTATIONS_WITH_UPDATES),
 )

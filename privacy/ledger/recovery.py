@@ -1,8 +1,8 @@
 """Going on after a ledger was lost: whatever may have been spent since the copy that is left, counts as spent.
 
-What was attested with an update is known from the sealed figures in the receipts. What came after the last attestation
-is taken for the most expensive entry there ever was, as often as a round may be charged. Where no figures can be
-opened, every collection loses its whole budget. The bounds of single runs start again.
+What was attested with an update is known from the sealed figures that went with it. What came after the last
+attestation is taken for the most expensive entry there ever was, as often as a round may be charged. Where no figures
+can be opened, every collection loses its whole budget. The bounds of single runs start again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     """
     if owners.others(ledger.chain.file):
         raise StateError("E-BUDGET-11", "expected no service on this ledger, found one at work: stop it first")
-    newest = max(seen, key=lambda s: (s.restored, s.head.seq), default=LastSeen(ChainHead(0, "")))
+    newest = max(seen, key=lambda s: (s.restored, s.head.seq, bool(s.sealed)), default=LastSeen(ChainHead(0, "")))
     try:
         ledger.verify(newest.head)
     except StateError as error:

@@ -1,7 +1,7 @@
 """What a ledger has spent, encrypted to be kept safe by others: only the hospital's key opens it.
 
-It goes with every update and comes back in the coordinator's signed receipt, so that a hospital whose ledger is lost
-knows what to charge. The coordinator sees a ciphertext, padded to full kilobytes, and how often this ledger was
+It goes with every update, and the coordinator gives the newest back in each session, so that a hospital whose ledger is
+lost knows what to charge. The coordinator sees a ciphertext, padded to full kilobytes, and how often this ledger was
 restored. AES-256-GCM under a key derived from the ledger's; the head and that number are authenticated with it.
 """
 

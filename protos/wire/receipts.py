@@ -8,6 +8,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from google.protobuf.message import DecodeError, Message
 
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -40,10 +41,37 @@ def sign(receipt: pb.Receipt, key_pem: bytes, certificate_pem: bytes) -> pb.Rece
     return signed
 
 
-def without_log_end(receipt: bytes) -> bytes:
-    """Return a receipt as it is kept: the end of the coordinator's log that came with it is signed and kept apart."""
-    message = pb.Receipt.FromString(receipt)
+def shortened(receipt: bytes, facts: pb.Receipt) -> tuple[bytes, bytes]:
+    """Return what `facts` do not say of a receipt, and its signer's certificate, which many receipts share.
+
+    The end of the coordinator's log that came with it is left out: it is signed and kept apart. What is no receipt, or
+    not one of these facts, is returned as it is, and no certificate.
+    """
+    try:
+        message = pb.Receipt.FromString(receipt)
+    except DecodeError:
+        return receipt, b""
     message.ClearField("log_head")
+    rest = pb.Receipt()
+    rest.CopyFrom(message)
+    rest.ClearField("signer_pem")
+    parts: list[tuple[Message, Message]] = [(rest, facts), (rest.attestation, facts.attestation)]
+    for part, known in parts:
+        for name in part.DESCRIPTOR.fields_by_name:
+            if name != "attestation" and getattr(part, name) == getattr(known, name):
+                part.ClearField(name)
+    if rest.attestation == pb.Attestation():
+        rest.ClearField("attestation")
+    kept, signer = rest.SerializeToString(deterministic=True), message.signer_pem
+    as_it_came = message.SerializeToString(deterministic=True)
+    return (kept, signer) if signer and whole(kept, facts, signer) == as_it_came else (as_it_came, b"")
+
+
+def whole(kept: bytes, facts: pb.Receipt, signer_pem: bytes) -> bytes:
+    """Return the receipt that was shortened; raises DecodeError on other bytes."""
+    message = pb.Receipt(signer_pem=signer_pem)
+    message.MergeFrom(facts)
+    message.MergeFrom(pb.Receipt.FromString(kept))
     return message.SerializeToString(deterministic=True)
 
 

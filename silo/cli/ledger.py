@@ -177,7 +177,7 @@ def restore(
 ) -> Reply:
     """Go on with an older copy of the ledger when the newest one is lost, at the price of the most it may have spent.
 
-    What others have signed for is charged exactly, by the sealed figures in the receipts; for what came after them
+    What others have signed for is charged exactly, by the sealed figures that went with it; for what came after them
     every collection is charged its most expensive entry, as often as a round may be tried. Without figures, or without
     the key that opens them, each collection loses its whole budget. Receipts say from then on how often this was done.
     """

@@ -60,8 +60,10 @@ class ReceiptVerifier:
         """
         receipts.verify(receipt, self.authority_pem, self.consortium)
         facts = entry.facts()
-        expected = facts | {"silo": self.silo, "attestation": entry.attested}
+        expected = facts | {"silo": self.silo, "attestation": entry.attested.signed}
         attested = Attestation.of(receipt.attestation)
+        if attested.sealed == entry.attested.sealed:  # a coordinator of 0.1.0 signs that as well
+            attested = attested.signed
         found = {n: getattr(receipt, n) for n in facts} | {"silo": receipt.silo, "attestation": attested}
         if found != expected:
             raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {found}")
@@ -171,7 +173,8 @@ class Transfer:
         request = pb.OpenRequest(
             **entry.facts(),
             base_digest=entry.base_digest,
-            attestation=entry.attested.message() if any(entry.attested) else None,
+            attestation=entry.attested.signed.message() if any(entry.attested) else None,
+            ledger_sealed=bytes.fromhex(entry.attested.sealed),
             log_head=self._log_head(),
         )
         reply = self._unary(lambda stub: stub.Open, request)

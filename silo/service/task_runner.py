@@ -26,7 +26,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger.account import ATTEMPTS
 from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire import codec, receipts
+from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
 from service_core.console import counted
@@ -513,7 +513,7 @@ class TaskRunner:
         self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
     def _keep_receipt(self, task: Task, entry: OutboxEntry, receipt: bytes) -> None:
-        self.outbox.store.deliver(entry.key, receipts.without_log_end(receipt))
+        self.outbox.store.deliver(entry.key, receipt)
         self.on_receipt(receipt)
         self.queue.set_activity(task, pb.WAITING)
 
@@ -539,7 +539,7 @@ class TaskRunner:
                     self.emit(error_event(error))
                     return
                 if receipt is not None:
-                    self.outbox.store.deliver(entry.key, receipts.without_log_end(receipt))
+                    self.outbox.store.deliver(entry.key, receipt)
         if self.queue.awaits_close():
             self.recycle()
         self._clean_up()

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, Column, Double, Integer, LargeBinary, MetaData, String, Table
+import json
+import sqlite3
+from dataclasses import replace
 
+from sqlalchemy import Boolean, Column, Double, Index, Integer, LargeBinary, MetaData, String, Table, text
+
+from fl_core.types.enums import TaskKind
+from protos.wire.receipts import shortened
+from protos.wire.tasks import TaskKey
 from service_core.storage.generation import FIRST_TABLE, incarnation_table
 from service_core.storage.migration import Step, sql
+from silo.storage.tasks import OutboxEntry, read_attestation
 
 metadata = MetaData()
 incarnation = incarnation_table(metadata)
@@ -65,12 +73,22 @@ tasks = Table(  # the outbox entry while the round is open, and for ever what ca
     Column("mirrored", Boolean, nullable=False, default=True),
     Column("evaluation", String, nullable=False, default=""),
     Column("staged", Double),
-    Column("receipt", LargeBinary),
+    Column("receipt", LargeBinary),  # what this row does not say of it
+    Column("signer", Integer),  # of the receipt, one of `signers`; null: the receipt is whole
     Column("refused", String),
     Column("closed", Double),
     Column("included", Boolean),
     Column("attested", String, nullable=False, default=""),
+    Column("sealed", LargeBinary),  # what the ledger had spent; null of all but its newest end and of open tasks
     Column("coordinator", String, nullable=False, default=""),  # incarnation that offered it
+    Index("tasks_sealed", "closed", sqlite_where=text("sealed IS NOT NULL")),
+)
+
+signers = Table(  # certificates that signed receipts
+    "signers",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    Column("pem", LargeBinary, nullable=False, unique=True),
 )
 
 unprotected = Table(  # updates with nothing that bounds what they tell of records: noted before a byte leaves, for ever
@@ -245,6 +263,42 @@ CREATE TABLE answers (
     content VARCHAR NOT NULL, inside VARCHAR NOT NULL, coordinator VARCHAR NOT NULL, counted BOOLEAN NOT NULL,
     at DOUBLE NOT NULL, PRIMARY KEY (run_id, kind, round, base_digest));
 """
+# Of each life of the ledger its newest end says what was spent until then.
+DROP_SEALED = """
+UPDATE tasks SET sealed = NULL
+WHERE sealed IS NOT NULL AND closed IS NOT NULL AND receipt IS NOT NULL AND rowid NOT IN (SELECT rowid FROM (
+    SELECT rowid, max(json_extract(attested, '$[1]')) FROM tasks WHERE sealed IS NOT NULL
+    GROUP BY json_extract(attested, '$[4]')));
+"""
+_PARTS_OF_RECEIPTS = """
+ALTER TABLE tasks ADD COLUMN signer INTEGER;
+ALTER TABLE tasks ADD COLUMN sealed BLOB;
+CREATE INDEX tasks_sealed ON tasks (closed) WHERE sealed IS NOT NULL;
+CREATE TABLE signers (number INTEGER NOT NULL, pem BLOB NOT NULL, PRIMARY KEY (number), UNIQUE (pem));
+"""
+_WITH_ATTESTATIONS = """
+SELECT run_id, round, kind, manifest_digest, base_digest, contribution_id, object_digest, size, attested, receipt, rowid
+FROM tasks WHERE attested <> '' OR receipt IS NOT NULL
+"""
+SIGNER = "INSERT INTO signers (pem) VALUES (?) ON CONFLICT (pem) DO UPDATE SET pem = pem RETURNING number"
+
+
+def _parts_of_receipts(db: sqlite3.Connection) -> None:
+    """Keep of a receipt what its row does not say, certificates once, and what is sealed where it is read again."""
+    if not db.execute("SELECT name FROM sqlite_master WHERE name = 'tasks'").fetchone():
+        return  # refused, as another file
+    sql(_PARTS_OF_RECEIPTS)(db)
+    for run_id, round, kind, *facts, attested, receipt, row in db.execute(_WITH_ATTESTATIONS).fetchall():
+        stated, pem = read_attestation(attested), b""
+        entry = replace(OutboxEntry(TaskKey(run_id, round, TaskKind(kind)), *facts), attested=stated)
+        if receipt is not None:
+            receipt, pem = shortened(receipt, entry.signed_facts())
+        signer = db.execute(SIGNER, (pem,)).fetchone()[0] if pem else None
+        values = json.dumps(stated.signed), bytes.fromhex(stated.sealed) or None, receipt, signer, row
+        db.execute("UPDATE tasks SET attested = ?, sealed = ?, receipt = ?, signer = ? WHERE rowid = ?", values)
+    db.execute(DROP_SEALED)
+
+
 MIGRATIONS: tuple[Step, ...] = (
     # States are told apart: what was staged before is discarded unless it is included.
     sql("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1;"),
@@ -258,4 +312,5 @@ MIGRATIONS: tuple[Step, ...] = (
     sql(_BROKEN_RECORDS),
     sql(_PEOPLE_OF_SURVEYS),
     sql(_MODELS_ANSWERED_ABOUT),
+    _parts_of_receipts,
 )

@@ -33,6 +33,7 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from privacy.accounting.uncertainty import EvaluationNoise
+from protos.wire.receipts import shortened, whole
 from protos.wire.tasks import TaskKey
 from service_core.storage.object_store import count_objects
 from service_core.storage.sqlite import Database
@@ -42,7 +43,9 @@ from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.run_data import RunDataStore
 from silo.storage.schema import (
+    DROP_SEALED,
     MIGRATIONS,
+    SIGNER,
     bases,
     contact,
     metadata,
@@ -50,6 +53,7 @@ from silo.storage.schema import (
     runs,
     secagg_rounds,
     secagg_runs,
+    signers,
     states,
     tasks,
     trainings,
@@ -57,7 +61,14 @@ from silo.storage.schema import (
 )
 from silo.storage.secagg_keys import SecaggStore
 from silo.storage.surveys import SurveyMemory
-from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate, ledger_position
+from silo.storage.tasks import (
+    Attestation,
+    Evaluation,
+    OutboxEntry,
+    UnprotectedUpdate,
+    ledger_position,
+    read_attestation,
+)
 
 ASKED = "asked"
 """The state of a run that asked whether this silo is ready, and has offered it no task yet."""
@@ -221,7 +232,8 @@ class Store:
             "size": entry.size,
             "state_digest": entry.state_digest,
             "mirrored": entry.mirrored,
-            "attested": json.dumps(entry.attested),
+            "attested": json.dumps(entry.attested.signed),
+            "sealed": bytes.fromhex(entry.attested.sealed) or None,
             "coordinator": entry.coordinator,
             "evaluation": json.dumps(asdict(evaluation)),
             "staged": self._clock(),
@@ -231,6 +243,7 @@ class Store:
         with self.database.write() as db:
             secagg_keys.enter_update(db, entry)
             _put(db, tasks, _primary(entry.key), values, where=tasks.c.closed.is_(None))
+            db.exec_driver_sql(DROP_SEALED)
 
     def note_unprotected(self, key: TaskKey, object_digest: str, fingerprint: str, splits: Iterable[str]) -> None:
         """List an update that nothing protects; the same one is listed once."""
@@ -280,10 +293,18 @@ class Store:
             return db.scalar(select(func.max(trainings.c.kills)).where(*mine)) or 0
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
-        """Note the receipt of an update, and take one of a round that was opened again back into the outbox."""
+        """Note the receipt of an update, and take one of a round that was opened again back into the outbox.
+
+        What the task's row says of it is kept once, and so is its signer's certificate; `receipts` returns it whole.
+        """
         with self.database.write() as db:
+            if (row := _task(db, key)) is None:
+                return
+            kept, pem = shortened(receipt, _entry(row).signed_facts())
+            signer = db.exec_driver_sql(SIGNER, (pem,)).scalar_one() if pem else None
             staged = func.coalesce(tasks.c.staged, self._clock())
-            db.execute(update(tasks).where(*_this(key)).values(receipt=receipt, refused=None, staged=staged))
+            values = {"receipt": kept, "signer": signer, "refused": None, "staged": staged}
+            db.execute(update(tasks).where(*_this(key)).values(values))
 
     def refuse(self, key: TaskKey, why: str) -> None:
         """Note that the coordinator will not take this update: it is not sent again, and waits for the close."""
@@ -363,8 +384,8 @@ class Store:
     def attested(self) -> list[Attestation]:
         """Return all that went with updates of this silo, the furthest end of the ledger first."""
         with self.database.read() as db:
-            found = db.scalars(select(tasks.c.attested).where(tasks.c.attested != ""))
-            return sorted((Attestation(*json.loads(row)) for row in found), key=ledger_position, reverse=True)
+            rows = db.execute(select(tasks.c.attested, tasks.c.sealed).where(tasks.c.attested != ""))
+            return sorted((read_attestation(*row) for row in rows), key=ledger_position, reverse=True)
 
     def latest_attestation_sent(self) -> Attestation:
         return next(iter(self.attested()), Attestation())
@@ -430,8 +451,15 @@ class Store:
             ]
 
     def receipts(self) -> list[bytes]:
+        """Return all receipts, each as it was signed."""
         with self.database.read() as db:
-            return [row for row in db.scalars(select(tasks.c.receipt).where(tasks.c.receipt.is_not(None))) if row]
+            certificates = {row.number: row.pem for row in db.execute(select(signers))}
+            return [
+                row.receipt
+                if row.signer is None
+                else whole(row.receipt, _entry(row).signed_facts(), certificates[row.signer])
+                for row in db.execute(select(tasks).where(tasks.c.receipt.is_not(None)))
+            ]
 
 
 def _drop_lapsed(db: Connection, but: str) -> int:
@@ -496,7 +524,7 @@ def _entry(row: Row[tuple[object, ...]]) -> OutboxEntry:
         row.receipt,
         row.refused,
         row.mirrored,
-        Attestation(*json.loads(row.attested)) if row.attested else Attestation(),
+        read_attestation(row.attested, row.sealed),
         row.coordinator,
         row.staged is not None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +38,11 @@ class Attestation(NamedTuple):
     sealed: str = ""
     restored: int = 0
 
+    @property
+    def signed(self) -> Attestation:
+        """The attestation as a receipt repeats and signs it: without what is sealed."""
+        return self._replace(sealed="")
+
     def message(self) -> pb.Attestation:
         return pb.Attestation(
             policy_digest=self.policy,
@@ -63,6 +69,12 @@ def ledger_position(attested: Attestation) -> tuple[int, int]:
 
 
 NO_ATTESTATION = Attestation()
+
+
+def read_attestation(text: str, sealed: bytes | None = None) -> Attestation:
+    """Read an attestation as a row has it."""
+    found = Attestation(*json.loads(text)) if text else NO_ATTESTATION
+    return found if sealed is None else found._replace(sealed=sealed.hex())
 
 
 class UnprotectedUpdate(NamedTuple):
@@ -111,3 +123,7 @@ class OutboxEntry:
             "object_digest": self.object_digest,
             "size": self.size,
         }
+
+    def signed_facts(self) -> pb.Receipt:
+        """Return what this entry says of its receipt."""
+        return pb.Receipt(**self.facts(), attestation=self.attested.signed.message() if any(self.attested) else None)

@@ -31,17 +31,18 @@ from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.wire import codec
+from protos.wire import codec, receipts
 from protos.wire.tasks import FROM_WIRE, TaskKey
 from service_core.audit_log import lines
 from service_core.audit_log.log import FOLDER, AuditLog
+from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, Served
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
-from silo.storage.tasks import Evaluation, OutboxEntry
+from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
 from silo.training.hospital_controls import HospitalControls
 from silo.training.run_request import leaves_of, privacy_of
 from tests.support import until
@@ -121,6 +122,17 @@ def finished(value: float, server_tracks_state: bool = True) -> TrainingResult:
         "delta": Part.of({"w": torch.ones(3) * value}),
     }
     return TrainingResult(bundle, {"own": {"w": torch.full((2,), value)}}, FACTS, server_tracks_state)
+
+
+def signed_update(round: int, restored: int = 0, sealed_in_receipt: bool = False) -> tuple[OutboxEntry, bytes]:
+    """Make what a hospital with a ledger keeps of a round: an update's entry, and its receipt with a real signature."""
+    attested = Attestation("c" * 64, round + 1, f"{round:064x}", bytes([round] * 1052).hex(), restored)
+    made = [digests.digest(f"{what} {round}".encode()) for what in ("base", "update", "bundle", "state")]
+    entry = OutboxEntry(key(round), M, *made[:3], 691_088, made[3], attested=attested, coordinator="0" * 16)
+    stated = attested if sealed_in_receipt else attested.signed
+    plain = pb.Receipt(**entry.facts(), silo="center1", at_unix=1.5e9 + round, attestation=stated.message())
+    key_pem, cert_pem, _ = authority().server_credentials()
+    return entry, receipts.sign(plain, key_pem, cert_pem).SerializeToString(deterministic=True)
 
 
 def opened(home: Path) -> Outbox:

@@ -1279,6 +1279,7 @@ class OpenRequest(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     ATTESTATION_FIELD_NUMBER: _builtins.int
     LOG_HEAD_FIELD_NUMBER: _builtins.int
+    LEDGER_SEALED_FIELD_NUMBER: _builtins.int
     contribution_id: _builtins.str
     run_id: _builtins.str
     round: _builtins.int
@@ -1287,6 +1288,8 @@ class OpenRequest(_message.Message):
     base_digest: _builtins.str
     object_digest: _builtins.str
     size: _builtins.int
+    ledger_sealed: _builtins.bytes
+    """as in an attestation, apart from it: the next Welcome has it, and no receipt"""
     @_builtins.property
     def attestation(self) -> Global___Attestation: ...
     @_builtins.property
@@ -1306,10 +1309,11 @@ class OpenRequest(_message.Message):
         size: _builtins.int = ...,
         attestation: Global___Attestation | None = ...,
         log_head: Global___LogHead | None = ...,
+        ledger_sealed: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "log_head", b"log_head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "base_digest", b"base_digest", "contribution_id", b"contribution_id", "kind", b"kind", "log_head", b"log_head", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attestation", b"attestation", "base_digest", b"base_digest", "contribution_id", b"contribution_id", "kind", b"kind", "ledger_sealed", b"ledger_sealed", "log_head", b"log_head", "manifest_digest", b"manifest_digest", "object_digest", b"object_digest", "round", b"round", "run_id", b"run_id", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,7 +53,7 @@ def open_round(world: World) -> pb.Offer:
 def test_an_attestation_is_in_the_signed_receipt_and_in_the_next_welcome(world: World) -> None:
     assert not greeted(world, "north").HasField("attested")
     receipt = send(world.transfer("north"), "north", open_round(world), DATA, STATED)
-    assert receipt.attestation == STATED
+    assert receipt.attestation == STATED, "of a silo of 0.1.0, which seals what its ledger has spent in the attestation"
     receipts.verify(receipt, world.people["north"].ca_pem, "test")
     for name, value in (("ledger_seq", 18), ("ledger_sealed", b""), ("ledger_restored", 0)):
         edited = pb.Receipt()
@@ -63,6 +63,21 @@ def test_an_attestation_is_in_the_signed_receipt_and_in_the_next_welcome(world: 
             receipts.verify(edited, world.people["north"].ca_pem, "test")
     assert greeted(world, "north").attested == STATED
     assert not greeted(world, "south").HasField("attested")
+
+
+def test_what_is_sealed_apart_is_in_the_next_welcome_and_in_no_receipt(world: World) -> None:
+    request = open_request("north", open_round(world), DATA)
+    request.attestation.CopyFrom(STATED)
+    request.attestation.ledger_sealed = b""
+    request.ledger_sealed = STATED.ledger_sealed
+    stub = world.transfer("north")
+    stub.Open(request)
+    stub.Put(iter([pb.Chunk(object=request.contribution_id, data=DATA)]))
+    receipt = stub.Commit(pb.CommitRequest(contribution_id=request.contribution_id))
+    assert receipt.attestation == request.attestation
+    receipts.verify(receipt, world.people["north"].ca_pem, "test")
+    assert stub.Open(request).receipt.attestation == request.attestation
+    assert greeted(world, "north").attested == STATED
 
 
 def test_an_update_without_an_attestation_has_a_receipt_as_before(world: World) -> None:
@@ -78,9 +93,11 @@ def test_what_is_no_digest_is_refused(world: World) -> None:
     with pytest.raises(grpc.RpcError, match="E-WIRE-12"):
         world.transfer("north").Open(request)
     request.attestation.policy_digest = ""
-    request.attestation.ledger_sealed = bytes((1 << 17) + 1)
-    with pytest.raises(grpc.RpcError, match="E-WIRE-12"):
-        world.transfer("north").Open(request)
+    for place in (request.attestation, request):
+        place.ledger_sealed = bytes((1 << 17) + 1)
+        with pytest.raises(grpc.RpcError, match="E-WIRE-12"):
+            world.transfer("north").Open(request)
+        place.ledger_sealed = b""
 
 
 def test_the_lead_sees_the_newest_policy_of_a_silo_also_when_it_is_away(world: World) -> None:

@@ -85,6 +85,21 @@ def test_members_runs_and_rounds_are_there(tmp_path: Path) -> None:
         assert store.attestations.policies()["hospital1"].startswith("ff09b028")
 
 
+def test_attestations_move_into_their_updates_and_the_newest_keep_what_is_sealed(tmp_path: Path) -> None:
+    written(tmp_path)
+    with closing(sqlite3.connect(tmp_path / FILE)) as db:
+        before = {row[0]: row[1:4] for row in db.execute("SELECT id, policy, seq, head FROM attestations")}
+        assert len(before) == 17
+    with closing(Store(tmp_path, lambda: NOW)) as store:
+        for name, row in before.items():
+            kept = store.attestations.of(name)
+            assert kept is not None
+            assert (kept.policy_digest, kept.ledger_seq, kept.ledger_head) == row
+        with store.database.read() as db:
+            sealed = db.exec_driver_sql("SELECT silo, seq, received FROM contributions WHERE sealed IS NOT NULL").all()
+        assert sorted((row.silo, row.seq) for row in sealed) == [("hospital0", 21), ("hospital1", 20)]
+
+
 def test_every_number_of_a_closed_round_is_kept_to_its_last_bit(tmp_path: Path) -> None:
     """What version 8 had in columns and three tables beside them is read off the dump by itself."""
     tables = "LEFT JOIN scores USING (run_id, round) LEFT JOIN judgements USING (run_id, round)"

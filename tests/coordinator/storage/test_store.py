@@ -21,6 +21,7 @@ from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import NO_BOUND, RoundRecord, judgements
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.storage import digests
 
 
 class Clock:
@@ -253,6 +254,46 @@ def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(sto
     store.contributions.commit(update(), 1.0)
     store.contributions.announce(update(), stated[1])  # it was taken: what was signed for stays
     assert store.attestations.of("c") == store.attestations.newest("north") == stated[0]
+
+
+def test_only_the_newest_sealed_figures_of_a_silo_are_kept(store: Store) -> None:
+    opened(store)
+    for number, silo in enumerate(("north", "south", "north", "north")):
+        stated = pb.Attestation(policy_digest="p", ledger_seq=number, ledger_head="h")
+        store.contributions.announce(update(f"c{number}", silo=silo), stated, b"figures %d" % number)
+        if number < 3:
+            store.contributions.commit(update(f"c{number}", silo=silo), float(number))
+    kept = {name: store.attestations.newest(name) for name in ("north", "south")}
+    assert {name: (a.ledger_seq, a.ledger_sealed) for name, a in kept.items() if a} == {
+        "north": (2, b"figures 2"),
+        "south": (1, b"figures 1"),
+    }
+    with store.database.read() as db:
+        rows = db.exec_driver_sql("SELECT id FROM contributions WHERE sealed IS NOT NULL ORDER BY id").scalars()
+        assert list(rows) == ["c1", "c2", "c3"], "c3 is on its way"
+
+
+def test_an_update_costs_less_than_half_a_kilobyte_for_ever(store: Store) -> None:
+    """Whatever a hospital's ledger has to say, in whatever column. It was 2 kB."""
+    opened(store)
+    hospitals, sizes = [f"hospital{k}" for k in range(10)], []
+    for round in range(1, 40):
+        store.runs.open_round("run-0001", round, TaskKind.TRAIN, hospitals)
+        store.runs.set_base("run-0001", round, "b" * 64, 7)
+        for silo in hospitals:
+            new = replace(update(digests.digest(f"{round}{silo}".encode()), silo=silo), round=round)
+            stated = pb.Attestation(policy_digest="p" * 64, ledger_seq=round, ledger_head="h" * 64)
+            store.contributions.announce(new, stated, bytes(1052))
+            store.contributions.commit(new, 10.0 * round)
+        store.runs.close_round("run-0001", record(round), None, "model")
+        store.contributions.delete_unreferenced("run-0001", lambda digest: None)
+        if round in (9, 39):
+            with store.database.read() as db:
+                size = "sum(length(CAST({} AS BLOB)))"
+                columns = [row[1] for row in db.exec_driver_sql("PRAGMA table_info(contributions)")]
+                of_updates = " + ".join(f"coalesce({size.format(column)}, 0)" for column in columns)
+                sizes.append(db.exec_driver_sql(f"SELECT {of_updates} FROM contributions").scalar_one())
+    assert (sizes[1] - sizes[0]) / 300 < 500
 
 
 def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:

@@ -7,6 +7,7 @@ generations.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,6 +19,8 @@ from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.wire.tasks import TaskKey
 from silo.storage.store import Store
+from silo.storage.tasks import OutboxEntry
+from tests.support.hospital import signed_update
 from tests.support.older_homes import AGES, older_file
 
 DUMP = Path(__file__).resolve().parents[2] / "data" / "silo_v7.sql"
@@ -108,6 +111,38 @@ def test_a_hospital_of_any_0_1_0_opens_with_its_runs(tmp_path: Path, age: str) -
 @pytest.mark.parametrize("age", AGES)
 def test_a_hospital_of_any_0_1_0_gets_the_tables_of_a_new_one(tmp_path: Path, age: str) -> None:
     assert columns(older_file(age, "silo", tmp_path / "silo.db")) == columns(tmp_path / "new.db")
+
+
+def row_of_0_1_0(entry: OutboxEntry, receipt: bytes | None) -> dict[str, object]:
+    told = {**entry.facts(), "kind": "train", "base_digest": entry.base_digest, "attested": json.dumps(entry.attested)}
+    done = {
+        "receipt": receipt,
+        "closed": receipt and 1.0,
+        "included": receipt and True,
+        "staged": 1.0,
+        "mirrored": True,
+    }
+    return told | done | {"evaluation": "", "coordinator": ""}
+
+
+def test_receipts_of_0_1_0_stay_what_was_signed_and_their_rows_become_shorter(tmp_path: Path) -> None:
+    """Real ones: a hospital of 0.1.0 kept them whole, and its attestation beside each once more, in hex."""
+    made = [signed_update(k, sealed_in_receipt=True) for k in range(21)]
+    signed, (waiting, _) = [receipt for _, receipt in made[:20]], made[20]
+    with closing(sqlite3.connect(written(tmp_path / "silo.db"))) as db, db:
+        cut_short = {row[0] for row in db.execute("SELECT receipt FROM tasks WHERE receipt IS NOT NULL")}
+        for row in (row_of_0_1_0(entry, receipt if entry is not waiting else None) for entry, receipt in made):
+            db.execute(f"INSERT INTO tasks ({', '.join(row)}) VALUES (:{', :'.join(row)})", row)
+    for _ in range(2):
+        with opened(tmp_path / "silo.db") as store:
+            assert [receipt for receipt in store.receipts() if receipt not in cut_short] == signed
+            assert cut_short <= set(store.receipts()), "what is no receipt is kept as it is"
+            assert [e.attested for e in store.outbox() if e.key == waiting.key] == [waiting.attested]
+            with store.database.read() as db:
+                size = "sum(length(receipt) + length(attested) + coalesce(length(sealed), 0)) / 20.0"
+                after = db.exec_driver_sql(f"SELECT {size} FROM tasks WHERE run_id = 'run-1'").scalar_one()
+    assert len(signed[0]) + len(json.dumps(waiting.attested)) > 4500
+    assert after < 1400, "what a receipt of 0.1.0 signs holds 1,052 bytes that are sealed"
 
 
 def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:

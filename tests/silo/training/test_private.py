@@ -226,7 +226,9 @@ def test_what_a_coordinator_makes_up_about_the_ledger_is_not_believed(make, tmp_
     hospital.start()
     first(hospital)
     honest = pb.Attestation()
-    honest.CopyFrom(next(iter(hospital.transfer.opened.values())).attestation)
+    sent = next(iter(hospital.transfer.opened.values()))
+    honest.CopyFrom(sent.attestation)
+    honest.ledger_sealed = sent.ledger_sealed
     assert honest.ledger_sealed
     assert TRAIN.encode() not in honest.ledger_sealed
     hospital.stop()

@@ -119,6 +119,7 @@ TOLD = {
     "OpenRequest.size": DECLARED,
     "OpenRequest.attestation": STATED,
     "OpenRequest.log_head": STATED,
+    "OpenRequest.ledger_sealed": STATED,
     "LogHead.number": STATED,
     "LogHead.hash": STATED,
     "LogHead.signature": STATED,
