@@ -26,6 +26,7 @@ from tests.support import until
 from tests.support.coordinator import World
 from tests.support.fake_coordinator import enrolled
 from tests.support.pages import get
+from tests.support.warm import Warm
 
 pytestmark = pytest.mark.integration
 
@@ -40,11 +41,10 @@ def call(program: str, *words: str) -> int:
 
 
 @contextmanager
-def serving(log: Path, program: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+def serving(log: Path, program: str, *words: str) -> Iterator[Warm]:
     """A service with its standard error in a file, ended with the block."""
     with log.open("wb") as err:
-        line = [str(PROGRAMS[program]), "serve", *words]
-        process = subprocess.Popen(line, stderr=err, stdout=subprocess.DEVNULL, env=ENV)
+        process = Warm([program, "serve", *words], None, err, env=ENV)
     try:
         yield process
     finally:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from coordinator.cli.main import main
@@ -25,6 +26,7 @@ from coordinator.storage.store import Store
 from silo.service import enrolment as enrol
 from silo.storage.home import Home
 from tests.support import until
+from tests.support.warm import Warm
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,13 +61,15 @@ class World:
         self.folder = folder
         self.home = folder / "coordinator"
         self.address = f"127.0.0.1:{free_port()}"
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, subprocess.Popen[bytes] | Warm] = {}
         self._client: LeadClient | None = None
 
     def call(self, *words: str, ok: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [str(BIN / words[0]), *words[1:]], capture_output=True, text=True, env=ENV, timeout=timeout, cwd=self.folder
-        )
+        with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+            code = Warm(words, out, err, env=ENV, cwd=self.folder).wait(timeout)
+            out.seek(0)
+            err.seek(0)
+            done = subprocess.CompletedProcess(words, code, out.read(), err.read())
         if ok:
             assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         return done
@@ -86,16 +90,9 @@ class World:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def start(self, name: str, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes] | Warm:
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [str(BIN / words[0]), *words[1:]],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=ENV | (env or {}),
-                cwd=self.folder,
-            )
+            process = Warm(words, log, log, env=ENV | (env or {}), cwd=self.folder)
         self.running[name] = process
         return process
 
@@ -114,7 +111,7 @@ class World:
         process = self.start("coordinator", "coordinator", "serve", "--home", str(self.home), "--bind", self.address)
         until(lambda: self._up(process), "the coordinator")
 
-    def _up(self, process: subprocess.Popen[bytes]) -> bool:
+    def _up(self, process: subprocess.Popen[bytes] | Warm) -> bool:
         assert process.poll() is None, self.log("coordinator")
         return (self.home / "service.json").exists()
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,29 +12,21 @@ import pytest
 
 from tests.support import until
 from tests.support.coordinator import World
+from tests.support.processes import ENV
+from tests.support.warm import Warm
 
 
 @contextmanager
-def serving(home: Path, log: Path, descriptors: int = 0) -> Iterator[subprocess.Popen[bytes]]:
-    def limited() -> None:
-        if descriptors:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-
-    program = str(Path(sys.executable).with_name("coordinator"))
+def serving(home: Path, log: Path, descriptors: int = 0) -> Iterator[Warm]:
+    limits = {resource.RLIMIT_NOFILE: descriptors} if descriptors else {}
+    words = ["coordinator", "serve", "--bind", "127.0.0.1:0", "--home", str(home)]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [program, "serve", "--bind", "127.0.0.1:0", "--home", str(home)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            preexec_fn=limited,  # before any thread of this process matters
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        process = Warm(words, out, out, env=ENV, limits=limits)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.integration
