@@ -12,10 +12,6 @@ from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
-from fl_core.rounds.silo_round import round_layout
-from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import MASKS, shapes_beside
-from fl_core.types.values import Layout, PartSpec
 from privacy import profiles
 from privacy.profiles.base import PrivacyProfile
 from privacy.secagg.terms import SecaggRun
@@ -40,9 +36,9 @@ class CompiledRun(RunSetup):
         """
         manifest.require_possible()
         run = cls(manifest)
-        run.require_maskable()
+        run.require_supported()
         run.profile.check()
-        _ = run.method, run.guards, run.aggregator
+        _ = run.guards, run.aggregator
         return run
 
     @cached_property
@@ -68,15 +64,6 @@ class CompiledRun(RunSetup):
         }
         noise = self.profile.noise()
         return replace(found, sizes=declared, noise=noise.counts, noisy_rows=noise.rows, signs=False)
-
-    def uploaded(self, kind: TaskKind, cohort: int) -> Layout:
-        """Return the layout of what a silo uploads in a round of `cohort` silos: its update, or that under masks.
-
-        Of a masked one that is two blocks, and what others need to take the masks off.
-        """
-        if not self.masked:
-            return round_layout(self.method, self.manifest.layout, kind)
-        return {**self.flat_layouts[kind].blocks, MASKS: PartSpec(shapes_beside(cohort), ())}
 
     @property
     def private(self) -> bool:

@@ -183,12 +183,8 @@ class ControlService(rpc.ControlServicer):
             session.receive_hello(message.hello)
         elif kind == "pulse":
             self._dispatcher.pulse(session, message.pulse)
-        elif kind == "answer":
-            await self._workers.run(self._dispatcher.answer, session, message.answer)
-        elif kind == "preflight":
-            await self._workers.run(self._dispatcher.preflight, session, message.preflight)
-        elif kind in ("secagg_confirm", "secagg_shares", "secagg_refusal"):
-            await self._workers.run(self._dispatcher.member_says, session, getattr(message, kind))
+        elif kind in ("answer", "preflight", "secagg_confirm", "secagg_shares", "secagg_refusal"):
+            await self._workers.run(self._dispatcher.hear, session, getattr(message, kind))
         elif kind != "settled":  # `settled` needs nothing: what is staged is named in the next Hello
             raise ProtocolError("E-WIRE-06", "found a message that this version does not know: upgrade the coordinator")
 

@@ -21,7 +21,6 @@ from coordinator.api.limits import Limits
 from coordinator.api.open_streams import PutStream
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.tasks import SiloTaskKey
 from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
@@ -155,8 +154,7 @@ class TransferService(rpc.TransferServicer):
             receipt, fresh = await self._workers.run(self._commit, c.id, silo, upload)
         if fresh:
             self._uploads.forget(c.id)
-            key = SiloTaskKey(c.run_id, c.round, c.kind, c.silo)
-            self._dispatcher.delivered(key, c.object_digest)
+            self._dispatcher.delivered(c)
         return receipt
 
     def _commit(self, contribution_id: str, silo: str, upload: Upload) -> tuple[pb.Receipt, bool]:
@@ -196,7 +194,7 @@ class TransferService(rpc.TransferServicer):
             self._uploads.discard(c.silo, c.id)
             # Names in the file are the silo's, and as long as it likes; the reason goes to every lead.
             told = ProtocolError(error.code, error.message[: 2 * REASON_CHARS])
-            self._dispatcher.reject(SiloTaskKey(c.run_id, c.round, c.kind, c.silo), told)
+            self._dispatcher.reject(c, told)
             raise told from error
 
     def _receipt(self, c: Contribution) -> pb.Receipt:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.runs.tasks import FromMember, RunTasks, SiloTaskKey
-from coordinator.storage.records import RoundRow, Run, RunState
+from coordinator.runs.tasks import FromSilo, RunTasks
+from coordinator.storage.records import Contribution, RoundRow, Run, RunState
 from coordinator.storage.store import Store
 from fl_core.errors import FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -261,30 +261,23 @@ class Dispatcher:
         if session.activity.update(pulse):
             self.changes.notify()
 
-    def answer(self, session: SiloSession, answer: pb.Answer) -> None:
-        if answer.kind in FROM_WIRE and (tasks := self.tasks_of(answer.run_id)) is not None:
-            tasks.answer(session.name, answer, self.software_of([session.name]))
+    def hear(self, session: SiloSession, said: FromSilo) -> None:
+        """Tell the run that it is about what a silo says."""
+        if isinstance(said, pb.SecaggConfirm):
+            self.store.secagg.note_answers(session.name, said.masked_answers)
+        if (tasks := self.tasks_of(said.run_id)) is not None:
+            tasks.hear(session.name, said, self.software_of([session.name]))
 
-    def preflight(self, session: SiloSession, answer: pb.PreflightAnswer) -> None:
-        if (tasks := self.tasks_of(answer.run_id)) is not None:
-            tasks.preflight(session.name, answer, self.software_of([session.name]))
-
-    def member_says(self, session: SiloSession, message: FromMember) -> None:
-        if isinstance(message, pb.SecaggConfirm):
-            self.store.secagg.note_answers(session.name, message.masked_answers)
-        if (tasks := self.tasks_of(message.run_id)) is not None:
-            tasks.member_says(session.name, message)
-
-    def delivered(self, key: SiloTaskKey, digest: str) -> None:
+    def delivered(self, update: Contribution) -> None:
         """Tell the run of an update that it is on disk, with its record."""
-        if (tasks := self.tasks_of(key.run_id)) is not None:
-            tasks.delivered(key, digest)
+        if (tasks := self.tasks_of(update.run_id)) is not None:
+            tasks.delivered(update)
         self.changes.notify()
 
-    def reject(self, key: SiloTaskKey, error: FederationError) -> None:
+    def reject(self, update: Contribution, error: FederationError) -> None:
         """Tell the run of an update that no round would take it."""
-        if (tasks := self.tasks_of(key.run_id)) is not None:
-            tasks.reject(key, error)
+        if (tasks := self.tasks_of(update.run_id)) is not None:
+            tasks.reject(update, error)
 
     def fail_revoked_tasks(self) -> None:
         """Settle the tasks of silos that are no longer members; called once per pulse."""

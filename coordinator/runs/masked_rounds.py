@@ -43,7 +43,6 @@ from protos.wire.tasks import TO_WIRE
 from service_core.audit_log import lines
 from service_core.pki import certificates
 from service_core.pki.identity import identity_of
-from service_core.storage.object_store import ObjectStore
 
 ENTRY_BYTES = 16 << 10
 """Of one member's keys, its certificate included: nothing signs what stands around a certificate."""
@@ -64,20 +63,23 @@ class MaskedRounds:
     compiled: CompiledRun
     services: Services
     tasks: RunTasks
-    keys: MemberKeys = field(init=False)
-    _verified: Vouched = field(init=False)
+    _secagg: SecaggRun = field(init=False)
+    _keys: Vouched = field(init=False)
     _open: OpenRound = field(init=False)
 
     def __post_init__(self) -> None:
-        consortium = identity_of(self.services.signer().cert_pem).identity.consortium
-        run = secagg_run(self.run.id, self.compiled.manifest)
-        self.keys = MemberKeys(run, consortium, self.services.store, self.services.objects)
+        self._secagg = secagg_run(self.run.id, self.compiled.manifest)
 
     @property
     def masks(self) -> Mapping[str, str]:
         """What an offer names beside the model."""
-        census = self.services.store.secagg.census(self.run.id) or ""
-        return {"secagg_keys_digest": self.keys.object or "", "secagg_census_digest": census}
+        store = self.services.store.secagg
+        return {
+            "secagg_keys_digest": store.keys(self.run.id) or "",
+            "secagg_census_digest": store.census(self.run.id) or "",
+        }
+
+    # ---- keys ------------------------------------------------------------------------------------------------------
 
     def prepare(self, steering: Steering) -> ClassCoverage | None:  # noqa: ARG002 - masks need all members
         """Have the keys of all members on the disk, once they say that they can do their part.
@@ -85,21 +87,68 @@ class MaskedRounds:
         They are asked until they were asked beside the list of members that is in force then: one that renewed its
         certificate meanwhile signs its keys with an identity that only that list names. Raises as `ask_preflight`.
         """
-        while self.keys.object is None:
+        store = self.services.store.secagg
+        while store.keys(self.run.id) is None:
             roster = self.services.roster()
             asked = self.run, self.compiled.manifest, self.services.dispatcher, self.tasks
-            ready = ask_preflight(*asked, check=self.keys.check, roster=roster)
+            ready = ask_preflight(*asked, check=self._check_keys, roster=roster)
             if self.services.roster() == roster:
-                self.keys.keep({name: pending.entry for name, pending in ready.items() if pending.entry is not None})
-        self._verified = self.keys.vouched()
+                self.keep_keys({name: pending.entry for name, pending in ready.items() if pending.entry is not None})
+        self._keys = self._stored_keys()
         return None
+
+    def _check_keys(self, name: str, sent: pb.SecaggEntry | None) -> None:
+        """Check what came with a member's answer.
+
+        Raises RefusedError: E-WIRE-01 where nothing did, E-ID-33 on keys that the member's certificate did not sign.
+        """
+        if sent is None:
+            raise RefusedError(
+                "E-WIRE-01",
+                "expected the hospital's keys for a run with masks, found none: its software is from before them; "
+                "upgrade it, or submit the run with secagg=off",
+            )
+        if (size := sent.ByteSize()) > ENTRY_BYTES:
+            raise SecaggError("E-ID-33", f"expected keys of at most {ENTRY_BYTES} bytes, found {size}")
+        entry = _entry(name, sent)
+        if not self._trust()(entry, entry.message(self._secagg)):
+            raise SecaggError(
+                "E-ID-33", f"expected keys of {name} for this run under its certificate here, found another signature"
+            )
+
+    def keep_keys(self, entries: Mapping[str, pb.SecaggEntry]) -> None:
+        """Fix the keys of all members as one object; raises SecaggError (E-ID-33) as `vouch`."""
+        keys = pb.SecaggKeys(entries=[entries[name] for name in self.run.members])
+        self._vouch(keys, self._trust())
+        raw, objects = keys.SerializeToString(deterministic=True), self.services.objects
+        with objects.lock:
+            text = f"the keys of {len(entries)} hospitals are fixed for this run"
+            self.services.store.secagg.keep_keys(self.run.id, objects.put(raw), len(raw), text)
+
+    def _stored_keys(self) -> Vouched:
+        """Read the keys that are stored; raises StateError (E-STATE-22) when they cannot be read."""
+        raw = self.services.objects.verified(self.masks["secagg_keys_digest"]).read_bytes()
+        try:
+            return self._vouch(pb.SecaggKeys.FromString(raw), lambda *_: True)  # as it was when they were stored
+        except DecodeError as error:
+            raise StateError("E-STATE-22", f"expected the keys of {self.run.id}, found other bytes") from error
+
+    def _vouch(self, keys: pb.SecaggKeys, trusted: Vouch) -> Vouched:
+        entries = zip(self.run.members, keys.entries, strict=True)
+        return vouch(self._secagg, [_entry(name, entry) for name, entry in entries], trusted)
+
+    def _trust(self) -> Vouch:
+        members = {s.name: roster_member(s) for s in self.services.store.members.silos() if not s.revoked}
+        pins = {name: member.fingerprint for name, member in members.items()}
+        consortium = identity_of(self.services.signer().cert_pem).identity.consortium
+        return lambda entry, message: pinned_signature(entry, message, consortium, pins, members)
 
     # ---- the census ------------------------------------------------------------------------------------------------
 
     @property
     def _floor(self) -> bool:
         """Whether rows of classes are left out by the census: then the run cannot begin without."""
-        return self.compiled.contributor_floor is not None
+        return self.compiled.updates.floor is not None
 
     def begin(self, loop: RoundLoop, observer: Observer, server: State) -> tuple[State, ClassCoverage | None]:
         """Hold the census before round 0; return the state with what rounds need of it, and what it says of classes.
@@ -158,7 +207,7 @@ class MaskedRounds:
 
     def base(self, kind: TaskKind) -> str:
         """Name what a round begins from, where that is no model: a census from everybody's keys."""
-        return self._verified.digest.hex() if kind is TaskKind.CENSUS else ""
+        return self._keys.digest.hex() if kind is TaskKind.CENSUS else ""
 
     def opened(self, now: OpenRound) -> None:
         """Take note of the round that is open."""
@@ -191,16 +240,16 @@ class MaskedRounds:
         SecaggError (E-RUN-48) where masks do not cancel or a dealer's shares are wrong, E-RUN-51 on too small a set;
         RunInterrupted when the run was aborted or the service stops.
         """
-        run, store, names = self.keys.run, self.services.store, self.run.members
+        run, store, names = self._secagg, self.services.store, self.run.members
         row = store.runs.round(run.run_id, number)
         assert row is not None
         cohort, base = [names.index(name) for name in row.cohort], bytes.fromhex(row.base_digest)
-        round = run.round(self._verified.digest, kind.value, number, base, cohort)
+        round = run.round(self._keys.digest, kind.value, number, base, cohort)
         updates = {u.silo: u for u in store.contributions.arrivals(run.run_id, number)}
         kept = {names.index(name): self._envelope(updates[name]) for name in members}
         total = UploadSum.of(round, [unsigned(sums[block]) for block in BLOCKS], kept)
         message = self._fix(total, kind, members)
-        state = SealedRound(total, _seal_of(message, kind), self._verified.sign)
+        state = SealedRound(total, _seal_of(message, kind), self._keys.sign)
         if {BLOCKS[block] for block, _, _ in round.opened(state.inside)} != set(blocks):
             raise ValueError(f"expected to open what the members answer for, found {sorted(blocks)}")
         deadline_s = self.compiled.manifest.deadline_s
@@ -241,6 +290,10 @@ class MaskedRounds:
         return message
 
 
+def _entry(name: str, sent: pb.SecaggEntry) -> Entry:
+    return Entry(name, sent.agree, sent.sign, sent.certificate_pem, sent.signature)
+
+
 def _message_of(seal: Seal, kind: TaskKind, signer_pem: bytes) -> pb.SecaggSeal:
     updates = [pb.SealedUpdate(index=u, object_digest=digest.hex()) for u, digest in seal.uploads]
     return pb.SecaggSeal(
@@ -259,78 +312,6 @@ def _seal_of(message: pb.SecaggSeal, kind: TaskKind) -> Seal:
     uploads = tuple((u.index, bytes.fromhex(u.object_digest)) for u in message.updates)
     base = bytes.fromhex(message.base_digest)
     return Seal(message.run_id, kind.value, message.round, base, message.keys_digest, uploads, message.signature)
-
-
-# ---- keys ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MemberKeys:
-    """The keys of one masked run. consortium: as certificates name it.
-
-    Guarantees: once they are stored they stay what they are, whatever a member sends.
-    """
-
-    run: SecaggRun
-    consortium: str
-    store: Store
-    objects: ObjectStore
-
-    @property
-    def object(self) -> str | None:
-        """Return the digest of the object with everybody's keys; None before it is stored."""
-        return self.store.secagg.keys(self.run.run_id)
-
-    def check(self, name: str, found: pb.SecaggEntry | None) -> None:
-        """Check what came with a member's answer.
-
-        Raises RefusedError: E-WIRE-01 where nothing did, E-ID-33 on keys that the member's certificate did not sign.
-        """
-        if found is None:
-            raise RefusedError(
-                "E-WIRE-01",
-                "expected the hospital's keys for a run with masks, found none: its software is from before them; "
-                "upgrade it, or submit the run with secagg=off",
-            )
-        if (size := found.ByteSize()) > ENTRY_BYTES:
-            raise SecaggError("E-ID-33", f"expected keys of at most {ENTRY_BYTES} bytes, found {size}")
-        entry = _entry(name, found)
-        if not self._trust()(entry, entry.message(self.run)):
-            raise SecaggError(
-                "E-ID-33", f"expected keys of {name} for this run under its certificate here, found another signature"
-            )
-
-    def keep(self, entries: Mapping[str, pb.SecaggEntry]) -> str:
-        """Fix the keys of all members and return their object's digest; raises SecaggError (E-ID-33) as `vouch`."""
-        found = pb.SecaggKeys(entries=[entries[name] for name in self.run.members])
-        self._vouch(found, self._trust())
-        raw = found.SerializeToString(deterministic=True)
-        with self.objects.lock:
-            digest = self.objects.put(raw)
-            text = f"the keys of {len(entries)} hospitals are fixed for this run"
-            return self.store.secagg.keep_keys(self.run.run_id, digest, len(raw), text)
-
-    def vouched(self) -> Vouched:
-        """Read the keys that are stored; raises StateError (E-STATE-22) when they cannot be read."""
-        digest = self.object
-        assert digest is not None
-        raw = self.objects.verified(digest).read_bytes()
-        try:
-            return self._vouch(pb.SecaggKeys.FromString(raw), lambda *_: True)  # as it was when they were stored
-        except DecodeError as error:
-            raise StateError("E-STATE-22", f"expected the keys of {self.run.run_id}, found other bytes") from error
-
-    def _vouch(self, found: pb.SecaggKeys, trusted: Vouch) -> Vouched:
-        return vouch(self.run, [_entry(n, e) for n, e in zip(self.run.members, found.entries, strict=True)], trusted)
-
-    def _trust(self) -> Vouch:
-        members = {s.name: roster_member(s) for s in self.store.members.silos() if not s.revoked}
-        pins = {name: member.fingerprint for name, member in members.items()}
-        return lambda entry, message: pinned_signature(entry, message, self.consortium, pins, members)
-
-
-def _entry(name: str, found: pb.SecaggEntry) -> Entry:
-    return Entry(name, found.agree, found.sign, found.certificate_pem, found.signature)
 
 
 # ---- after a restoration ---------------------------------------------------------------------------------------------

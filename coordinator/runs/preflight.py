@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunTasks, no_answer
+from coordinator.runs.tasks import PendingTask, Preflight, RunTasks, no_answer
 from coordinator.storage.records import Run
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
@@ -54,9 +54,7 @@ def ask_preflight(
     tasks.event("preflight", text=text)
     with ExitStack() as stack:
         asked = {
-            name: stack.enter_context(
-                tasks.pending_task(Preflight(PreflightKey(run.id, name), run.manifest_digest, due, roster))
-            )
+            name: stack.enter_context(tasks.pending_task(Preflight(run.id, name, run.manifest_digest, due, roster)))
             for name in names
         }
         for pending in asked.values():

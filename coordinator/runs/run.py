@@ -14,7 +14,7 @@ from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.open_round import OpenRound, Waiting, excluded_error
 from coordinator.runs.plain_rounds import PlainRounds
 from coordinator.runs.services import Services
-from coordinator.runs.tasks import RunInterrupted, SiloTaskKey, Task, unless_over
+from coordinator.runs.tasks import RunInterrupted, Task, unless_over
 from coordinator.runs.update_checks import UpdateChecks, checked, declared_sizes
 from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN
@@ -234,7 +234,10 @@ class ActiveRun(Observer):
         store, base = self.services.store, self.rounds.base(kind)
         sent = StoredObject(base, 0) if base else self.broadcast(msg, context.round)
         return Task(
-            SiloTaskKey(self.id, context.round, kind, silo),
+            self.id,
+            context.round,
+            kind,
+            silo,
             self.row.manifest_digest,
             sent.digest,
             sent.size,

@@ -86,9 +86,7 @@ class RunScheduler:
             )
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
-        if manifest.secagg is not None:  # what the manifest says of a hospital is all that is known of it
-            sizes = {m.name: (float(m.units), 0.0) for m in manifest.members}
-        CompiledRun.of(manifest)
+        sizes = dict(CompiledRun.of(manifest).updates.known_sizes(sizes))
         beside = self._beside(manifest) if manifest.own else None
         parent = self.store.runs.get(start_from) if start_from else None
         Line(self.store.runs).require_fits(parent, manifest)
@@ -160,10 +158,10 @@ class RunScheduler:
         manifest = RunManifest.from_json(run.manifest)
         if quorum:
             validate.between("E-CFG-02", "", 1, len(run.members), quorum=quorum)
-            if manifest.secagg is not None:
-                manifest.secagg.require_quorum(quorum, manifest.cohort or len(run.members))
+            compiled = CompiledRun.of(manifest)
+            compiled.updates.require_quorum(quorum)
             asked = capabilities.required_capabilities(manifest.train, len(run.members), manifest.cohort, quorum)
-            capabilities.check_supported(CompiledRun.of(manifest).method, asked)
+            capabilities.check_supported(compiled.method, asked)
         run = self.store.runs.resume(run.id, quorum)
         self.dispatcher.changes.notify()
         self._enqueue(run)
@@ -181,9 +179,7 @@ class RunScheduler:
                 "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
             )
         left = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
-        manifest = RunManifest.from_json(run.manifest)
-        terms = manifest.secagg
-        least = 1 if terms is None else terms.smallest_sum(manifest.cohort or len(run.members))
+        least = CompiledRun(RunManifest.from_json(run.manifest)).updates.smallest_sum
         if len(left) < least and not readmit:
             raise ConfigError(
                 "E-CFG-02",

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
+from coordinator.storage.records import Contribution
 from coordinator.storage.store import Store
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, StateError, UnavailableError
 from fl_core.types.enums import TaskKind
@@ -36,15 +37,6 @@ def unless_over(write: Callable[[], T]) -> T:
         raise RunInterrupted(str(error)) from error
 
 
-class SiloTaskKey(NamedTuple):
-    """Names one update of one silo."""
-
-    run_id: str
-    round: int
-    kind: TaskKind
-    silo: str
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """One silo's part of a round.
@@ -54,7 +46,10 @@ class Task:
     incarnation, included_before: as in the message `Offer`   masks: what it names of a masked run, by field.
     """
 
-    key: SiloTaskKey
+    run_id: str
+    round: int
+    kind: TaskKind
+    silo: str
     manifest_digest: str
     base_digest: str
     base_size: int
@@ -67,21 +62,20 @@ class Task:
 
     @property
     def contribution_id(self) -> str:
-        k = self.key
-        return contribution_id(k.run_id, k.round, k.kind, k.silo, self.base_digest)
+        return contribution_id(self.run_id, self.round, self.kind, self.silo, self.base_digest)
 
     def offer(self) -> pb.CoordinatorMessage:
         return pb.CoordinatorMessage(
             offer=pb.Offer(
-                run_id=self.key.run_id,
-                round=self.key.round,
-                kind=TO_WIRE[self.key.kind],
+                run_id=self.run_id,
+                round=self.round,
+                kind=TO_WIRE[self.kind],
                 manifest_digest=self.manifest_digest,
                 base_digest=self.base_digest,
                 base_size=self.base_size,
                 cohort=self.cohort,
                 attempt=self.attempt,
-                deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
+                deadline_unix=_unix(self.due),
                 incarnation=self.incarnation,
                 included_before=self.included_before,
                 **self.masks,
@@ -89,38 +83,31 @@ class Task:
         )
 
 
-class PreflightKey(NamedTuple):
-    """Names the preflight of one silo for one run."""
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """Asks whether one silo can do its part of a whole run. due: as of a task   signed_roster: as in the message."""
 
     run_id: str
     silo: str
-
-    @property
-    def round(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Preflight:
-    """Asks whether one silo can do its part of a whole run.
-
-    due: time.monotonic() of its deadline   signed_roster: as in the message.
-    """
-
-    key: PreflightKey
     manifest_digest: str
     due: float
     signed_roster: bytes = b""
+    round: ClassVar[int] = 0
+    kind: ClassVar[None] = None
 
     def offer(self) -> pb.CoordinatorMessage:
         return pb.CoordinatorMessage(
             preflight=pb.Preflight(
-                run_id=self.key.run_id,
+                run_id=self.run_id,
                 manifest_digest=self.manifest_digest,
-                deadline_unix=time.time() + max(0.0, self.due - time.monotonic()),
+                deadline_unix=_unix(self.due),
                 signed_roster=self.signed_roster,
             )
         )
+
+
+def _unix(due: float) -> float:
+    return time.time() + max(0.0, due - time.monotonic())
 
 
 def stated(code: str, reason: str) -> RefusedError:
@@ -177,6 +164,7 @@ class PendingTask:
 # ---- all that a run asks ---------------------------------------------------------------------------------------------
 
 FromMember = pb.SecaggConfirm | pb.SecaggShares | pb.SecaggRefusal
+FromSilo = pb.Answer | pb.PreflightAnswer | FromMember
 
 
 class FixedSet(Protocol):
@@ -227,18 +215,18 @@ class RunTasks:
         pending = PendingTask(task)
         with self._lock:
             self._require_going_on()
-            self._pending[task.key.silo] = pending
+            self._pending[task.silo] = pending
         try:
             yield pending
         finally:
             with self._lock:
-                self._pending.pop(task.key.silo, None)
+                self._pending.pop(task.silo, None)
 
     def offer(self, pending: PendingTask) -> None:
         """Offer an open task to its silo; without a session it gets it with its next one, after `interrupt` never."""
         with self._lock:  # until the message is queued, so that none follows the end of the run
             pending.offered = True
-            self._ask(pending, partial(self._send, pending.task.key.silo))
+            self._ask(pending, partial(self._send, pending.task.silo))
 
     def open_silos(self) -> set[str]:
         """Name the silos whose task has no outcome yet."""
@@ -305,55 +293,55 @@ class RunTasks:
         if not pending.settled and not self._interrupted:
             send(pending.task.offer())
 
-    def _pending_of(self, key: SiloTaskKey | PreflightKey) -> PendingTask | None:
+    def _pending_of(self, silo: str, round: int, kind: TaskKind | None) -> PendingTask | None:
         with self._lock:
-            pending = self._pending.get(key.silo)
-        return pending if pending is not None and pending.task.key == key else None
+            pending = self._pending.get(silo)
+        return pending if pending is not None and (pending.task.round, pending.task.kind) == (round, kind) else None
 
-    def answer(self, silo: str, answer: pb.Answer, software_of: Mapping[str, str]) -> None:
-        """Process a silo's answer to an offer; one to no open task is ignored. software_of: as in `note_software`."""
-        pending = self._pending_of(SiloTaskKey(self.run_id, answer.round, FROM_WIRE[answer.kind], silo))
-        if pending is None:
-            return
+    def hear(self, silo: str, said: FromSilo, software_of: Mapping[str, str]) -> None:
+        """Process what a silo says; about what it is not asked (any more) it is ignored. software_of: the silo's."""
+        if isinstance(said, pb.Answer):
+            pending = self._pending_of(silo, said.round, FROM_WIRE.get(said.kind))
+            if pending is not None and isinstance(pending.task, Task):
+                self._answer(pending, said, software_of)
+        elif isinstance(said, pb.PreflightAnswer):
+            pending = self._pending_of(silo, 0, None)
+            if pending is not None and not pending.settled and pending.task.manifest_digest == said.manifest_digest:
+                self._preflight(pending, said, software_of)
+        elif (fixed := self._set) is not None:
+            fixed.receive(silo, said)
+
+    def _answer(self, pending: PendingTask, answer: pb.Answer, software_of: Mapping[str, str]) -> None:
         if not answer.accepted:
             self._refuse(pending, answer.code, answer.reason)
             return
         self.note_software(software_of)
         if not pending.accepted:
             pending.accepted = True
-            self.event("accepted", answer.round, silo)
+            self.event("accepted", answer.round, pending.task.silo)
         if answer.code and not pending.noted:
             pending.noted = True
-            self.event("restarted", answer.round, silo, str(stated(answer.code, answer.reason)))
+            self.event("restarted", answer.round, pending.task.silo, str(stated(answer.code, answer.reason)))
 
-    def preflight(self, silo: str, answer: pb.PreflightAnswer, software_of: Mapping[str, str]) -> None:
-        """Process a silo's answer to a preflight; one about another manifest, or to none, is ignored."""
-        pending = self._pending_of(PreflightKey(self.run_id, silo))
-        if pending is None or pending.settled or pending.task.manifest_digest != answer.manifest_digest:
-            return
+    def _preflight(self, pending: PendingTask, answer: pb.PreflightAnswer, software_of: Mapping[str, str]) -> None:
         if not answer.ready:
             self._refuse(pending, answer.code, answer.reason)
             return
         self.note_software(software_of)
-        self.event("ready", 0, silo)
+        self.event("ready", 0, pending.task.silo)
         if answer.HasField("secagg_entry"):
             pending.entry = answer.secagg_entry
         pending.trains = tuple(answer.trains)
         pending.settle(answer.manifest_digest)
 
-    def member_says(self, silo: str, message: FromMember) -> None:
-        """Process what a silo says of a fixed set; about a round that nobody asks for any more it is ignored."""
-        if (fixed := self._set) is not None:
-            fixed.receive(silo, message)
-
-    def delivered(self, key: SiloTaskKey, digest: str) -> None:
+    def delivered(self, update: Contribution) -> None:
         """Settle the task whose update is on disk, with its record."""
-        if (pending := self._pending_of(key)) is not None:
-            pending.settle(digest)
+        if (pending := self._pending_of(update.silo, update.round, update.kind)) is not None:
+            pending.settle(update.object_digest)
 
-    def reject(self, key: SiloTaskKey, error: FederationError) -> None:
+    def reject(self, update: Contribution, error: FederationError) -> None:
         """Settle the task whose update no round would take, so that nobody waits for its silo."""
-        pending = self._pending_of(key)
+        pending = self._pending_of(update.silo, update.round, update.kind)
         if pending is not None and not pending.settled:
             self._settle(pending, error)
 
@@ -362,14 +350,14 @@ class RunTasks:
         with self._lock:
             gone = [p for silo, p in self._pending.items() if silo not in members and not p.settled]
         for pending in gone:
-            self._settle(pending, RefusedError("E-ID-12", f"silo {pending.task.key.silo!r} was revoked"))
+            self._settle(pending, RefusedError("E-ID-12", f"silo {pending.task.silo!r} was revoked"))
 
     def _refuse(self, pending: PendingTask, code: str, reason: str) -> None:
         why = f"the hospital refused: {reason[:REASON_CHARS] or 'it gave no reason'}"
         self._settle(pending, stated(code, why))
 
     def _settle(self, pending: PendingTask, error: FederationError) -> None:
-        self.event("refused", pending.task.key.round, pending.task.key.silo, str(error))
+        self.event("refused", pending.task.round, pending.task.silo, str(error))
         pending.settle(error)
 
     # ---- what the lead reads -------------------------------------------------------------------------------------
@@ -381,7 +369,7 @@ class RunTasks:
             if pending is None or self._notes.get(silo) == text:
                 return
             self._notes[silo] = text
-        self.event(kind, pending.task.key.round, silo, text)
+        self.event(kind, pending.task.round, silo, text)
 
     def note_software(self, stated: Mapping[str, str]) -> None:
         """Record with which software the coordinator and these silos do the run; warn of another build.

@@ -113,8 +113,7 @@ class UpdateChecks:
             by_kind = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}
             members, drawn = len(manifest.members), manifest.cohort_size
             cohorts = {kind: drawn if kind is TaskKind.TRAIN else members for kind in TaskKind}
-            uploads = {k: run.uploaded(k, n) for k, n in cohorts.items()} if run.masked else {}
-            made = _RunChecks(by_kind, run.dtypes, run.method, uploads)
+            made = _RunChecks(by_kind, run.dtypes, run.method, run.updates.covered(cohorts))
         with self._lock:
             while len(self._checks) >= _REMEMBERED:
                 del self._checks[next(iter(self._checks))]

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
 from fl_core.aggregation import adaptive_guards
-from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.contributor_floor import HOSPITALS
-from fl_core.aggregation.coordinatewise import CoordinatewiseSum
 from fl_core.aggregation.fixed_point import FixedPoint
-from fl_core.aggregation.flat_blocks import FlatLayout
-from fl_core.aggregation.masked_sum import MaskedSum
-from fl_core.aggregation.options import Mean, NormClipped, Options
-from fl_core.aggregation.round_sum import NO_HISTORY, NormClippedSum, NormHistory, RoundSum
+from fl_core.aggregation.round_sum import NO_HISTORY, NormHistory, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
 from fl_core.rounds import closing, sampling
-from fl_core.rounds.silo_round import require_expected, round_layout
+from fl_core.rounds.silo_round import round_layout
+from fl_core.rounds.updates import MaskedSums, PlainSums
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import (
     CLINICAL_PART,
@@ -83,35 +78,15 @@ Replies = Iterator[tuple[str, Future[Bundle]]]
 Exchange = Callable[[Sequence[SiloPort], State, RoundContext, TaskKind], Replies]
 """Asks a cohort for its replies; what it raises ends the round, what a reply raises is that silo's."""
 
-Unmask = Callable[[int, TaskKind, Mapping[str, Tensor], Collection[str], Collection[str]], None]
-"""As `fl_core.aggregation.masked_sum.Unmask`, of the round of a number and a kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class MaskedRounds:
-    """How rounds are summed of which nobody sees a single update.
-
-    layouts: of each kind of round   least: updates of the smallest sum that is opened   each: as `MaskedSum`
-    census: whether hospitals are counted for each class before round 0   unmask: None in a simulation, whose updates
-    have no masks.
-    """
-
-    layouts: Mapping[TaskKind, FlatLayout]
-    least: Callable[[int], int]
-    each: bool = False
-    census: bool = False
-    unmask: Unmask | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class RoundLoop:
     """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
 
     incoming: the guards to undo on the sum, in the order of their application   check: of single updates, with the
-    run's layout and grid   aggregator: how updates become one.
+    run's layout and grid   sums: how updates become one.
     parallel: how many silos work at once (1 in one process, all of them over the network)   exchange: how a cohort is
-    asked, where that is not port by port   initial: norms of the initial weights, as `NormHistory`   masked: in a run
-    whose updates are masked.
+    asked, where that is not port by port   initial: norms of the initial weights, as `NormHistory`.
     """
 
     method: Method
@@ -120,10 +95,9 @@ class RoundLoop:
     incoming: Sequence[Guard]
     ports: Sequence[SiloPort]
     parallel: int = 1
-    aggregator: Options = NormClipped()  # noqa: RUF009
+    sums: PlainSums | MaskedSums = PlainSums()  # noqa: RUF009
     exchange: Exchange | None = None
     initial: Mapping[str, float] = field(default_factory=dict)
-    masked: MaskedRounds | None = None
 
     def run(
         self, server: State, observer: Observer, start: int = 0, closed: Sequence[Mapping[str, float]] = ()
@@ -137,7 +111,7 @@ class RoundLoop:
         can take a step of training.
         """
         history = NormHistory.of(closed, self.initial)
-        if start == 0 and self.masked is not None and self.masked.census and HOSPITALS not in server:
+        if start == 0 and self.sums.census and HOSPITALS not in server:
             server = {**server, HOSPITALS: self.census(observer)}
         for t in range(start, self.schedule.rounds):
             server, medians = self.round(server, t, TaskKind.TRAIN, observer, history)
@@ -154,7 +128,7 @@ class RoundLoop:
         names = [port.name for port in self.ports]
         observer.opened(context, kind, names)
         check = self.check.of(round_layout(self.method, self.check.layout, kind))
-        sums = self._round_sum(check, NO_HISTORY, {}, context, kind)
+        sums = self.sums.of_round(check, NO_HISTORY, {}, context, kind)
         included, missing, *_ = self._collect_updates({}, context, kind, ids, sums, observer)
         if len(included) < len(ids):
             raise UnavailableError(
@@ -169,10 +143,9 @@ class RoundLoop:
     def needed(self, cohort: int) -> int:
         """Return how many updates of a cohort close a round."""
         everybody = not self.schedule.quorum and Capability.PARTIAL_PARTICIPATION in self.method.unsupported
-        if self.masked is not None and not self.method.has_global_model and self.schedule.rounds > 1:
-            everybody = True  # what is sent down may stay as it is, and a sum about it is opened for one set
-        found = cohort if everybody else closing.needed(self.schedule.quorum, cohort)
-        return found if self.masked is None else max(found, self.masked.least(cohort))
+        quorum = cohort if everybody else closing.needed(self.schedule.quorum, cohort)
+        unchanged = not self.method.has_global_model and self.schedule.rounds > 1
+        return self.sums.needed(quorum, cohort, unchanged)
 
     def round(
         self, server: State, t: int, kind: TaskKind, observer: Observer, history: NormHistory = NO_HISTORY
@@ -189,7 +162,7 @@ class RoundLoop:
         model = adaptive_guards.method_state(server, own)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
-        sums = self._round_sum(check, history, msg, context, kind)
+        sums = self.sums.of_round(check, history, msg, context, kind)
         included, missing, added, shown = self._collect_updates(msg, context, kind, ids, sums, observer)
         self._require_enough(included, missing, len(ids), t)
         decided = sums.finish()
@@ -245,26 +218,6 @@ class RoundLoop:
                 + reasons,
             )
 
-    def _round_sum(
-        self,
-        check: UpdateCheck,
-        history: NormHistory,
-        msg: State,
-        context: RoundContext,
-        kind: TaskKind,
-    ) -> RoundSum:
-        if (masked := self.masked) is not None:
-            unmask = partial(masked.unmask, context.round, kind) if masked.unmask else None
-            # A drawn cohort is not everybody: its class sums would tell of who was not drawn.
-            everybody = [port.name for port in self.ports]
-            return MaskedSum(masked.layouts[kind], check, everybody, unmask, masked.each)
-        sums, aggregator = Aggregator(check.layout, check.grid, self.method.unsummed_parts), self.aggregator
-        if isinstance(aggregator, Mean):
-            return RoundSum(sums, check)
-        if isinstance(aggregator, NormClipped):
-            return NormClippedSum(sums, check, aggregator, history, msg.get("w", {}).get("head.bias"))
-        return CoordinatewiseSum(sums, check, aggregator)
-
     def _collect_updates(
         self,
         msg: State,
@@ -288,10 +241,8 @@ class RoundLoop:
             try:
                 update = reply.result()
                 measured = sums.measure(update, name)
-                if kind is TaskKind.TRAIN and self.masked is None:
-                    require_expected(self.method, update, context.round)
-                    if found := self.method.fingerprint(update):
-                        added[name] = found
+                if kind is TaskKind.TRAIN and (mark := self.sums.fingerprint(self.method, update, context.round)):
+                    added[name] = mark
                 if (own_result := shown_result(update)) is not None:
                     shown[name] = own_result
             except FederationError as error:

@@ -12,34 +12,29 @@ from typing import NamedTuple, Self
 import torch
 from torch import nn
 
-from fl_core.aggregation import coordinatewise
 from fl_core.aggregation import options as aggregators
-from fl_core.aggregation.contributor_floor import ContributorFloor
-from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint
-from fl_core.aggregation.flat_blocks import FlatLayout
-from fl_core.aggregation.norm_guard import NORMS, NormGuard, blocks_of, norms_layout
+from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.norm_guard import NormGuard, norms_layout
 from fl_core.aggregation.options import Options
-from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms, with_undeclared
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.extensions import registry
 from fl_core.methods import build_written
 from fl_core.models import SplitModel, build_model, pretrained
 from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
-from fl_core.rounds.engine import Exchange, MaskedRounds, RoundLoop, Schedule, Unmask
+from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import NamedOptions, OtherModel, RunManifest, StartPoint
-from fl_core.rounds.silo_round import Masking, SiloRuntime, class_rows, round_layout
-from fl_core.training.evaluation import METRICS
+from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.rounds.updates import MaskedUpdates, PlainUpdates, Unmask, updates_of
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
 from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import ClassCoverage
-from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import FEATURES, Schema
-from fl_core.types.secagg import EACH, Secagg
 from fl_core.types.survey import SURVEY
-from fl_core.types.values import Examples, Layout, PartRule, RoundContext, State, Tensors
+from fl_core.types.values import Examples, Layout, RoundContext, State, Tensors
 
 
 class Guards(NamedTuple):
@@ -68,8 +63,8 @@ class RunSetup:
         """
         registry.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
         run = cls(manifest)
-        run.require_maskable()
-        _ = run.method, run.aggregator
+        run.require_supported()
+        _ = run.aggregator
         return run
 
     @cached_property
@@ -82,7 +77,7 @@ class RunSetup:
 
     def _with_masked(self, found: Guards) -> Guards:
         """Add the guards of a masked run; on a sum that of norms comes last, when numbers are off the grid."""
-        floor = () if self.contributor_floor is None else (self.contributor_floor,)
+        floor = () if self.updates.floor is None else (self.updates.floor,)
         bound = () if self.norm_guard is None else (self.norm_guard,)
         return Guards((*found.silo, *floor, *bound), (*bound, *found.incoming, *floor))
 
@@ -194,7 +189,7 @@ class RunSetup:
     def own_layout(self) -> Layout:
         """Derive the layout of updates from what the manifest asks, without what a profile or masks add."""
         manifest, classes = self.manifest, len(self.manifest.schema.classes)
-        masked = manifest.secagg is not None
+        hidden = self.updates.hidden
         return derive_layout(
             self.method,
             self.new_model(),
@@ -202,7 +197,7 @@ class RunSetup:
             manifest.personal,
             manifest.metrics,
             trains=manifest.rounds > 0,
-            closing=closing_layout(classes, manifest.by_hospital, bool(manifest.own), manifest.metrics, masked),
+            closing=closing_layout(classes, manifest.by_hospital, bool(manifest.own), manifest.metrics, hidden),
         )
 
     def new_model(self) -> nn.Module:
@@ -221,14 +216,8 @@ class RunSetup:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The kinds of numbers in silos' bundles: floats; integers too where silos use the fixed-point grid.
-
-        Under masks: words of the ring, and bytes beside them.
-        """
-        if self.masked:
-            return frozenset({torch.int32 if self.manifest.grid.ring == "ring32" else torch.int64, torch.uint8})
-        plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
-        return plain | {torch.int32, torch.int64} if self.guards.silo else plain
+        """The kinds of numbers in silos' bundles."""
+        return self.updates.dtypes(bool(self.guards.silo))
 
     def silo_runtime(self) -> SiloRuntime:
         """Make what a silo works with; raises as `capabilities.check_batches`."""
@@ -237,9 +226,7 @@ class RunSetup:
         initial = {
             name: v.detach() for name, v in tensor_maps.named_tensors(self.model).items() if v.is_floating_point()
         }
-        masking = None
-        if self.masked:
-            masking = Masking(self.update_check(), self.flat_layouts, self.signs, self.private)
+        masking = self.updates.masking(self.update_check(), self.signs, self.private)
         return SiloRuntime(
             self.method, self.new_model(), self.manifest.layout, self.guards.silo, initial, masking=masking
         )
@@ -249,85 +236,41 @@ class RunSetup:
         """Whether what leaves a silo is noisy."""
         return False
 
+    @cached_property
+    def updates(self) -> PlainUpdates | MaskedUpdates:
+        """How updates leave and become a sum: all in which runs with and without masks differ."""
+        return updates_of(self.manifest, self.method)
+
     @property
     def masked(self) -> bool:
         """Whether masks hide single updates."""
-        return self.manifest.secagg is not None
+        return self.updates.hidden
 
-    def require_maskable(self) -> None:
-        """Raise ConfigError (E-CFG-08) where the sums of a masked run are not all that it needs."""
-        if not self.masked:
-            return
-        method = self.method
-        capabilities.check_supported(method, {Capability.SECURE_AGGREGATION})
-        if method.unsummed_parts:
-            raise ConfigError(
-                "E-CFG-08",
-                f"method {method.name} does not go with secure aggregation: its server sees "
-                f"{', '.join(sorted(method.unsummed_parts))} one by one; set secagg=off, or choose another method",
-            )
+    def require_supported(self) -> None:
+        """Raise ConfigError (E-CFG-08) where the sums of the run's updates are not all that it needs."""
+        self.updates.require_supported()
         _ = self.limits
-
-    @cached_property
-    def masked_sizes(self) -> Mapping[str, DeclaredSize]:
-        """What members of a masked run may count at most, by name, in the manifest's order.
-
-        Who declares no size may count as much as the largest; test examples as much as the grid holds.
-        """
-        grid = self.manifest.grid
-        test = grid.bounds.get(grid.segment(METRICS, None), RING64_BOUND)
-        return with_undeclared({m.name: DeclaredSize(m.units or math.inf, test) for m in self.manifest.members})
 
     @cached_property
     def norm_guard(self) -> NormGuard | None:
         """What a silo bounds its own update with, where nobody else can and the run bounds updates."""
-        limits, layout = self.limits, self.manifest.layout
-        if not self.masked or not isinstance(limits, aggregators.NormClipped):
-            return None
-        blocks, tensors = blocks_of(layout, self.method.part_rules), dict[str, int]()
-        for block, keys in blocks.items():
-            tensors[block] = sum(math.prod(layout[part].shapes[key]) for part, key in keys)
-        return NormGuard(limits, blocks, tensors, self.manifest.grid) if blocks else None
+        return self.updates.bound(self.limits)
 
     @property
     def guard_parts(self) -> Layout:
-        """The layout of what guards of a masked run add to updates."""
+        """The layout of what guards add to updates."""
         return {} if self.norm_guard is None else norms_layout(self.norm_guard.blocks)
-
-    @cached_property
-    def flat_layouts(self) -> Mapping[TaskKind, FlatLayout]:
-        """How the updates of each kind of round lie under masks."""
-        layout, rules, classes = self.manifest.layout, self.method.part_rules, len(self.manifest.schema.classes)
-        return {
-            kind: FlatLayout(round_layout(self.method, layout, kind), self.manifest.grid, rules, classes)
-            for kind in TaskKind
-        }
-
-    @cached_property
-    def class_rows(self) -> frozenset[str]:
-        return class_rows(self.flat_layouts[TaskKind.TRAIN])
 
     @property
     def counts_classes(self) -> bool:
         """Whether it is counted before round 1, from records, at how many hospitals each class is trained."""
-        terms, trains = self.manifest.secagg, self.manifest.rounds > 0 and self.manifest.method.name != SURVEY
-        asks = terms is None or terms.census or self.contributor_floor is not None
-        return trains and asks and not self.private
+        return self.manifest.trains and self.updates.counts and not self.private
 
     def coverage(self, hospitals: Sequence[int], *, partial: bool = False, why: str = "") -> ClassCoverage:
         """Say of each class at how many hospitals it is trained. hospitals: (C,), as counted; empty: not known."""
-        least = 1 if self.contributor_floor is None else self.contributor_floor.least
+        least = 1 if self.updates.floor is None else self.updates.floor.least
         names = tuple(self.manifest.schema.classes)
-        return ClassCoverage(names, tuple(hospitals), partial, least, self.masked, why)
-
-    @cached_property
-    def contributor_floor(self) -> ContributorFloor | None:
-        """What leaves out rows of classes that few hospitals have; None where any number is enough."""
-        terms, members = self.manifest.secagg, self.manifest.members
-        if terms is None or terms.min_contributors == 1 or not self.class_rows:
-            return None
-        least = terms.least_holders(len(members), self.manifest.cohort_size)
-        return ContributorFloor(self.class_rows, len(self.manifest.schema.classes), least)
+        return ClassCoverage(names, tuple(hospitals), partial, least, self.updates.hidden, why)
 
     @property
     def signs(self) -> bool:
@@ -337,7 +280,7 @@ class RunSetup:
     @property
     def aggregator(self) -> Options:
         """How a round's updates become one: under masks a sum, whatever the manifest says; raises as `limits`."""
-        return aggregators.Mean() if self.masked else self.limits
+        return self.updates.aggregator(self.limits)
 
     @cached_property
     def limits(self) -> Options:
@@ -353,14 +296,7 @@ class RunSetup:
                 "expected aggregator=mean and train.freeze=none in a survey, whose numbers are added unchanged, found "
                 f"{found.name} and {self.manifest.train.freeze}: set both",
             )
-        if not isinstance(found, aggregators.Mean | aggregators.NormClipped):
-            if self.masked:
-                raise ConfigError(
-                    "E-CFG-08",
-                    f"expected aggregator=norm_clipped or mean under masks, which leave a sum, found {found.name}: set "
-                    "one of them, or secagg=off",
-                )
-            coordinatewise.check_supported(self.method, self.manifest.layout, found.name)
+        self.updates.require_rule(found)
         if isinstance(found, aggregators.NormClipped) and not self.method.even_norms:
             return replace(found, refuse_above=math.inf)
         return found
@@ -370,15 +306,13 @@ class RunSetup:
 
         In a masked run what the manifest says of them.
         """
-        manifest, rules = self.manifest, self.method.part_rules
-        if self.masked:
-            sizes, rules = self.masked_sizes, {**rules, NORMS: PartRule(Weighing.ONCE)}
+        manifest = self.manifest
         return UpdateCheck(
             layout=manifest.layout,
             grid=manifest.grid,
-            rules=rules,
+            rules=self.updates.rules,
             train=manifest.train,
-            sizes=sizes or {},
+            sizes=self.updates.sizes(sizes or {}),
             signs=self.method.bias_follows_classes and not manifest.schema.multi_label,
             multi_label=manifest.schema.multi_label,
             coarse=frozenset(member.name for member in manifest.members if member.coarse),
@@ -404,15 +338,10 @@ class RunSetup:
             self.guards.incoming,
             ports,
             parallel,
-            self.aggregator,
+            self.updates.sums(self.aggregator, unmask),
             exchange,
             self.initial_norms() if isinstance(self.aggregator, aggregators.NormClipped) else {},
-            None if (terms := manifest.secagg) is None else self._masked_rounds(terms, unmask),
         )
-
-    def _masked_rounds(self, terms: Secagg, unmask: Unmask | None) -> MaskedRounds:
-        each, census = terms.class_sums == EACH, self.contributor_floor is not None
-        return MaskedRounds(self.flat_layouts, terms.smallest_sum, each, census, unmask)
 
     def initial_norms(self) -> dict[str, float]:
         """Return the norms of the weights that the seed draws, by block of an update that is made of such tensors.

@@ -192,7 +192,7 @@ class TaskRunner:
         leaves, privacy = leaves_of(run).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
-        counts = run.counts_classes and not run.masked  # under masks a census asks
+        counts = run.counts_classes and run.updates.counts_in_preflight
         trains = self.trainer.trained_classes(prepared) if counts else ()
         self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None, trains)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
@@ -351,10 +351,10 @@ class TaskRunner:
         most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
         base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
         msg = codec.read_state(base)
-        if prepared.run.contributor_floor is not None or offer.secagg_census_digest:
+        if prepared.run.updates.floor is not None or offer.secagg_census_digest:
             proved = self.secagg.holders(task.key, offer, prepared.run, self._fetch_of(task))
             sent = msg.get(HOSPITALS, {}).get(HOSPITALS)
-            if prepared.run.contributor_floor is None:
+            if prepared.run.updates.floor is None:
                 return msg
             if sent is None or sent.tolist() != list(proved):
                 raise SecaggError(

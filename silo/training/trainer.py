@@ -565,7 +565,7 @@ def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], vi
 
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
     """Name the splits of whose records a bundle, or the sum under masks that it is in, tells more than noise bounds."""
-    parts = set(prepared.run.flat_layouts[kind].layout) if prepared.run.masked else set(bundle)
+    parts = prepared.run.updates.parts(kind, bundle)
     measured = METRIC_PARTS & parts - prepared.runtime.withholds
     held = ({TRAIN} if kind is not TaskKind.EVALUATE or PERSONAL in parts else set()) | ({TEST} if measured else set())
     return tuple(sorted(held - prepared.run.profile.protected))

@@ -16,9 +16,9 @@ from fl_core.aggregation.flat_blocks import CHECK_WORDS, CLASSES, MODEL, WORDS, 
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import Secagg
+from fl_core.types.secagg import MASKS, Secagg
 from fl_core.types.values import RoundContext
-from privacy.compiled_run import MASKS, CompiledRun, secagg_run
+from privacy.compiled_run import CompiledRun, secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import UploadSum
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys
@@ -164,7 +164,7 @@ class MaskedHospital(Hospital):
         return self.run.round(self.keys_digest, kind, offer.round, base)
 
     def sizes(self, kind: TaskKind) -> tuple[int, int]:
-        layout: FlatLayout = CompiledRun.of(self.manifest).flat_layouts[kind]
+        layout: FlatLayout = CompiledRun.of(self.manifest).updates.layouts[kind]
         return layout.words(MODEL) - CHECK_WORDS, layout.words(CLASSES) - CHECK_WORDS
 
     def uploaded(self) -> tuple[bytes, Upload]:

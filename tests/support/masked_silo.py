@@ -18,9 +18,9 @@ from fl_core.aggregation.masked_sum import unsigned
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import Secagg
+from fl_core.types.secagg import MASKS, Secagg
 from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import MASKS, secagg_run
+from privacy.compiled_run import secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys
 from privacy.secagg.messages import Opening, Seal

@@ -220,7 +220,7 @@ def _coverage(run: CompiledRun, sets: Sequence[datasets.SiloDataset]) -> ClassCo
     """Count at how many hospitals each class is trained, as a census does."""
     total = torch.zeros(len(run.manifest.schema.classes), dtype=torch.int64)
     for member, dataset in zip(run.manifest.members, sets, strict=True):
-        if member.prototypes or not (run.masked and run.class_rows):
+        if member.prototypes or not run.updates.class_rows:
             total += trained_classes(dataset.train.labels, len(total))
     return run.coverage(total.tolist() if run.manifest.rounds else ())
 

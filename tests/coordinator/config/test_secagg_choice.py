@@ -58,8 +58,8 @@ def test_members_of_a_masked_run_have_their_declared_sizes_in_two_digits() -> No
 
 def test_who_declares_no_size_may_count_as_much_as_the_largest() -> None:
     run = CompiledRun.of(made("secagg=on"))
-    assert [s.train for s in run.masked_sizes.values()] == [290, 1300, 1300, 410]
-    assert {s.test for s in run.masked_sizes.values()} == {301}
+    assert [s.train for s in run.updates.sizes({}).values()] == [290, 1300, 1300, 410]
+    assert {s.test for s in run.updates.sizes({}).values()} == {301}
 
 
 def test_a_class_of_one_hospital_is_learnt_unless_somebody_asks_for_more() -> None:

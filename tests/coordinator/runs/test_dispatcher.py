@@ -12,8 +12,8 @@ import pytest
 from coordinator.runs import dispatcher as dispatcher_module
 from coordinator.runs import tasks as tasks_module
 from coordinator.runs.dispatcher import Dispatcher, SiloSession
-from coordinator.runs.tasks import RunInterrupted, RunTasks, SiloTaskKey, Task
-from coordinator.storage.records import Run
+from coordinator.runs.tasks import RunInterrupted, RunTasks, Task
+from coordinator.storage.records import Contribution, Run
 from coordinator.storage.store import Store
 from fl_core.errors import UnavailableError
 from fl_core.types.enums import TaskKind
@@ -21,7 +21,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.version import software
 from tests.support.coordinator import session
 
-TASK = Task(SiloTaskKey("run", 3, TaskKind.TRAIN, "north"), "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
+TASK = Task("run", 3, TaskKind.TRAIN, "north", "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_task_whose_update_came_before_its_offer_is_not_offered(dispatcher: Di
     here = session()
     dispatcher.attach(here)
     with tasks.pending_task(TASK) as pending:
-        dispatcher.delivered(TASK.key, "d" * 64)
+        dispatcher.delivered(Contribution("c", "run", 3, TaskKind.TRAIN, "north", "m" * 64, "b" * 64, "d" * 64, 1))
         tasks.offer(pending)
         dispatcher.catch_up(here, pb.Hello(), time.time())
         assert offered(here) == []

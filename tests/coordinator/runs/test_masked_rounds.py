@@ -24,9 +24,8 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import EACH, MAX_MASKED, Secagg
+from fl_core.types.secagg import EACH, MASKS, MAX_MASKED, Secagg
 from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import MASKS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.channel_options import MAX_MESSAGE_BYTES
 from protos.wire.size_limits import max_object_bytes

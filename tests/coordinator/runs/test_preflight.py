@@ -13,9 +13,10 @@ import pytest
 
 from coordinator.runs import masked_rounds, plain_rounds
 from coordinator.runs.dispatcher import Dispatcher
+from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.plain_rounds import PlainRounds
 from coordinator.runs.preflight import ask_preflight
-from coordinator.runs.tasks import PendingTask, Preflight, PreflightKey, RunInterrupted
+from coordinator.runs.tasks import PendingTask, Preflight, RunInterrupted
 from coordinator.storage.records import Run
 from coordinator.storage.store import Store
 from fl_core.errors import RefusedError, UnavailableError
@@ -26,6 +27,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
 from tests.support.coordinator import session
 from tests.support.federations import NAMES, manifest
+from tests.support.masked_silo import masked
 
 PRIVATE = replace(manifest(), privacy=NamedOptions("dp_record", {"epsilon": 8.0}))
 ALONE = replace(PRIVATE, members=PRIVATE.members[:1])
@@ -103,24 +105,24 @@ def test_only_the_answer_of_the_silo_itself_about_this_manifest_counts_and_only_
     messages = list(iter(lambda: here.next(), None))
     assert [m.WhichOneof("body") for m in messages] == ["preflight"]
     assert (messages[0].preflight.run_id, messages[0].preflight.manifest_digest) == ("run-1", DIGEST)
-    dispatcher.preflight(stranger, said())
-    dispatcher.preflight(here, said(manifest_digest="n" * 64))
-    dispatcher.preflight(here, said(run_id="run-2"))
-    dispatcher.preflight(here, said(manifest_digest=""))
+    dispatcher.hear(stranger, said())
+    dispatcher.hear(here, said(manifest_digest="n" * 64))
+    dispatcher.hear(here, said(run_id="run-2"))
+    dispatcher.hear(here, said(manifest_digest=""))
     assert "ready" not in kinds(dispatcher)
     assert asking.thread.is_alive()
-    dispatcher.preflight(here, said())
-    dispatcher.preflight(here, said())
-    dispatcher.preflight(here, said(ready=False, code="E-BUDGET-01"))
+    dispatcher.hear(here, said())
+    dispatcher.hear(here, said())
+    dispatcher.hear(here, said(ready=False, code="E-BUDGET-01"))
     assert asking.over() is None
-    dispatcher.preflight(here, said(ready=False, code="E-BUDGET-01"))
+    dispatcher.hear(here, said(ready=False, code="E-BUDGET-01"))
     assert kinds(dispatcher).count("ready") == 1
     assert "refused" not in kinds(dispatcher)
 
 
 def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(dispatcher: Dispatcher) -> None:
     asking = Asking(dispatcher, ALONE)
-    dispatcher.preflight(session(), said(ready=False, code="nonsense\n", reason="x" * 100_000))
+    dispatcher.hear(session(), said(ready=False, code="nonsense\n", reason="x" * 100_000))
     error = asking.over()
     assert isinstance(error, RefusedError)
     assert error.code == "E-RUN-36"
@@ -130,7 +132,7 @@ def test_a_reason_is_cut_and_a_code_that_is_none_is_replaced(dispatcher: Dispatc
 
 def test_a_reason_is_cut_between_words_and_what_to_do_about_its_code_is_said(dispatcher: Dispatcher) -> None:
     asking = Asking(dispatcher, ALONE)
-    dispatcher.preflight(session(), said(ready=False, code="E-BUDGET-04", reason="registered " * 100))
+    dispatcher.hear(session(), said(ready=False, code="E-BUDGET-04", reason="registered " * 100))
     error = asking.over()
     assert isinstance(error, RefusedError)
     assert "registered ...\n" in error.message
@@ -140,7 +142,7 @@ def test_a_reason_is_cut_between_words_and_what_to_do_about_its_code_is_said(dis
 
 def test_who_has_answered_is_not_asked_again_in_the_next_session(dispatcher: Dispatcher) -> None:
     asking = Asking(dispatcher, replace(PRIVATE, members=PRIVATE.members[:2]))
-    dispatcher.preflight(session(), said())
+    dispatcher.hear(session(), said())
     again = session()
     dispatcher.attach(again)
     dispatcher.catch_up(again, pb.Hello(), time.time())
@@ -161,7 +163,7 @@ PLAIN = replace(manifest(), patience_s=30.0)
 
 def test_a_run_without_privacy_is_begun_without_the_word_of_silos_that_are_away(dispatcher: Dispatcher) -> None:
     asking = Asking(dispatcher, PLAIN)  # north alone is here
-    dispatcher.preflight(session(), said())
+    dispatcher.hear(session(), said())
     assert asking.over() is None
     (event,) = [e for e in dispatcher.store.runs.events("run-1", 0) if e.kind == "preflight"]
     assert event.text.startswith("1 silos are asked")
@@ -170,7 +172,7 @@ def test_a_run_without_privacy_is_begun_without_the_word_of_silos_that_are_away(
 
 def test_a_run_without_privacy_is_stopped_by_a_silo_that_cannot_do_it(dispatcher: Dispatcher) -> None:
     asking = Asking(dispatcher, PLAIN)
-    dispatcher.preflight(session(), said(ready=False, code="E-RUN-38", reason="expected about 9000 MiB"))
+    dispatcher.hear(session(), said(ready=False, code="E-RUN-38", reason="expected about 9000 MiB"))
     error = asking.over()
     assert isinstance(error, RefusedError)
     assert error.code == "E-RUN-36"
@@ -181,7 +183,7 @@ def test_a_run_without_privacy_begins_with_a_quorum_that_was_named_although_othe
     dispatcher: Dispatcher,
 ) -> None:
     asking = Asking(dispatcher, PLAIN, quorum=2)
-    dispatcher.preflight(session(), said(ready=False, code="E-POLICY-15", reason="not this code"))
+    dispatcher.hear(session(), said(ready=False, code="E-POLICY-15", reason="not this code"))
     assert asking.over() is None
     (event,) = [e for e in dispatcher.store.runs.events("run-1", 0) if e.kind == "warning"]
     assert "begun with the quorum of 2 that was named, although 1 refused" in event.text
@@ -190,7 +192,7 @@ def test_a_run_without_privacy_begins_with_a_quorum_that_was_named_although_othe
 
 def test_a_named_quorum_that_the_others_do_not_make_stops_the_run(dispatcher: Dispatcher) -> None:
     asking = Asking(dispatcher, PLAIN, quorum=3)
-    dispatcher.preflight(session(), said(ready=False, code="E-POLICY-15", reason="not this code"))
+    dispatcher.hear(session(), said(ready=False, code="E-POLICY-15", reason="not this code"))
     assert isinstance(asking.over(), RefusedError)
 
 
@@ -207,7 +209,7 @@ def test_a_run_without_privacy_waits_for_a_silent_silo_no_longer_than_its_patien
 
 
 def test_a_question_carries_its_deadline() -> None:
-    question = Preflight(PreflightKey("run-1", "north"), DIGEST, time.monotonic() + 100).offer().preflight
+    question = Preflight("run-1", "north", DIGEST, time.monotonic() + 100).offer().preflight
     assert question.deadline_unix == pytest.approx(time.time() + 100, abs=5)
 
 
@@ -219,19 +221,17 @@ def test_members_are_asked_again_where_one_renewed_its_certificate_while_they_we
 
     def ask(*_: object, roster: bytes, **__: object) -> dict[str, PendingTask]:
         sent.append(roster)
-        question = Preflight(PreflightKey("run-1", "north"), DIGEST, time.monotonic())
+        question = Preflight("run-1", "north", DIGEST, time.monotonic())
         return {"north": PendingTask(question, entry=pb.SecaggEntry(agree=bytes([len(sent)])))}
 
     monkeypatch.setattr(masked_rounds, "ask_preflight", ask)
-    services = SimpleNamespace(roster=lambda: next(lists), dispatcher=None)
-    keys = SimpleNamespace(check=None, object=None, vouched=lambda: None)
-
-    def keep(entries: dict[str, pb.SecaggEntry]) -> None:
-        keys.object = entries["north"].agree
-
-    keys.keep = keep
-    compiled = SimpleNamespace(manifest=None)
-    rounds = SimpleNamespace(run=None, compiled=compiled, services=services, tasks=None, keys=keys)
-    masked_rounds.MaskedRounds.prepare(rounds, None)  # type: ignore[arg-type]
-    assert keys.object == b"\x02"
+    kept = list[bytes]()
+    store = SimpleNamespace(keys=lambda _: kept[0].hex() if kept else None, census=lambda _: None)
+    services = SimpleNamespace(roster=lambda: next(lists), dispatcher=None, store=SimpleNamespace(secagg=store))
+    monkeypatch.setattr(MaskedRounds, "keep_keys", lambda _, entries: kept.append(entries["north"].agree))
+    monkeypatch.setattr(MaskedRounds, "_stored_keys", lambda _: None)
+    agreed = masked()
+    run = Run("run-1", "run", "request", "{}", agreed.to_json(), DIGEST, "fedavg", "made-up", agreed.rounds, NAMES)
+    MaskedRounds(run, CompiledRun.of(agreed), services, None).prepare(None)  # type: ignore[arg-type]
+    assert kept == [b"\x02"]
     assert sent == [b"1", b"2"]

@@ -18,6 +18,7 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.rounds.updates import PlainSums
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import LocalData, SiloPort
 from fl_core.types.records import RoundRecord
@@ -136,7 +137,8 @@ def test_a_tracked_silo_state_is_committed_only_when_the_round_names_the_silo(tr
         InProcessSilo(run, k, shares()[k], SiloRuntime(method, runtime.model, layout)) for k in range(len(run.members))
     ]
     spoilt = [ports[0], Failing(ports[1], [1], spoil=True), ports[2]]  # an update that was made, and was not included
-    engine = replace(RunSetup.of(replace(run, layout=layout, quorum=2)).round_loop(spoilt, 1), method=method)
+    sums = PlainSums(unsummed=method.unsummed_parts)
+    engine = replace(RunSetup.of(replace(run, layout=layout, quorum=2)).round_loop(spoilt, 1), method=method, sums=sums)
     final = engine.run(method.init_server(runtime.model, engine_fed(run)), Observer())
     rounds = final["seen"]["rounds"].flatten() / final["seen"]["weight"]
     assert rounds.tolist() == ([4, 3, 4] if tracked else [4, 4, 4])

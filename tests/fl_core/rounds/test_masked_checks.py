@@ -116,7 +116,7 @@ def test_in_a_private_run_an_update_that_is_not_finite_is_zeros_of_the_same_weig
     assert masking is not None
     private = replace(masking, private=True)
     broken = changed(update, "delta", **{"head.bias": torch.tensor([odd, 0.0, 0.0, 0.0])})
-    layout = setup.flat_layouts[TaskKind.TRAIN]
+    layout = setup.updates.layouts[TaskKind.TRAIN]
     found = layout.unflatten({b: v.total[WORDS] for b, v in private.flat(broken, TaskKind.TRAIN, context, msg).items()})
     honest = layout.unflatten(
         {b: v.total[WORDS] for b, v in private.flat(update, TaskKind.TRAIN, context, msg).items()}
@@ -180,7 +180,7 @@ def test_methods_whose_server_sees_single_parts_are_refused_on_both_sides(method
 def sums_of(run: RunManifest, change: Callable[[Bundle], Bundle]) -> MaskedSum:
     """Add the updates of all silos in clear, one of them after it was checked and then changed."""
     setup, update, context, msg = update_of(run)
-    layout = setup.flat_layouts[TaskKind.TRAIN]
+    layout = setup.updates.layouts[TaskKind.TRAIN]
     names = [m.name for m in run.members]
     sums = MaskedSum(layout, setup.update_check().of(layout.layout), names, None, each=False)
     words = flat(setup, update, context, msg)
@@ -240,7 +240,7 @@ def test_masks_that_did_not_cancel_are_found_by_what_their_words_say_too() -> No
     """Beside the check words: random words are no counts."""
     run = run_of()
     setup = RunSetup.of(run)
-    layout = setup.flat_layouts[TaskKind.TRAIN]
+    layout = setup.updates.layouts[TaskKind.TRAIN]
     names = [m.name for m in run.members]
     sums = MaskedSum(layout, setup.update_check().of(layout.layout), names, None, each=False)
     draw = torch.Generator().manual_seed(0)

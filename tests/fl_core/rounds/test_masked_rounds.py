@@ -48,7 +48,7 @@ def test_a_masked_run_ends_in_the_model_of_the_plain_run(method: str) -> None:
 
 def test_blocks_have_one_length_and_read_back_as_what_was_laid_out() -> None:
     run = RunSetup.of(masked(plain_of("fedmr")))
-    layout = run.flat_layouts[TaskKind.TRAIN]
+    layout = run.updates.layouts[TaskKind.TRAIN]
     flat = {block: torch.arange(layout.words(block), dtype=layout.dtype) for block in BLOCKS}
     read = layout.unflatten(flat)
     again = layout.flatten(read)
@@ -62,7 +62,7 @@ def test_both_sides_of_the_protocol_put_as_many_check_words_before_a_block() -> 
 
 
 def test_what_tells_of_single_classes_lies_in_its_own_block() -> None:
-    layout = RunSetup.of(masked(plain_of("fednh", metrics=CLINICAL))).flat_layouts[TaskKind.TRAIN]
+    layout = RunSetup.of(masked(plain_of("fednh", metrics=CLINICAL))).updates.layouts[TaskKind.TRAIN]
     found = {part: layout.block_of(part) for part in layout.layout}
     assert found == {"clinical": CLASSES, "delta": MODEL, "metrics": CLASSES, "prototypes": CLASSES}
 
@@ -70,7 +70,7 @@ def test_what_tells_of_single_classes_lies_in_its_own_block() -> None:
 @pytest.mark.parametrize(("each", "sent", "opened"), [(False, 4, True), (False, 3, False), (True, 3, True)])
 def test_sums_per_class_stay_closed_where_a_member_is_absent(each: bool, sent: int, opened: bool) -> None:
     run = RunSetup.of(masked(plain_of("fednh")))
-    layout, names = run.flat_layouts[TaskKind.TRAIN], ["a", "b", "c", "d"]
+    layout, names = run.updates.layouts[TaskKind.TRAIN], ["a", "b", "c", "d"]
     asked: list[tuple[list[str], list[str]]] = []
 
     def unmask(sums: Mapping[str, Tensor], members: Collection[str], blocks: Collection[str]) -> None:
@@ -90,7 +90,7 @@ def test_sums_per_class_stay_closed_where_a_member_is_absent(each: bool, sent: i
 
 def test_words_of_another_kind_or_number_are_refused() -> None:
     run = RunSetup.of(masked(plain_of("fedavg")))
-    layout = run.flat_layouts[TaskKind.TRAIN]
+    layout = run.updates.layouts[TaskKind.TRAIN]
     sums = MaskedSum(layout, run.update_check().of(layout.layout), ["a"], None, each=False)
     whole = layout.flatten(layout.unflatten({}))
     for block, words in ((MODEL, torch.ones(3)), (CLASSES, torch.ones(layout.words(CLASSES), dtype=torch.int16))):
@@ -142,8 +142,8 @@ def test_rows_of_a_class_that_fewer_than_k_hospitals_have_are_zero_in_every_upda
     assert not bool(few.all())
     rows = torch.zeros(4, dtype=torch.long)
     for kind, update in kept[3:]:
-        parts = setup.flat_layouts[kind].unflatten({b: update[b].total[WORDS] for b in BLOCKS})
-        for name in setup.class_rows & set(parts):
+        parts = setup.updates.layouts[kind].unflatten({b: update[b].total[WORDS] for b in BLOCKS})
+        for name in setup.updates.class_rows & set(parts):
             part = parts[name]
             for value in (*part.total.values(), *([part.weight] if part.weight.dim() else [])):
                 if value.dim() and len(value) % 4 == 0:
@@ -167,7 +167,7 @@ def test_a_census_without_a_member_is_none() -> None:
 
 @pytest.mark.parametrize("setting", [{}, {"hospitals": torch.zeros(3)}, None])
 def test_a_round_without_the_answer_of_the_census_is_refused(setting: Tensors | None) -> None:
-    floor = RunSetup.of(masked(plain_of("fednh"), Secagg(2))).contributor_floor
+    floor = RunSetup.of(masked(plain_of("fednh"), Secagg(2))).updates.floor
     assert floor is not None
     with pytest.raises(RefusedError, match="E-RUN-51"):
         floor.with_setting(setting)
@@ -176,7 +176,7 @@ def test_a_round_without_the_answer_of_the_census_is_refused(setting: Tensors | 
 def test_where_hospitals_may_be_absent_so_many_more_must_have_a_class() -> None:
     names = [f"silo{k}" for k in range(6)]
     plain = replace(manifest("fednh", names=names), secagg=Secagg(2, EACH))
-    floor = RunSetup.of(plain).contributor_floor
+    floor = RunSetup.of(plain).updates.floor
     assert floor is not None
     assert floor.least == 2 + 6 - 4
 

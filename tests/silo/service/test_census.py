@@ -21,9 +21,9 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import Secagg
+from fl_core.types.secagg import MASKS, Secagg
 from fl_core.types.values import Part
-from privacy.compiled_run import MASKS, CompiledRun
+from privacy.compiled_run import CompiledRun
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
 from privacy.secagg.messages import CHECK_WORDS, Upload

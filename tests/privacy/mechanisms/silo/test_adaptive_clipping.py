@@ -23,6 +23,7 @@ from fl_core.errors import RefusedError, StateError
 from fl_core.rounds.engine import Observer, RoundLoop, Schedule
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
+from fl_core.rounds.updates import PlainSums
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State
@@ -129,7 +130,7 @@ def followed(rounds: int, start: int = 0, server: State | None = None, **terms: 
     guard, seen = guard_of(**terms), Clips()  # type: ignore[arg-type]
     ports = [NormPort(f"s{k:02}", k, guard) for k in range(20)]
     check = UpdateCheck(LAYOUT, GRID, noise=dict.fromkeys(LAYOUT, math.inf))
-    engine = RoundLoop(Norms(), Schedule(rounds, 0, 4), check, (FixedPoint(GRID), guard), ports, aggregator=Mean())  # type: ignore[arg-type]
+    engine = RoundLoop(Norms(), Schedule(rounds, 0, 4), check, (FixedPoint(GRID), guard), ports, sums=PlainSums(Mean()))  # type: ignore[arg-type]
     engine.run(server or {"w": {}}, seen, start)  # type: ignore[arg-type]
     return seen
 

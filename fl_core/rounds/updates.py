@@ -1,0 +1,319 @@
+"""How the updates of a run leave their silos and become a sum: each read by itself, or under masks as sums alone.
+
+`PlainUpdates` and `MaskedUpdates` answer all in which the two kinds of run differ, on both sides and in a simulation;
+`updates_of` is where it is asked which of them a run has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_core.aggregation import coordinatewise
+from fl_core.aggregation import options as aggregators
+from fl_core.aggregation.aggregator import Aggregator
+from fl_core.aggregation.contributor_floor import ContributorFloor
+from fl_core.aggregation.coordinatewise import CoordinatewiseSum
+from fl_core.aggregation.fixed_point import RING64_BOUND
+from fl_core.aggregation.flat_blocks import FlatLayout
+from fl_core.aggregation.masked_sum import MaskedSum
+from fl_core.aggregation.norm_guard import NORMS, NormGuard, blocks_of
+from fl_core.aggregation.options import Options
+from fl_core.aggregation.round_sum import NormClippedSum, NormHistory, RoundSum
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, with_undeclared
+from fl_core.errors import ConfigError
+from fl_core.rounds import capabilities
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import Masking, class_rows, require_expected, round_layout
+from fl_core.training.evaluation import METRICS
+from fl_core.types.enums import Capability, TaskKind, Weighing
+from fl_core.types.interfaces import Method
+from fl_core.types.secagg import EACH, MASKS, Secagg, shapes_beside
+from fl_core.types.values import Bundle, Layout, PartRule, PartSpec, RoundContext, State
+
+Sizes = Mapping[str, DeclaredSize]
+Counts = Mapping[str, tuple[float, float]]
+"""Training and test examples, by silo."""
+Unmask = Callable[[int, TaskKind, Mapping[str, Tensor], Collection[str], Collection[str]], None]
+"""As `fl_core.aggregation.masked_sum.Unmask`, of the round of a number and a kind."""
+
+
+# ---- a round's sum ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSums:
+    """Sums of updates that are read one by one. aggregator: how they become one   unsummed: as `Method`."""
+
+    aggregator: Options = aggregators.NormClipped()  # noqa: RUF009
+    unsummed: Collection[str] = ()
+    census: ClassVar[bool] = False
+
+    def of_round(
+        self,
+        check: UpdateCheck,
+        history: NormHistory,
+        msg: State,
+        context: RoundContext,  # noqa: ARG002
+        kind: TaskKind,  # noqa: ARG002
+    ) -> RoundSum:
+        sums, aggregator = Aggregator(check.layout, check.grid, frozenset(self.unsummed)), self.aggregator
+        if isinstance(aggregator, aggregators.Mean):
+            return RoundSum(sums, check)
+        if isinstance(aggregator, aggregators.NormClipped):
+            return NormClippedSum(sums, check, aggregator, history, msg.get("w", {}).get("head.bias"))
+        return CoordinatewiseSum(sums, check, aggregator)
+
+    def needed(self, quorum: int, cohort: int, unchanged: bool) -> int:  # noqa: ARG002
+        """Return how many updates close a round. unchanged: what is sent down may be the same in two rounds."""
+        return quorum
+
+    def fingerprint(self, method: Method, update: Bundle, round: int) -> str:
+        """Name what an update adds, for a later withdrawal, if anything; raises as `require_expected`."""
+        require_expected(method, update, round)
+        return method.fingerprint(update) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedSums:
+    """Sums of updates of which nobody sees a single one.
+
+    layouts: of each kind of round   everybody: the members of the run   least: updates of the smallest sum that is
+    opened   each: as `MaskedSum`   census: whether hospitals are counted for each class before round 0   unmask: None
+    in a simulation, whose updates have no masks.
+    """
+
+    layouts: Mapping[TaskKind, FlatLayout]
+    everybody: Sequence[str]
+    least: Callable[[int], int]
+    each: bool = False
+    census: bool = False
+    unmask: Unmask | None = None
+
+    def of_round(
+        self,
+        check: UpdateCheck,
+        history: NormHistory,  # noqa: ARG002
+        msg: State,  # noqa: ARG002
+        context: RoundContext,
+        kind: TaskKind,
+    ) -> RoundSum:
+        unmask = partial(self.unmask, context.round, kind) if self.unmask else None
+        # A drawn cohort is not everybody: its class sums would tell of who was not drawn.
+        return MaskedSum(self.layouts[kind], check, self.everybody, unmask, self.each)
+
+    def needed(self, quorum: int, cohort: int, unchanged: bool) -> int:
+        """Return how many updates close a round. unchanged: as in `PlainSums`; a sum about it is opened for one set."""
+        return cohort if unchanged else max(quorum, self.least(cohort))
+
+    def fingerprint(self, method: Method, update: Bundle, round: int) -> str:  # noqa: ARG002
+        return ""
+
+
+# ---- all that follows for a run --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PlainUpdates:
+    """Updates that leave as they are: the coordinator checks and bounds each by itself."""
+
+    manifest: RunManifest
+    method: Method
+
+    hidden: ClassVar[bool] = False
+    """Whether nobody reads a single update."""
+    floor: ClassVar[ContributorFloor | None] = None
+    """What leaves out rows of classes that few hospitals have; None where any number is enough."""
+    class_rows: ClassVar[frozenset[str]] = frozenset()
+    """Parts of sums whose rows tell of single classes, but for what an evaluation measures."""
+    smallest_sum: ClassVar[int] = 1
+    """Updates that a sum has at least."""
+    counts: ClassVar[bool] = True
+    """Whether classes are counted before round 0, where records may be asked."""
+    counts_in_preflight: ClassVar[bool] = True
+    """Whether each silo says of which classes it has records; else it is counted in a round of its own, the census."""
+
+    def require_supported(self) -> None:
+        """Raise ConfigError (E-CFG-08) where sums are not all that the method needs."""
+
+    def require_rule(self, rule: Options) -> None:
+        """Raise ConfigError (E-CFG-08) on a rule of aggregation that does not go with the updates."""
+        if not isinstance(rule, aggregators.Mean | aggregators.NormClipped):
+            coordinatewise.check_supported(self.method, self.manifest.layout, rule.name)
+
+    def require_quorum(self, quorum: int) -> None:
+        """Raise ConfigError (E-CFG-02) on a quorum with which no round could close."""
+
+    def aggregator(self, limits: Options) -> Options:
+        """Return how a round's updates become one."""
+        return limits
+
+    def bound(self, limits: Options) -> NormGuard | None:
+        """Return what a silo bounds its own update with, where nobody else can and the run bounds updates."""
+        del limits
+        return None
+
+    def dtypes(self, guarded: bool) -> frozenset[torch.dtype]:
+        """Return the kinds of numbers in silos' bundles: floats; integers too where guards use the fixed-point grid."""
+        plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
+        return plain | {torch.int32, torch.int64} if guarded else plain
+
+    def covered(self, cohorts: Mapping[TaskKind, int]) -> Mapping[TaskKind, Layout]:
+        """Return the layouts of uploads of which no number can be read, of rounds of so many silos; else nothing."""
+        del cohorts
+        return {}
+
+    def parts(self, kind: TaskKind, update: Bundle) -> frozenset[str]:
+        """Name the parts that leave in an update, or in the sum that it is in."""
+        del kind
+        return frozenset(update)
+
+    @property
+    def rules(self) -> Mapping[str, PartRule]:
+        """The rules of the parts of an update."""
+        return self.method.part_rules
+
+    def sizes(self, declared: Sizes) -> Sizes:
+        """Return what updates are held against. declared: by the silos, none in a simulation."""
+        return declared
+
+    def known_sizes(self, stated: Counts) -> Counts:
+        """Return what is stored of members' sizes. stated: by themselves (training, test examples)."""
+        return stated
+
+    def masking(self, check: UpdateCheck, signs: bool, private: bool) -> Masking | None:
+        """Make what becomes of an update before it leaves."""
+        del check, signs, private
+        return None
+
+    def sums(self, aggregator: Options, unmask: Unmask | None) -> PlainSums | MaskedSums:
+        """Make the sums of rounds. unmask: as in `MaskedSums`."""
+        del unmask
+        return PlainSums(aggregator, self.method.unsummed_parts)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedUpdates:
+    """Updates under masks: each silo checks and bounds its own, and the coordinator reads sums alone.
+
+    Attributes as in `PlainUpdates`.
+    """
+
+    manifest: RunManifest
+    method: Method
+
+    hidden: ClassVar[bool] = True
+    counts_in_preflight: ClassVar[bool] = False
+
+    @property
+    def terms(self) -> Secagg:
+        assert self.manifest.secagg is not None
+        return self.manifest.secagg
+
+    @cached_property
+    def layouts(self) -> Mapping[TaskKind, FlatLayout]:
+        """How the updates of each kind of round lie."""
+        layout, rules, classes = self.manifest.layout, self.method.part_rules, len(self.manifest.schema.classes)
+        return {
+            kind: FlatLayout(round_layout(self.method, layout, kind), self.manifest.grid, rules, classes)
+            for kind in TaskKind
+        }
+
+    @cached_property
+    def class_rows(self) -> frozenset[str]:
+        return class_rows(self.layouts[TaskKind.TRAIN])
+
+    @cached_property
+    def floor(self) -> ContributorFloor | None:
+        terms, members = self.terms, self.manifest.members
+        if terms.min_contributors == 1 or not self.class_rows:
+            return None
+        least = terms.least_holders(len(members), self.manifest.cohort_size)
+        return ContributorFloor(self.class_rows, len(self.manifest.schema.classes), least)
+
+    @property
+    def smallest_sum(self) -> int:
+        return self.terms.smallest_sum(self.manifest.cohort_size)
+
+    @property
+    def counts(self) -> bool:
+        return self.terms.census or self.floor is not None
+
+    def require_supported(self) -> None:
+        capabilities.check_supported(self.method, {Capability.SECURE_AGGREGATION})
+        if self.method.unsummed_parts:
+            raise ConfigError(
+                "E-CFG-08",
+                f"method {self.method.name} does not go with secure aggregation: its server sees "
+                f"{', '.join(sorted(self.method.unsummed_parts))} one by one; set secagg=off, or choose another method",
+            )
+
+    def require_rule(self, rule: Options) -> None:
+        if not isinstance(rule, aggregators.Mean | aggregators.NormClipped):
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected aggregator=norm_clipped or mean under masks, which leave a sum, found {rule.name}: set "
+                "one of them, or secagg=off",
+            )
+
+    def require_quorum(self, quorum: int) -> None:
+        self.terms.require_quorum(quorum, self.manifest.cohort_size)
+
+    def aggregator(self, limits: Options) -> Options:  # noqa: ARG002
+        return aggregators.Mean()
+
+    def bound(self, limits: Options) -> NormGuard | None:
+        if not isinstance(limits, aggregators.NormClipped):
+            return None
+        layout = self.manifest.layout
+        blocks, tensors = blocks_of(layout, self.method.part_rules), dict[str, int]()
+        for block, keys in blocks.items():
+            tensors[block] = sum(math.prod(layout[part].shapes[key]) for part, key in keys)
+        return NormGuard(limits, blocks, tensors, self.manifest.grid) if blocks else None
+
+    def dtypes(self, guarded: bool) -> frozenset[torch.dtype]:  # noqa: ARG002
+        """Return words of the ring, and bytes beside them."""
+        return frozenset({torch.int32 if self.manifest.grid.ring == "ring32" else torch.int64, torch.uint8})
+
+    def covered(self, cohorts: Mapping[TaskKind, int]) -> Mapping[TaskKind, Layout]:
+        """Return two blocks, and what others need to take the masks off."""
+        return {k: {**self.layouts[k].blocks, MASKS: PartSpec(shapes_beside(n), ())} for k, n in cohorts.items()}
+
+    def parts(self, kind: TaskKind, update: Bundle) -> frozenset[str]:  # noqa: ARG002
+        return frozenset(self.layouts[kind].layout)
+
+    @property
+    def rules(self) -> Mapping[str, PartRule]:
+        return {**self.method.part_rules, NORMS: PartRule(Weighing.ONCE)}
+
+    def sizes(self, declared: Sizes) -> Sizes:  # noqa: ARG002
+        """Return what members may count at most, by name, in the manifest's order.
+
+        Who declares no size may count as much as the largest; test examples as much as the grid holds.
+        """
+        grid = self.manifest.grid
+        test = grid.bounds.get(grid.segment(METRICS, None), RING64_BOUND)
+        return with_undeclared({m.name: DeclaredSize(m.units or math.inf, test) for m in self.manifest.members})
+
+    def known_sizes(self, stated: Counts) -> Counts:  # noqa: ARG002
+        """Return what the manifest says of members: nothing else is known of them."""
+        return {m.name: (float(m.units), 0.0) for m in self.manifest.members}
+
+    def masking(self, check: UpdateCheck, signs: bool, private: bool) -> Masking | None:
+        return Masking(check, self.layouts, signs, private)
+
+    def sums(self, aggregator: Options, unmask: Unmask | None) -> PlainSums | MaskedSums:  # noqa: ARG002
+        everybody = [member.name for member in self.manifest.members]
+        each, census = self.terms.class_sums == EACH, self.floor is not None
+        return MaskedSums(self.layouts, everybody, self.terms.smallest_sum, each, census, unmask)
+
+
+def updates_of(manifest: RunManifest, method: Method) -> PlainUpdates | MaskedUpdates:
+    """Say how the updates of a run leave and are summed."""
+    return PlainUpdates(manifest, method) if manifest.secagg is None else MaskedUpdates(manifest, method)
