@@ -15,6 +15,7 @@ from benchmarks.comparison.settings import Comparison
 from benchmarks.run_store import Run, machine
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.records import PERSONAL_SCORES
+from tests.support import some
 
 pytestmark = pytest.mark.integration
 
@@ -58,7 +59,7 @@ def computed(asked: list[study.Trial]) -> dict[str, Run]:
     return {t.key: {"key": t.key, "ga": [0.1, accuracy(t) - 0.1, accuracy(t)], **kept} for t in asked}
 
 
-@pytest.mark.parametrize("name", settings.names())
+@pytest.mark.parametrize("name", some(settings.names()))
 def test_every_setting_is_fair_and_its_table_is_what_the_store_makes(name: str, tmp_path: Path) -> None:
     asked = settings.load(name)
     assert len(asked.seeds) >= 10

@@ -26,6 +26,7 @@ from benchmarks.run_store import Run
 from fl_core.errors import ConfigError, DataError
 from fl_core.models import build_model
 from fl_core.types.records import Schema
+from tests.support import some
 
 ROOT = Path(__file__).parents[2]
 CLAIM = Claim(
@@ -92,7 +93,8 @@ def rows(fedavg: float, fedmr: float, fedprox: float, correlation: float = 0.5) 
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", protocol.names())
+@pytest.mark.integration
+@pytest.mark.parametrize("name", some(protocol.names()))
 def test_every_protocol_is_fair_and_composes(name: str) -> None:
     fixed = protocol.load(name)
     assert fixed.digest == hashlib.sha256((protocol.FOLDER / f"{name}.yaml").read_bytes()).hexdigest()[:16]

@@ -20,7 +20,7 @@ def until(condition: Callable[[], Any], what: str = "", seconds: float = 200.0, 
     while not (value := condition()):
         waited = time.monotonic() - began
         assert waited < seconds, f"waited {seconds} s in vain {what}"
-        pause.wait(max(every, min(waited / 20, 0.1)))
+        pause.wait(max(every, min(waited / 8, 0.1)))
     return value
 
 

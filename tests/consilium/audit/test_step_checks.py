@@ -128,7 +128,8 @@ def test_au_3_bound_on_mu_is_that_of_the_specification() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["example", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "example")]
+    "kind",
+    [pytest.param(k, marks=pytest.mark.integration if k == "example" else pytest.mark.slow) for k in KINDS],
 )
 def test_au_3_a_fault_of_the_real_step_is_caught(kind: str) -> None:
     """One bound from 600 steps: correct steps are not refuted, half of the noise is."""

@@ -54,7 +54,7 @@ def equal(one: State, other: State) -> None:
         assert same(one[group], other[group]), group
 
 
-@pytest.mark.parametrize("options", [[], ["method.ridge=0"], ["method.head=lda"]])
+@pytest.mark.parametrize("options", [[], ["method.ridge=0"]])
 def test_who_comes_later_is_added_and_who_leaves_is_taken_out_as_if_it_had_never_been_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
