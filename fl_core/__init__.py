@@ -1,5 +1,6 @@
 """The federation without network, configuration files or privacy mechanisms. Nothing here imports another package.
 
+kinds/        what sets trainings, evaluations and surveys apart, asked by everybody who has to tell them
 types/        what all else is made of: values, enums, records, interfaces, arithmetic on named tensors
 rounds/       one round end to end: the round loop, a silo's half, sampling, the run manifest, the layout of updates
 aggregation/  from updates to one exact sum: the fixed-point format, the aggregator, guards whose settings follow

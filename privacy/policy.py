@@ -117,7 +117,7 @@ class Policy:
         E-POLICY-18: training, where it takes part in evaluations and surveys alone.
         """
         runs = self.runs
-        if manifest.trains and not runs.train:
+        if manifest.kind.trains and not runs.train:
             raise validates_only(manifest.rounds, "its policy says train = false under [runs]")
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")

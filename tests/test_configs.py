@@ -18,7 +18,7 @@ from coordinator.config.run_spec import RunSpec
 from fl_core.aggregation.options import NormClipped
 from fl_core.converter import read_options
 from fl_core.errors import ConfigError
-from fl_core.methods import METHODS, TOOLS
+from fl_core.methods import METHODS, programs
 from fl_core.models import MODELS
 from fl_core.training import memory
 from fl_core.types.values import RoundContext
@@ -38,7 +38,7 @@ def _yaml(path: str) -> dict[str, object]:
     return {str(k): v for k, v in raw.items()}
 
 
-REGISTRIES = {"method": {**METHODS, **TOOLS}, "model": MODELS}
+REGISTRIES = {"method": programs(), "model": MODELS}
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def _compared(store: Store, name: str, card: Card) -> list[OwnRecord]:
         return [known] if claimed is None else [known, _claimed(claimed, agrees=not claimed)]
     digest = store.manifest_of(run.run_id)
     same = digest is None or digest == card.run.manifest_digest
-    given = sum(task.included is True and task.key.kind is TaskKind.TRAIN for task in run.tasks)
-    waits = sum(task.included is None and task.receipt and task.key.kind is TaskKind.TRAIN for task in run.tasks)
+    given = sum(task.included is True and task.key.kind.trains for task in run.tasks)
+    waits = sum(task.included is None and task.receipt and task.key.kind.trains for task in run.tasks)
     agrees = given <= (claimed or 0) <= given + waits
     counted = f"{given} of this hospital's updates are in the model"
     counted += f", and of {waits} nothing was heard" if waits else ""

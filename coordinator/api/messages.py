@@ -17,9 +17,7 @@ from fl_core.errors import FederationError
 from fl_core.methods import build_written
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
-from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
-from fl_core.types.survey import SURVEY
 from privacy import profiles
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NO_NOISE, UNKNOWN, RunNoise
@@ -101,7 +99,7 @@ def run_infos(
 def _set_coverage(message: pb.RunInfo, run: Run, newest: RoundRecord | None) -> None:
     """Say which classes a run teaches and tests. newest: its newest evaluation; None where there is none, or noise."""
     found = ClassCoverage() if run.coverage is None else ClassCoverage.of(run.coverage)
-    if newest is not None and run.method != SURVEY:
+    if newest is not None and run.kind.measures:
         whole = newest.clinical.per_class if newest.several_labels and newest.clinical else newest.examples
         found = found.with_tested(whole)
     if found != ClassCoverage():
@@ -152,7 +150,7 @@ def round_info(
         "own": None if record.own is None else accuracy.own_message(record.own),
         "arrivals": arrivals(came),
         "base_bytes": row.base_size,
-        "untrained": record.kind is TaskKind.TRAIN and record.round < exchanges,
+        "untrained": record.kind.trains and record.round < exchanges,
     }
     message = pb.RoundInfo(**_shared_fields(record, pb.RoundInfo) | own)
     if (evaluation := noise.of(record.included)) is not None:

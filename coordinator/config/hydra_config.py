@@ -22,7 +22,7 @@ from fl_core.aggregation import options as aggregators
 from fl_core.datasets.table_schema import read_schema
 from fl_core.errors import ConfigError
 from fl_core.extensions import loading, registry
-from fl_core.methods import METHODS, TOOLS, build_method
+from fl_core.methods import build_method, programs
 from fl_core.models import MODELS
 from fl_core.suggest import suggest
 from fl_core.types.records import TrainConfig
@@ -53,7 +53,7 @@ def _store_dataclasses() -> None:
     """Give Hydra the choices that are dataclasses or names, and so need no file."""
     store = ConfigStore.instance().store
     store("run_spec", _defaults(RunSpec) | {"train": _defaults(TrainConfig)})
-    for name, method in {**METHODS, **TOOLS}.items():
+    for name, method in programs().items():
         schedule: dict[str, object] = {"train": dict(method.schedule)} if method.schedule else {}
         if method().exchanges:
             schedule["rounds"] = AUTO

@@ -30,7 +30,6 @@ from fl_core.types.columns import Column
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema
 from fl_core.types.secagg import MIN_MASKED, Secagg
-from fl_core.types.survey import SURVEY
 from privacy import profiles
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
@@ -127,7 +126,7 @@ def manifest_from(
     if terms is not None:
         terms.require_quorum(spec.quorum, spec.cohort or len(names))
     closing = closing_layout(len(schema.classes), spec.by_hospital, bool(spec.own), metrics, masked)
-    own = derive_layout(built, *trained, spec.personal, metrics, trains=spec.rounds > 0, closing=closing)
+    own = derive_layout(built, *trained, spec.personal, metrics, updates=spec.kind.updates, closing=closing)
     check_shared(built, own, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
@@ -185,7 +184,7 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             f"expected secagg.min_contributors=1 in a private run, whose counts no census reads, found "
             f"{asked.min_contributors}: leave it out; noise covers what a class of one hospital shows",
         )
-    census = spec.rounds > 0 and spec.method["name"] != SURVEY and not private
+    census = spec.kind.trains and not private
     return Secagg(max(1, asked.min_contributors), asked.class_sums, asked.collusion, asked.min_sum, census)
 
 
@@ -343,8 +342,7 @@ def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
     """
     kind = str(spec.data["name"])
     fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}
-    trains = spec.rounds and spec.method["name"] != SURVEY
-    fit = {s.name for s in silos if not (trains and s.data.validation_only)}
+    fit = {s.name for s in silos if not (spec.kind.trains and s.data.validation_only)}
     here = [name for name, state in fitting.items() if state == "online" and name in fit]
     chosen = here if spec.silos is None else list(spec.silos)
     if strangers := sorted(set(chosen) - set(fitting)):

@@ -11,6 +11,7 @@ from fl_core import validate
 from fl_core.aggregation import options as aggregators
 from fl_core.converter import ConversionError, parse_json, shown, structure
 from fl_core.errors import ConfigError
+from fl_core.kinds import RunKind, kind_of
 from fl_core.rounds.manifest import LOST_STATE, PATIENCE_S, REFUSE, Weights
 from fl_core.types.clinical import METRICS_KINDS
 from fl_core.types.records import TrainConfig
@@ -104,6 +105,10 @@ class RunSpec:
     weights_file: str = ""
     weights_source: str = ""
     weights: Weights | None = None
+
+    @property
+    def kind(self) -> RunKind:
+        return kind_of(str(self.method["name"]), self.rounds)
 
     def to_json(self) -> str:
         raw = asdict(self) | {"train": self.train.facts()}

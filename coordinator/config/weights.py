@@ -66,7 +66,7 @@ def written(taken: TakenWeights) -> Iterator[Path]:
 def begin(manifest: RunManifest, taken: TakenWeights | None) -> CompiledRun:
     """Compile a run and complete its start, as the service does when a run is submitted."""
     compiled = CompiledRun.of(manifest)
-    manifest.require_model()
+    manifest.kind.check_start(manifest)
     if manifest.own:
         raise ConfigError(
             "E-CFG-08", f"expected no own={manifest.own} in a simulation, found one: hospitals keep such models at home"

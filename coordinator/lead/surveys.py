@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-import fl_core.methods  # noqa: F401 - the registry first: it imports the survey, which imports FedAvg of it
 from coordinator.lead.survey_answers import ROUNDING, SurveyAnswers
 from fl_core.errors import ConfigError, ProtocolError
+from fl_core.kinds.one_answer import HOSPITALS
 from fl_core.rounds.manifest import RunManifest
 from fl_core.survey.answers import HELD, IMAGES, PATIENTS, UNNAMED, VARIANCE, blank_answers, places
-from fl_core.survey.method import ANSWERS, HOSPITALS, Survey
+from fl_core.survey.program import SurveyProgram
 from fl_core.types import tensor_maps
 from fl_core.types.survey import NOT_STATED, Answer, Cell, Question, document_digest, records_word
 from fl_core.types.values import State
@@ -56,11 +56,11 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
     Raises ConfigError (E-CFG-08) on a run that is no survey; ProtocolError (E-WIRE-06) on a state of another form.
     """
     options = manifest.method.options
-    if manifest.method.name != Survey.name:
+    if manifest.method.name != SurveyProgram.name:
         raise ConfigError(
             "E-CFG-08", f"expected a survey, found a run of {manifest.method.name}: ask with coordinator survey"
         )
-    method = Survey(
+    method = SurveyProgram(
         questions=str(options["questions"]),
         release=str(options["release"]),  # type: ignore[arg-type]
         by_hospital=bool(options["by_hospital"]),
@@ -91,8 +91,8 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
     )
 
 
-def _checked(state: State, method: Survey, n_classes: int) -> Mapping[str, Tensor]:
-    blank, found = blank_answers(method.query(n_classes)), state.get(ANSWERS, {})
+def _checked(state: State, method: SurveyProgram, n_classes: int) -> Mapping[str, Tensor]:
+    blank, found = blank_answers(method.query(n_classes)), state.get(method.name, {})
     lead = (len(found.get(HOSPITALS, ())),) if method.by_hospital and found else ()
     shapes = {name: (*lead, *value.shape) for name, value in blank.items()} | {HOSPITALS: lead}
     if UNNAMED not in found:  # 0.1.0 did not say what its numbers are of
@@ -102,7 +102,9 @@ def _checked(state: State, method: Survey, n_classes: int) -> Mapping[str, Tenso
     return found
 
 
-def _answers(method: Survey, classes: Sequence[str], found: Mapping[str, Tensor], records: str) -> Iterator[Answer]:
+def _answers(
+    method: SurveyProgram, classes: Sequence[str], found: Mapping[str, Tensor], records: str
+) -> Iterator[Answer]:
     hospitals = round(float(found[HOSPITALS]))
     for question, place in places(method.asked, len(classes)):
         cells = []

@@ -19,7 +19,6 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.methods import build_method
 from fl_core.methods.disjoint.analytic import Analytic
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.enums import TaskKind
 
 _NAMED = 5
 
@@ -52,7 +51,7 @@ class Line:
             if adds(one) and not summed:
                 found = {}  # sums begin with nothing, whatever the model was
             summed = adds(one)
-            rows = [row.record for row in self.runs.rounds(one.id) if row.record.kind is TaskKind.TRAIN]
+            rows = [row.record for row in self.runs.rounds(one.id) if row.record.kind.trains]
             if taken_out(one):
                 if is_complete(one):
                     for name in one.members:
@@ -86,7 +85,7 @@ class Line:
         Raises StateError (E-RUN-11) on a parent that nobody goes on from; ConfigError: E-RUN-05 on a member, E-CFG-08
         on options and E-CFG-23 on data that do not go with the parent's sums.
         """
-        adding, out = manifest.rounds > 0 and manifest.method.name == Analytic.name, _digests(manifest.method.options)
+        adding, out = manifest.kind.trains and manifest.method.name == Analytic.name, _digests(manifest.method.options)
         if out:
             self._require_taken_out(parent, manifest, out)
             return

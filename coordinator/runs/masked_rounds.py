@@ -39,7 +39,7 @@ from privacy.secagg.messages import Bytes, Seal
 from privacy.secagg.terms import SecaggError, SecaggRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
-from protos.wire.tasks import TO_WIRE
+from protos.wire.tasks import TO_WIRE, TaskKey
 from service_core.audit_log import lines
 from service_core.pki import certificates
 from service_core.pki.identity import identity_of
@@ -175,12 +175,12 @@ class MaskedRounds:
             proof = pb.SecaggCensus.FromString(self.services.objects.verified(digest).read_bytes())
             return torch.tensor(proof.hospitals, dtype=torch.float64)
         begun = store.runs.round(run.id, 0)
-        if not self._floor and (run.coverage is not None or (begun and begun.record.kind is TaskKind.TRAIN)):
+        if not self._floor and (run.coverage is not None or (begun and begun.record.kind.trains)):
             return None
         try:
             counted = loop.census(observer)[HOSPITALS]
         except UnavailableError:
-            if self._floor or self.fixed_set(0, TaskKind.CENSUS) is not None:
+            if self._floor or self.fixed_set(0, TaskKey.census(run.id).kind) is not None:
                 raise
             store.secagg.drop_census(run.id)
             return None
@@ -215,7 +215,7 @@ class MaskedRounds:
 
     def needed(self, loop: RoundLoop, kind: TaskKind, cohort: int) -> int:
         """Return how many updates of a cohort close a round; a census that the run needs takes all."""
-        return cohort if kind is TaskKind.CENSUS and self._floor else loop.needed(cohort)
+        return cohort if kind.census and self._floor else loop.needed(cohort)
 
     def fixed_set(self, round: int, kind: TaskKind) -> Mapping[str, str] | None:
         """Return whose updates alone are taken, by digest; None: everybody's, until the set is fixed."""
@@ -257,7 +257,7 @@ class MaskedRounds:
         self._open.set_fixed(asked.waiting)
         with self.tasks.asking(asked):
             asked.open()
-        if kind is TaskKind.CENSUS:
+        if kind.census:
             self._keep_census(asked, sums, updates)
 
     def _envelope(self, update: Contribution) -> tuple[bytes, Bytes, Bytes, Bytes]:

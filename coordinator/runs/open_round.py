@@ -13,7 +13,6 @@ from coordinator.storage.records import RoundRow, Steering
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.closing import Attendance, Awaited, ClosingRule, Decision, Verdict
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.enums import TaskKind
 from service_core.console import span
 
 _NAMED = 20
@@ -113,7 +112,7 @@ class OpenRound:
         """End with a round that is about to be stored; what its training showed of the classes is kept."""
         with self._lock:
             seen = {name: sorted(self._brought[name]) for name in self._answered if name in self._brought}
-        if self.kind is TaskKind.TRAIN:
+        if self.kind.trains:
             self._store.steering.note_classes(self._tasks.run_id, seen)
 
     # ---- what is decided -------------------------------------------------------------------------------------------

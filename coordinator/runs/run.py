@@ -26,7 +26,6 @@ from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import LEFT_OUT, ClassCoverage, counted_holders, listed
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
-from fl_core.types.survey import SURVEY
 from fl_core.types.values import Bundle, RoundContext, State
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import BundleFile, read_state, write_state
@@ -121,7 +120,7 @@ class ActiveRun(Observer):
         """Say what is known of classes where no record may be asked: what all members declare."""
         manifest, compiled = self.manifest, self.compiled
         declared = dict[str, tuple[str, ...]]()
-        if manifest.trains:
+        if manifest.kind.trains:
             members, silos = {member.name for member in manifest.members}, self.services.store.members.silos()
             declared = {s.name: s.data.holds for s in silos if s.name in members and s.data.holds}
             if len(declared) == len(members):
@@ -135,11 +134,11 @@ class ActiveRun(Observer):
         Raises RunInterrupted where it is paused. Guarantees: a run that was resumed after this question goes on.
         """
         run, store = self.row, self.services.store
-        if coverage is None or run.coverage is not None or run.method == SURVEY:
+        if coverage is None or run.coverage is not None or not run.kind.measures:
             return
         if run.parent:
             parent = store.runs.get(run.parent).coverage
-            coverage = coverage.after(None if parent is None else ClassCoverage.of(parent), trains=run.rounds > 0)
+            coverage = coverage.after(None if parent is None else ClassCoverage.of(parent), trains=run.kind.trains)
         question = ""
         if left_out := coverage.left_out:
             them = "it" if len(left_out) == 1 else "them"
@@ -156,7 +155,7 @@ class ActiveRun(Observer):
 
     def _warn_of_few(self) -> None:
         run, store = self.row, self.services.store
-        if not run.rounds or len(run.members) >= MIN_UPDATES_FOR_MEDIAN or store.runs.round(run.id, 0) is not None:
+        if not run.kind.trains or len(run.members) >= MIN_UPDATES_FOR_MEDIAN or store.runs.round(run.id, 0) is not None:
             return
         may = "nothing bounds what one of them does to the model"
         if isinstance(self.compiled.aggregator, NormClipped):
@@ -261,7 +260,7 @@ class ActiveRun(Observer):
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Store a round's result and the state after it; then tell the silos."""
-        store, objects, train = self.services.store, self.services.objects, record.kind is TaskKind.TRAIN
+        store, objects, train = self.services.store, self.services.objects, record.kind.trains
         assert self.round is not None
         self.round.close()
         self.round = None

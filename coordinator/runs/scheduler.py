@@ -77,7 +77,7 @@ class RunScheduler:
         for member in manifest.members:
             if member.name not in enrolled:
                 raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
-        never = self.store.members.validation_only() if manifest.trains else set()
+        never = self.store.members.validation_only() if manifest.kind.trains else set()
         if refused := sorted(never & {member.name for member in manifest.members}):
             raise ConfigError(
                 "E-RUN-05",
@@ -95,7 +95,7 @@ class RunScheduler:
         if start_from or weights is not None:
             with self.services.model_lock:
                 manifest, state = start_point.resolve(parent, manifest, self.objects)
-        manifest.require_model()
+        manifest.kind.check_start(manifest)
         with self.objects.lock:
             other = None
             if beside is not None:

@@ -86,7 +86,7 @@ class UpdateChecks:
             _check_masked(update, uploads[contribution.kind])
             return
         measured = self.of(contribution).check(update, contribution.silo)
-        if contribution.kind is TaskKind.TRAIN:
+        if contribution.kind.trains:
             require_expected(method, update, contribution.round)
         with self._lock:
             while len(self._measured) >= MEASURED:
@@ -112,7 +112,7 @@ class UpdateChecks:
             check = run.update_check(declared_sizes(self._store, run_id))
             by_kind = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}
             members, drawn = len(manifest.members), manifest.cohort_size
-            cohorts = {kind: drawn if kind is TaskKind.TRAIN else members for kind in TaskKind}
+            cohorts = {kind: kind.drawn(drawn) or members for kind in TaskKind}
             made = _RunChecks(by_kind, run.dtypes, run.method, run.updates.covered(cohorts))
         with self._lock:
             while len(self._checks) >= _REMEMBERED:

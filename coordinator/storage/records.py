@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from fl_core.kinds import RunKind, kind_of
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from service_core.pki.identity import PeerCertificate
@@ -195,6 +196,10 @@ class Run:
     created: float = 0.0
     ended: float = 0.0
     coverage: Mapping[str, Any] | None = None
+
+    @property
+    def kind(self) -> RunKind:
+        return kind_of(self.method, self.rounds)
 
     @property
     def parent(self) -> str:

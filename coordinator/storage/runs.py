@@ -90,8 +90,7 @@ class RunStore:
                 note_object(db, weights[0], run.id, ObjectKind.WEIGHTS, 0, weights[1])
             if other is not None:
                 note_object(db, other[0], run.id, ObjectKind.BASE, run.rounds, other[1])
-            length = counted(run.rounds, "round") if run.rounds else "an evaluation of the model"
-            text = f"{length} of {run.method} with {counted(len(run.members), 'silo')}"
+            text = f"{run.kind.length(run.rounds)}, {run.method} with {counted(len(run.members), 'silo')}"
             self._event(db, run.id, "submitted", text=f"{text}, from {run.parent}" if run.parent else text)
             for name, (train, test) in (sizes or {}).items():
                 db.execute(insert(declared_sizes).values(run_id=run.id, silo=name, train=train, test=test))
@@ -274,7 +273,7 @@ class RunStore:
         replaces: a run whose state goes when this one is finished, since a hospital's sums are no longer to be in it.
         Raises StateError (E-RUN-11) when the run has ended in between.
         """
-        train, now = record.kind is TaskKind.TRAIN, self._clock()
+        train, now = record.kind.trains, self._clock()
         with self._db.write() as db:
             run = live_run(db, run_id)
             _change_round(db, run_id, record.round, is_open=0, closed=now, record=record.to_dict())

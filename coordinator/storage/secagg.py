@@ -14,6 +14,7 @@ from coordinator.storage.schema import contributions, counters, objects, rounds,
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
 
 _MOST_ANSWERS = 1 << 53
@@ -57,19 +58,16 @@ class SecaggStore:
 
         Raises StateError (E-RUN-11) when the run has ended.
         """
-        census = TaskKind.CENSUS.value
         with self._db.write() as db:
             live_run(db, run_id)
             note_object(db, digest, run_id, ObjectKind.CENSUS, 0, size)
-            for table in (rounds, contributions, secagg_seals):
-                db.execute(delete(table).where(table.c.run_id == run_id, table.c.kind == census))
+            _delete_census(db, run_id)
             add_event(db, self._clock(), run_id, "census", text=text)
 
     def drop_census(self, run_id: str) -> None:
         """Forget a census that not all have answered; none of it was opened."""
         with self._db.write() as db:
-            for table in (rounds, contributions, secagg_seals):
-                db.execute(delete(table).where(table.c.run_id == run_id, table.c.kind == TaskKind.CENSUS.value))
+            _delete_census(db, run_id)
 
     def keep_keys(self, run_id: str, digest: str, size: int, text: str) -> str:
         """Store which object has everybody's keys, unless one is known; return which it is. text: of the event.
@@ -128,6 +126,12 @@ def sealed_updates(db: Connection, run_id: str, round: int, kind: TaskKind) -> M
         return None
     members = db.scalar(select(runs.c.members).where(runs.c.id == run_id)) or []
     return {members[update.index]: update.object_digest for update in seal.updates}
+
+
+def _delete_census(db: Connection, run_id: str) -> None:
+    census = TaskKey.census(run_id).kind.value
+    for table in (rounds, contributions, secagg_seals):
+        db.execute(delete(table).where(table.c.run_id == run_id, table.c.kind == census))
 
 
 def _object(db: Connection, run_id: str, kind: ObjectKind) -> str | None:

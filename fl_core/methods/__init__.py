@@ -1,7 +1,5 @@
 """The registry of methods, and a method is one file: in the family of its paper, below `fedavg.py`.
 
-A survey (`fl_core.survey`) runs as a method does, and trains nothing.
-
 disjoint/         for class-disjoint and label-skewed data; most are made for what this software is for
 drift/            against client drift
 personal/         with private parts or personal models
@@ -12,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib import import_module
 
+from fl_core import kinds
 from fl_core.converter import Option, read_options
 from fl_core.extensions import registry
 from fl_core.methods.disjoint.analytic import Analytic
@@ -33,7 +33,7 @@ from fl_core.methods.drift.fednova import FedNova
 from fl_core.methods.drift.fedprox import FedProx
 from fl_core.methods.drift.moon import Moon
 from fl_core.methods.drift.scaffold import Scaffold
-from fl_core.methods.fedavg import FedAvg
+from fl_core.methods.fedavg import FedAvg, Traits
 from fl_core.methods.personal.ditto import Ditto
 from fl_core.methods.personal.fedbabu import FedBABU
 from fl_core.methods.personal.fedloge import FedLoGe
@@ -43,7 +43,6 @@ from fl_core.methods.personal.fedrep import FedRep
 from fl_core.methods.personal.fedrod import FedROD
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.methods.personal.map_ import Map
-from fl_core.survey.method import Survey
 
 METHODS: Mapping[str, type[FedAvg]] = {
     "fedavg": FedAvg,
@@ -76,16 +75,24 @@ METHODS: Mapping[str, type[FedAvg]] = {
     "analytic": Analytic,
 }
 
-"""What trains; `coordinator methods` lists these."""
-TOOLS: Mapping[str, type[FedAvg]] = {Survey.name: Survey}
-"""What runs as a method does, and trains nothing."""
+
+def programs() -> dict[str, type[Traits]]:
+    """Return what a run can name: methods, and the programs of kinds of run that have one of their own."""
+    found: dict[str, type[Traits]] = dict(METHODS)
+    for kind in kinds.kinds():
+        module, _, name = kind.program.partition(":")
+        if name:
+            found[kind.name] = getattr(import_module(module), name)
+    return found
 
 
 _WRITTEN: Mapping[str, Mapping[str, object]] = {"fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8}}
 """First defaults of options whose default has changed since: what a manifest means that leaves the option out."""
+_RETIRED: Mapping[str, frozenset[str]] = {"survey": frozenset({"weights"})}
+"""Options that did nothing and are gone; manifests of 0.1.0 have them."""
 
 
-def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
+def build_method(name: str, options: Mapping[str, object]) -> Traits:
     """Make a method from its registered name and options.
 
     Raises ConfigError: E-CFG-01 (no such method or option), E-CFG-02 (a value of a wrong type), each
@@ -94,12 +101,13 @@ def build_method(name: str, options: Mapping[str, object]) -> FedAvg:
     return read_options(method_class(name), name, options)
 
 
-def build_written(name: str, options: Mapping[str, object]) -> FedAvg:
+def build_written(name: str, options: Mapping[str, object]) -> Traits:
     """Make the method of a manifest or of a model's file, which means for ever what it meant when it was written.
 
     Raises as `build_method`.
     """
-    return build_method(name, {**_WRITTEN.get(name, {}), **options})
+    kept = {key: value for key, value in options.items() if key not in _RETIRED.get(name, ())}
+    return build_method(name, {**_WRITTEN.get(name, {}), **kept})
 
 
 def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
@@ -111,9 +119,9 @@ def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
     return found
 
 
-def method_class(name: str) -> type[FedAvg]:
+def method_class(name: str) -> type[Traits]:
     """Return a method of ours, or a loaded one (`fl_core.extensions.registry`); raises ConfigError (E-CFG-01)."""
-    found = METHODS.get(name) or TOOLS.get(name) or registry.loaded("method", name)
+    found = programs().get(name) or registry.loaded("method", name)
     if not isinstance(found, type):
         raise registry.unknown("method", name, list(METHODS))
     return found

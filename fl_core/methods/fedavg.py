@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fl_core import validate
 from fl_core.types import tensor_maps
 from fl_core.types.enums import ANY_TARGET, Capability, Coupling, Targets, Weighing
-from fl_core.types.interfaces import LocalData
+from fl_core.types.interfaces import LocalData, Method
 from fl_core.types.targets import target_loss
 from fl_core.types.values import (
     AS_SCHEDULED,
@@ -40,7 +40,8 @@ from fl_core.types.values import (
 )
 
 
-class Traits:
+@dataclass(frozen=True, kw_only=True)
+class Traits(Method):
     """What a method says of itself before a run, from hyper-parameters alone: what it must see, lacks, sends."""
 
     has_personal_model: ClassVar[bool] = False

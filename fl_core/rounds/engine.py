@@ -152,7 +152,7 @@ class RoundLoop:
     ) -> tuple[State, Mapping[str, float]]:
         """Run one round; return the state after it and the medians of its norms."""
         schedule = self.schedule
-        train = kind is TaskKind.TRAIN
+        train = kind.trains
         ids = sampling.sample_cohort(schedule.seed, t, len(self.ports), schedule.cohort if train else 0)
         context = RoundContext(len(self.ports), schedule.n_classes, schedule.rounds, t, len(ids))
         names = [self.ports[k].name for k in ids]

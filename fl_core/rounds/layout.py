@@ -42,13 +42,13 @@ def derive_layout(
     schema: Schema,
     personal: bool = False,
     metrics: str = BASIC,
-    trains: bool = True,
+    updates: bool = True,
     closing: Layout | None = None,
 ) -> Layout:
     """Run one local step on two blank examples and read the layout off the bundle.
 
-    personal: whether personal models are measured   metrics: which of METRICS_KINDS   trains: whether the run has a
-    round of training, without which updates are evaluations alone   closing: what `closing_layout` gives.
+    personal: whether personal models are measured   metrics: which of METRICS_KINDS   updates: as `RunKind.updates`
+    closing: what `closing_layout` gives.
 
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
@@ -60,7 +60,7 @@ def derive_layout(
     parts = GLOBAL_PARTS if metrics == CLINICAL else (METRICS,)
     measured = _layout(measure_global(method, model, msg, data, context.n_classes, parts))
     measured |= closing or {}
-    if not trains:
+    if not updates:
         return dict(sorted(measured.items()))
     try:
         layout = _layout(method.local(model, msg, method.init_silo(model, context), data, context).bundle)

@@ -16,11 +16,11 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import ConversionError, Option, parse_json, rename, shown, structure
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.extensions.registry import Extension
+from fl_core.kinds import RunKind, kind_of
 from fl_core.rounds import sampling
 from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES, METRICS_KINDS
 from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.secagg import Secagg
-from fl_core.types.survey import SURVEY
 from fl_core.types.values import Layout, PartSpec
 from fl_core.validate import Count, between, bounded, one_of
 
@@ -189,7 +189,7 @@ class RunManifest:
     the run whose models are measured beside this run's last one; empty: none. Of method=local these are the models that
     hospitals keep; of any other one its last model, which `other` names.
 
-    A run of no rounds is an evaluation: the model that it starts from is measured, and nobody trains.
+    What the run is about, `kind` says.
     """
 
     name: str
@@ -226,9 +226,9 @@ class RunManifest:
     format: int = FORMAT
 
     @property
-    def trains(self) -> bool:
-        """Tell whether hospitals train: in an evaluation and in a survey nobody does."""
-        return self.rounds > 0 and self.method.name != SURVEY
+    def kind(self) -> RunKind:
+        """The one kind of run that this is."""
+        return kind_of(self.method.name, self.rounds)
 
     def to_json(self) -> str:
         """Write canonical JSON: sorted keys, no spaces; equal manifests give equal text."""
@@ -314,13 +314,7 @@ class RunManifest:
                 f"expected secagg=off and privacy=none beside by_hospital=true, found {hidden}: leave by_hospital out, "
                 "or start the run without",
             )
-        if not self.rounds and (self.personal or self.privacy.name != "none"):
-            raise ConfigError(
-                "E-CFG-08",
-                "expected personal=false and privacy=none in an evaluation without training (rounds=0), found "
-                f"personal={str(self.personal).lower()} and privacy={self.privacy.name}: a run with noise measures its "
-                "last model by itself",
-            )
+        self.kind.check(self)
         if len(self.name) > MAX_NAME_CHARS:
             raise ConfigError(
                 "E-CFG-02",
@@ -328,19 +322,6 @@ class RunManifest:
             )
         if self.start is not None and self.start.weights is not None:
             self.start.weights.require_possible()
-
-    def require_model(self) -> None:
-        """Raise ConfigError (E-CFG-02) on an evaluation whose start, complete by now, gives no whole model."""
-        if self.rounds:
-            return
-        fresh = () if self.start is None or self.start.run or self.start.weights is None else self.start.weights.fresh
-        if self.start is None or fresh:
-            found = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
-            raise ConfigError(
-                "E-CFG-02",
-                f"expected a whole model beside rounds=0, which measures one and trains nothing, found {found}: name a "
-                "run (coordinator evaluate RUN), or a file that has all of it (model.weights=FILE)",
-            )
 
     def index(self, silo: str) -> int:
         """Return a member's index in the roster; raises ConfigError (E-RUN-05) for any other name."""

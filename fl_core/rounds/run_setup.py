@@ -33,8 +33,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.interfaces import Guard, Method, SiloPort
 from fl_core.types.records import FEATURES, Schema
-from fl_core.types.survey import SURVEY
-from fl_core.types.values import Examples, Layout, RoundContext, State, Tensors
+from fl_core.types.values import Examples, Layout, RoundContext, State, SurveySums, Tensors
 
 
 class Guards(NamedTuple):
@@ -70,6 +69,11 @@ class RunSetup:
     @cached_property
     def method(self) -> Method:
         return build_written(self.manifest.method.name, self.manifest.method.options)
+
+    @property
+    def question(self) -> SurveySums | None:
+        """What is asked about records, where that is all that the run asks."""
+        return self.manifest.kind.question(self.method, len(self.manifest.schema.classes))
 
     @cached_property
     def guards(self) -> Guards:
@@ -196,7 +200,7 @@ class RunSetup:
             self.schema,
             manifest.personal,
             manifest.metrics,
-            trains=manifest.rounds > 0,
+            updates=manifest.kind.updates,
             closing=closing_layout(classes, manifest.by_hospital, bool(manifest.own), manifest.metrics, hidden),
         )
 
@@ -264,7 +268,7 @@ class RunSetup:
     @property
     def counts_classes(self) -> bool:
         """Whether it is counted before round 1, from records, at how many hospitals each class is trained."""
-        return self.manifest.trains and self.updates.counts and not self.private
+        return self.manifest.kind.trains and self.updates.counts and not self.private
 
     def coverage(self, hospitals: Sequence[int], *, partial: bool = False, why: str = "") -> ClassCoverage:
         """Say of each class at how many hospitals it is trained. hospitals: (C,), as counted; empty: not known."""
@@ -290,12 +294,6 @@ class RunSetup:
         """
         chosen = self.manifest.aggregator
         found = aggregators.read_written(chosen.name, chosen.options)
-        if self.manifest.method.name == SURVEY and (self.frozen or not isinstance(found, aggregators.Mean)):
-            raise ConfigError(
-                "E-CFG-08",
-                "expected aggregator=mean and train.freeze=none in a survey, whose numbers are added unchanged, found "
-                f"{found.name} and {self.manifest.train.freeze}: set both",
-            )
         self.updates.require_rule(found)
         if isinstance(found, aggregators.NormClipped) and not self.method.even_norms:
             return replace(found, refuse_above=math.inf)

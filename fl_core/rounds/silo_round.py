@@ -47,13 +47,14 @@ class Masking:
     """What becomes of an update that a mask will cover: checked here, since nobody can afterwards, and laid out flat.
 
     check: as the coordinator's of a plain run, `sizes` in the members' order   layouts: of each kind of round
-    signs: as `NormClipped.signs`   private: whether what leaves is noisy.
+    signs: as `NormClipped.signs`   private: whether what leaves is noisy   rows: whether updates have rows of classes.
     """
 
     check: UpdateCheck
     layouts: Mapping[TaskKind, FlatLayout]
     signs: bool = False
     private: bool = False
+    rows: bool = True
 
     def flat(self, update: Bundle, kind: TaskKind, context: RoundContext, msg: State) -> Bundle:
         """Return the two blocks of an update, on the grid. What its bounds cut off is counted in this silo's log alone.
@@ -152,9 +153,9 @@ def run_silo_round(
     example is read, on a guard's setting that the plan is silent on.
     """
     method, masking = runtime.method, runtime.masking
-    if kind is TaskKind.CENSUS:
+    if kind.census:
         assert masking is not None
-        answer = census(data, context, rows=bool(class_rows(masking.layouts[TaskKind.TRAIN])))
+        answer = census(data, context, rows=masking.rows)
         return SiloRound(masking.flat(answer, kind, context, msg), state or {}, {})
     guards = adaptive_guards.guards_for_round(runtime.guards, msg)
     guard_parts = adaptive_guards.groups(runtime.guards)
@@ -164,7 +165,7 @@ def run_silo_round(
     bundle = dict(measured)
     layout = round_layout(method, runtime.layout, kind)
     model, own = runtime.model, state
-    if kind is TaskKind.TRAIN:
+    if kind.trains:
         local, own = method.local(runtime.reset_model(), msg, state, data, context)
         bundle |= local
         state = own if own is state or _finite(local, own) else state
@@ -202,9 +203,9 @@ def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
 
     A hospital's own numbers are shown of the closing evaluation alone: those of every round would tell of images.
     """
-    if kind is TaskKind.CENSUS:
+    if kind.census:
         return census_layout(*layout[METRICS].weight_shape)
-    train = kind is TaskKind.TRAIN
+    train = kind.trains
     left = {*GLOBAL_PARTS, *CLOSING_PARTS} if not train else set(layout) - {*PERSONAL_PARTS, *CLOSING_PARTS}
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
     return {name: spec for name, spec in layout.items() if name in left | measured}

@@ -2,5 +2,5 @@
 
 facts      what a record is, read off files and rows
 answers    from records to the numbers of each cell, and what of them is held back
-method     the survey as a method: a run of one round, whose update is one sum
+program    what both sides compute: a run of one round, whose update is one sum
 """

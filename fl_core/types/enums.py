@@ -13,14 +13,53 @@ class Coupling(Enum):
 
 
 class TaskKind(Enum):
-    """What a silo is asked to do in a round: train (and evaluate what it received), or only evaluate.
+    """What a silo is asked to do in a round, and what follows from that. The values are on disk and in digests.
 
-    CENSUS: before round 0 of a masked run, say of which classes it will contribute rows.
+    TRAIN: the silo's half of a round; the model received is measured too   EVALUATE: the last task of every run, which
+    only measures   CENSUS: before round 0 of a masked run, say of which classes it will contribute rows.
     """
 
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    CENSUS = "census"
+    TRAIN = "train", "training", "round {}"
+    EVALUATE = "evaluate", "evaluating", "evaluation"
+    CENSUS = "census", "counting classes", "census"
+
+    _value_: str
+    doing: str
+    """What a silo does meanwhile, for people."""
+    _label: str
+
+    def __new__(cls, value: str, doing: str = "", label: str = "") -> TaskKind:
+        kind = object.__new__(cls)
+        kind._value_, kind.doing, kind._label = value, doing, label
+        return kind
+
+    @property
+    def trains(self) -> bool:
+        """Whether the server's state goes on from the updates, and a silo from a state of its own."""
+        return self is TaskKind.TRAIN
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run is over when this is closed."""
+        return self is TaskKind.EVALUATE
+
+    @property
+    def census(self) -> bool:
+        """Whether it is about records alone: no model is sent with it."""
+        return self is TaskKind.CENSUS
+
+    def rounds(self, number: int) -> range:
+        """Return the rounds of a run of so many rounds that are such a task."""
+        last = {TaskKind.TRAIN: range(number), TaskKind.EVALUATE: range(number, number + 1)}
+        return last.get(self, range(1))
+
+    def drawn(self, cohort: int) -> int:
+        """Return how many silos are drawn, of a run that draws `cohort` of them; 0: all are asked."""
+        return cohort if self.trains else 0
+
+    def label(self, round: int) -> str:
+        """Name the task for people, who count rounds from 1."""
+        return self._label.format(round + 1)
 
 
 class Split(Enum):

@@ -217,7 +217,7 @@ class RoundRecord:
     @property
     def trained(self) -> bool:
         """Whether the measured model has a round of this run behind it, or is all that the run measures."""
-        return self.round > 0 or self.kind is TaskKind.EVALUATE
+        return self.round > 0 or self.kind.ends_run
 
     @property
     def accuracy(self) -> float:

@@ -15,7 +15,6 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.survey.method import Survey
 from fl_core.training import optimizers
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.types.enums import Capability
@@ -158,9 +157,9 @@ class RecordProfile(PrivateProfile):
 
     def survey_release(self, index: int, withheld: Withheld = NOTHING_WITHHELD) -> str | None:
         """Name the one release of a survey, under which its answer is kept; None in a run that is none."""
-        if not isinstance(method := self.run.method, Survey):
+        if (asked := self.run.question) is None:
             return None
-        query = withheld.of(method.query(len(self.run.manifest.schema.classes)))
+        query = withheld.of(asked)
         return release_name(query, self.plan(index).survey[0].mechanism.noise)
 
     def _source(self, context: RoundContext) -> NoiseSource:
@@ -206,7 +205,7 @@ class RecordProfile(PrivateProfile):
         at_end = 1 + again if self.run.method.personal_at_end else manifest.rounds + again
         times = (manifest.rounds + again) * measured + at_end * personal + measured
         released = [Mechanism(terms.metric_noise, 1.0, times)] if times and terms.test_data == "private" else []
-        if isinstance(self.run.method, Survey):
+        if self.run.question is not None:
             released += [Mechanism(self.plan(0).survey[0].mechanism.noise, 1.0, 1 + again)]
         more = (policy,) if policy else ()
         return {TRAIN: (own, *more), TEST: (RdpBound.of(released, own.order), *more)}

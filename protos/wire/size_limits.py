@@ -21,5 +21,5 @@ def max_object_bytes(manifest: RunManifest, broadcast: int = 0) -> int:
     """
     shapes = [s for spec in manifest.layout.values() for s in (*spec.shapes.values(), spec.weight_shape)]
     masks = 0 if manifest.secagg is None else bytes_beside(len(manifest.members))
-    numbers = _BYTES_PER_NUMBER * (sum(math.prod(s) for s in shapes) + (0 if manifest.rounds else broadcast))
+    numbers = _BYTES_PER_NUMBER * (sum(math.prod(s) for s in shapes) + (0 if manifest.kind.updates else broadcast))
     return masks + numbers + _HEADER_PER_TENSOR * len(shapes) + _HEADER_BYTES

@@ -11,7 +11,7 @@ from fl_core.errors import ProtocolError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 
-TO_WIRE = {TaskKind.TRAIN: pb.TRAIN, TaskKind.EVALUATE: pb.EVALUATE, TaskKind.CENSUS: pb.CENSUS}
+TO_WIRE = {kind: pb.TaskKind.Value(kind.name) for kind in TaskKind}
 FROM_WIRE = {number: kind for kind, number in TO_WIRE.items()}
 _AboutTask = pb.Offer | pb.RoundClosed | pb.RoundRef | pb.Receipt | pb.SecaggSeal | pb.SecaggOpen
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -33,6 +33,11 @@ class TaskKey(NamedTuple):
             )
         return cls(message.run_id, message.round, FROM_WIRE[message.kind])
 
+    @classmethod
+    def census(cls, run_id: str) -> TaskKey:
+        """Name the census of a run, before its first round."""
+        return cls(run_id, 0, TaskKind.CENSUS)
+
     @property
     def wire_kind(self) -> pb.TaskKind.ValueType:
         return TO_WIRE[self.kind]
@@ -42,9 +47,7 @@ class TaskKey(NamedTuple):
         return pb.RoundRef(run_id=self.run_id, round=self.round, kind=self.wire_kind)
 
     def __str__(self) -> str:
-        """Format for people: run, round (counted from 1) and, for an evaluation or a census, that it is one."""
-        words = {TaskKind.EVALUATE: "evaluation", TaskKind.CENSUS: "census"}
-        return f"{self.run_id} {words.get(self.kind, f'round {self.round + 1}')}"
+        return f"{self.run_id} {self.kind.label(self.round)}"
 
 
 def contribution_id(run_id: str, round: int, kind: TaskKind, silo: str, base_digest: str) -> str:

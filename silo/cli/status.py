@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from fl_core.types.class_coverage import ClassCoverage
-from fl_core.types.survey import SURVEY
 from service_core import clinical_report
 from service_core.command_line import command
 from service_core.console import Facts, Reply, Rows, counted, local_time
@@ -156,7 +155,7 @@ def _shown(
         if run.privacy and any(task.evaluation and task.evaluation.noise is None for task in run.tasks):
             title += "; counted here without noise, and nothing of that leaves"
         contents = UpdateContents.from_json(run.leaves)
-        yield evaluations(title, run.tasks, survey=contents is not None and SURVEY in contents.parts)
+        yield evaluations(title, run.tasks, measures=contents is None or contents.measures)
         yield from (f"{run.run_id}: {line}" for line in classes.get(run.run_id, ()))
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:
@@ -165,11 +164,11 @@ def _shown(
             yield Rows(title, clinical_report.class_head(newest.clinical), by_class, titled=True)
 
 
-def evaluations(title: str, tasks: Sequence[TaskRecord], *, survey: bool = False) -> Rows:
-    """List what was measured here of the models of a run; survey: what became of the answers alone."""
+def evaluations(title: str, tasks: Sequence[TaskRecord], *, measures: bool = True) -> Rows:
+    """List what was measured here of the models of a run; what became of the answers alone where it measures none."""
     rows = [_evaluation_row(task) for task in tasks if task.evaluation is not None]
     head = ("task", "own test images", "by class", "balanced accuracy, AUC", "update")
-    if survey:
+    if not measures:
         return Rows(title, (head[0], head[-1]), [(row[0], row[-1]) for row in rows], titled=True)
     return Rows(title, head, rows, titled=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fl_core.types.survey import SURVEY
+from fl_core import kinds
 from service_core.console import counted
 from silo.storage.store import RunRecord, Store
 from silo.storage.tasks import UnprotectedUpdate
@@ -33,9 +33,10 @@ WORDS: Mapping[str, str] = {
     "hyper": "by how much training changed what makes a head from shares of classes",
     "generator": "by how much training changed what makes up features of each class",
     "fine": "how the model's answers divide into finer classes",
-    "survey": "how records here divide among the cells of questions, and what of it is held back",
 }
-"""Parts of updates in plain words; others are named as they are."""
+"""Parts of updates in plain words; those of a kind of run by its `RunKind.parts`, others as they are named."""
+MEASURED = ("metrics", "clinical")
+"""Parts that every run has, and that are zeros where nothing is measured."""
 NO_PRIVACY = "no privacy"
 READ_ALONE = "the coordinator reads this hospital's update by itself"
 """Of a run without masks."""
@@ -84,6 +85,7 @@ class UpdateContents:
         return word * self.numbers + beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
 
     def words(self) -> list[str]:
+        words = {**WORDS, **{part: text for kind in kinds.kinds() for part, text in kind.parts.items()}}
         covered = (
             []
             if self.masked is None
@@ -93,10 +95,15 @@ class UpdateContents:
             ]
         )
         return covered + [
-            f"{count:,} {'number' if count == 1 else 'numbers'}: {WORDS.get(name, f'the part {name}')}"
+            f"{count:,} {'number' if count == 1 else 'numbers'}: {words.get(name, f'the part {name}')}"
             for name, count in sorted(self.parts.items(), key=lambda item: -item[1])
-            if count and (name == SURVEY or SURVEY not in self.parts)  # nothing is measured in a survey
+            if count and (self.measures or name not in MEASURED)
         ]
+
+    @property
+    def measures(self) -> bool:
+        """Whether a model is measured on test images here; the parts are those of the run's kind."""
+        return not any(self.parts.keys() & kind.parts.keys() for kind in kinds.kinds() if not kind.measures)
 
 
 class Unprotected(NamedTuple):

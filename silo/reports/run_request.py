@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from fl_core.converter import structure
+from fl_core.kinds import kind_of
 from fl_core.types.clinical import CLINICAL
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.shared_noise import SharedFigures
@@ -172,16 +173,15 @@ class RunRequest:
         """
         floors, runs = policy.privacy, policy.runs
         most = f"epsilon {floors.epsilon:g} at delta {floors.delta:g}"
-        going_on = "going on from" if self.rounds else "the model of"
-        start = f", {going_on} {self.start}" if self.start else ""
-        length = f"{self.rounds} rounds" if self.rounds else "an evaluation, nobody trains,"
-        length = length if self.survey is None else "one answer, nobody trains,"
+        kind = kind_of(self.method, self.rounds)
+        start = f", {kind.goes_on} {self.start}" if self.start else ""
+        length = kind.length(self.rounds)
         trains = "–" if runs.train else "only evaluations: nothing is trained here"
         rows = [
             Comparison("Asked for by", self.lead or "a lead without a name", ", ".join(runs.leads) or "any lead"),
             Comparison("Method", self.method, ", ".join(runs.methods) or "any method"),
             Comparison("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
-            Comparison("Length", f"{length} with {self.hospitals} hospitals, {self.model}{start}", trains),
+            Comparison("Length", f"{length}, with {self.hospitals} hospitals, {self.model}{start}", trains),
         ]
         rows.append(self._sums(policy, confirmed))
         if self.survey is not None:

@@ -22,7 +22,6 @@ from fl_core.aggregation.masked_sum import unsigned
 from fl_core.errors import FederationError, ProtocolError
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import MASKS, SECRET
 from fl_core.types.values import Bundle, Part
 from privacy.compiled_run import CompiledRun
@@ -158,7 +157,7 @@ class SecaggMember:
         """
         if kept := self.store.secagg.coverages(key.run_id):
             return kept[key.run_id].hospitals
-        known, census = self.store.secagg.known(key.run_id), TaskKey(key.run_id, 0, TaskKind.CENSUS)
+        known, census = self.store.secagg.known(key.run_id), TaskKey.census(key.run_id)
         if not offer.secagg_census_digest:
             raise SecaggError("E-RUN-48", f"expected the census of run {key.run_id} with its first round, found none")
         proof = _proof(fetch(offer.secagg_census_digest))
@@ -339,7 +338,7 @@ def _proof(file: Path) -> silo_side.Proof:
         uploads = tuple((u.index, _digest(u.object_digest)) for u in found.seal.updates)
         seal = Seal(
             found.seal.run_id,
-            TaskKind.CENSUS.value,
+            TaskKey.census(found.seal.run_id).kind.value,
             found.seal.round,
             _digest(found.seal.base_digest),
             found.seal.keys_digest,
@@ -366,8 +365,7 @@ def _upload(update: BundleFile) -> Upload:
 
 def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:
     """Return the members of a round, as the manifest's seed has them."""
-    drawn = terms.cohort if key.kind is TaskKind.TRAIN else 0
-    return sampling.sample_cohort(terms.seed, key.round, len(terms.members), drawn)
+    return sampling.sample_cohort(terms.seed, key.round, len(terms.members), key.kind.drawn(terms.cohort))
 
 
 def _digest(text: str) -> bytes:

@@ -18,9 +18,7 @@ from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
-from fl_core.survey.method import Survey
 from fl_core.types import tensor_maps
-from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.account import ATTEMPTS
@@ -116,7 +114,6 @@ class ResponseTiming:
 IDLE_S = 1.0
 SHOWN = 5
 """Names of broken records in a line; all are in `silo status --json`."""
-_DOING = {TaskKind.TRAIN: "training", TaskKind.EVALUATE: "evaluating", TaskKind.CENSUS: "counting classes"}
 MAX_KILLS = 2
 """Times that the service may be killed in the middle of one task before the run is given up here."""
 log = logging.getLogger(__name__)
@@ -295,10 +292,9 @@ class TaskRunner:
         self.queue.accept(task)
         if killed is not None:
             self.queue.tell(task, killed)
-        msg = {} if key.kind is TaskKind.CENSUS else self._fetch_base(task, prepared)
-        doing = _DOING[key.kind]
+        msg = {} if key.kind.census else self._fetch_base(task, prepared)
         read = "" if masks is not None else f", without masks ({READ_ALONE})"
-        self.emit(event("training", f"{key} of {name}{read}: {doing}", key, {"name": name}))
+        self.emit(event("training", f"{key} of {name}{read}: {key.kind.doing}", key, {"name": name}))
         self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
         state, own = self._kept_state(task, prepared), self._beside(task, prepared)
@@ -322,9 +318,8 @@ class TaskRunner:
         def on_entered(entry: OutboxEntry) -> None:
             facts = evaluation_summary.facts(result.evaluation) | {"bytes": entry.size}
             said = evaluation_summary.sentence(result.evaluation)
-            if isinstance(prepared.run.method, Survey):
-                said = "the answers of a survey" if key.kind is TaskKind.TRAIN else "the survey ends"
-            text = "the classes that this hospital adds rows of, under masks" if key.kind is TaskKind.CENSUS else said
+            said = prepared.run.manifest.kind.staged(key.kind) or said
+            text = "the classes that this hospital adds rows of, under masks" if key.kind.census else said
             self.emit(event("staged", f"{key}: {text}", key, facts))
 
         pending = self.outbox.begin(
@@ -339,7 +334,7 @@ class TaskRunner:
     def _claim(self, task: Task, prepared: PreparedRun, model: State) -> None:
         """Note which model a task is about; raises as `AnswerMemory.claim`. A private round is charged instead."""
         run, key, offer = prepared.run, task.key, task.offer
-        if run.private and key.kind is TaskKind.TRAIN:
+        if run.private and key.kind.trains:
             return
         tensors = {f"{group}/{name}": v for group, values in model.items() for name, v in values.items()}
         content, most = tensor_maps.digest(tensors) if run.masked else "", self.controls.runs_a_day(run)
@@ -374,7 +369,7 @@ class TaskRunner:
         return self.secagg.begin(task.key, task.offer, prepared.run, self._fetch_of(task))
 
     def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
-        train = key.kind is TaskKind.TRAIN
+        train = key.kind.trains
         if prepared.ledger is not None and (times := prepared.ledger.charged(key.run_id, key.round, train)):
             text = (
                 f"{key} was charged before ({times} of at most {ATTEMPTS} times), and the coordinator has shown no "
@@ -390,12 +385,12 @@ class TaskRunner:
         offer, key = task.offer, task.key
         last = int(offer.included_before) - 1 if offer.incarnation else -1
         tracked = bool(offer.incarnation) and prepared.run.method.server_tracks_state
-        if key.kind is TaskKind.CENSUS:
+        if key.kind.census:
             return None
         try:
             return self.outbox.state(key.run_id, before=last + 1 if tracked else key.round, at_least=last)
         except StateError as error:
-            if key.kind is not TaskKind.TRAIN or not self.trainer.keeps_state(prepared, key, offer.cohort):
+            if not key.kind.trains or not self.trainer.keeps_state(prepared, key, offer.cohort):
                 return None
             if prepared.run.manifest.lost_state != RESTART:
                 raise
@@ -410,7 +405,7 @@ class TaskRunner:
         Raises ProtocolError (E-WIRE-06) on another model than the manifest says, E-WIRE-05 on NaN.
         """
         manifest, key = prepared.run.manifest, task.key
-        if not manifest.own or key.kind is not TaskKind.EVALUATE:
+        if not manifest.own or not key.kind.ends_run:
             return None
         if manifest.other is not None:
             other, progress = manifest.other, self._progress(task, pb.FETCHING)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import Connection, func, insert, select, update
 
 from fl_core.errors import RefusedError
-from fl_core.types.enums import TaskKind
 from privacy.secagg.terms import SecaggError
 from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
@@ -50,7 +49,7 @@ class AnswerMemory:
             of_run = db.execute(select(answers).where(answers.c.run_id == key.run_id)).all()
             of_task = [row for row in of_run if (row.kind, row.round) == (key.kind.value, key.round)]
             others = [row for row in of_task if row.base_digest != base_digest]
-            if any(key.kind is TaskKind.EVALUATE or row.coordinator == coordinator for row in others):
+            if any(key.kind.ends_run or row.coordinator == coordinator for row in others):
                 raise RefusedError(
                     "E-RUN-33",
                     f"expected {key} about the model {others[0].base_digest[:16]}, as it was asked for first, found "

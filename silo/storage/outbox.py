@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core.errors import StateError, UnavailableError
-from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, State
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
@@ -77,7 +76,7 @@ class Outbox:
         Guarantees: an update that nothing protects is on the disk's list of those when this returns.
         """
         staged = None
-        if key.kind is TaskKind.TRAIN:
+        if key.kind.trains:
             staged, _ = self.objects.put_file(lambda file: codec.write_state(done.state, file), sync=False)
         bundle, size = self.objects.put_file(lambda file: codec.write_bundle(done.bundle, file), sync=False)
         if done.unprotected:

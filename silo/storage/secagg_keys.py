@@ -20,7 +20,6 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from fl_core.errors import StateError
 from fl_core.types.class_coverage import ClassCoverage
-from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import SECRET, Secagg
 from privacy.secagg.keys import OwnKeys, RunKeys
 from privacy.secagg.terms import SecaggError, SecaggRun
@@ -277,7 +276,7 @@ def _overwrite_deleted(db: Connection) -> None:
 
 def _position(key: TaskKey) -> int:
     """Return where in the chains a task's keys are, as `Round.position`."""
-    return 0 if key.kind is TaskKind.CENSUS else key.round + 1
+    return 0 if key.kind.census else key.round + 1
 
 
 def _run(db: Connection, run_id: str) -> Row[Any] | None:

@@ -18,7 +18,6 @@ from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.survey.facts import names_patients
-from fl_core.survey.method import Survey
 from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED, names_of_few
 from fl_core.training.memory import CPU
 from fl_core.types.clinical import CLINICAL
@@ -190,7 +189,7 @@ class HospitalControls:
         """
         try:
             policy = self.policy()
-            if manifest.trains and self.home.validation_only:
+            if manifest.kind.trains and self.home.validation_only:
                 raise validates_only(manifest.rounds, "it joined for validation alone")
             policy.check_request(manifest)
             if manifest.secagg is not None and policy.secagg.confirmed_peers:
@@ -224,7 +223,7 @@ class HospitalControls:
             return known.decided
         silo = SiloIdentity(self.home.path).load().identity.name
         survey, few = None, []
-        if data_of is not None and isinstance(run.method, Survey):
+        if data_of is not None and run.question is not None:
             survey = self._survey_preview(run, data_of(run), policy)
         elif data_of is not None and (said := self.exact_results(run)) is not None and said.min_examples:
             names = run.manifest.schema.classes
@@ -249,7 +248,7 @@ class HospitalControls:
         withheld = _withheld(policy, run, dataset)
         if not run.private:
             factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
-            if isinstance(run.method, Survey):
+            if run.question is not None:
                 factory = self._remembered(run, dataset, factory, policy)
             else:
                 _warn_of_few(run, len(dataset.train))
@@ -343,7 +342,7 @@ class HospitalControls:
 
     def exact_results(self, run: CompiledRun) -> Evaluation | None:
         """Return what the policy says of evaluations; None where nothing that a run measures leaves without noise."""
-        said, exact = self.policy().evaluation, TEST not in run.profile.protected and not isinstance(run.method, Survey)
+        said, exact = self.policy().evaluation, run.manifest.kind.measures and TEST not in run.profile.protected
         return said if exact and said.send != NOTHING else None
 
     def runs_a_day(self, run: CompiledRun) -> int:
@@ -395,17 +394,16 @@ COUNTED = (
 
 def describe_request(run: CompiledRun) -> str:
     manifest, profile = run.manifest, run.profile
-    length = f"{manifest.rounds} rounds" if manifest.rounds else "an evaluation, nobody trains"
-    length = "one answer, nobody trains" if isinstance(run.method, Survey) else length
-    what = f"{manifest.method.name} on {manifest.data}, {length}"
+    kind = manifest.kind
+    what = f"{manifest.method.name} on {manifest.data}, {kind.length(manifest.rounds)}"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
-    lead += f", {'going on from' if manifest.rounds else 'of the model of'} {manifest.start}" if manifest.start else ""
+    lead += f", {kind.goes_on} {manifest.start}" if manifest.start else ""
     lead += ", with the results of each hospital that lets them be shown" if manifest.by_hospital else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
     masked = manifest.secagg is not None
     lead += ", under masks" if masked else ""
     tail = "" if masked else f"; no masks: {READ_ALONE}"
-    if TEST not in profile.protected and not isinstance(run.method, Survey):
+    if kind.measures and TEST not in profile.protected:
         tail += f"; {counted(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
     if run.counts_classes:
         tail += f"; before round 1 {COUNTED if masked else NAMED}"
@@ -438,7 +436,7 @@ def _withheld(policy: Policy, run: CompiledRun, dataset: SiloDataset) -> Withhel
         _hidden_classes(policy, run.manifest),
         least.min_count,
         least.min_examples,
-        answered=survey.answered(isinstance(run.method, Survey) and run.method.by_hospital),
+        answered=survey.answered(bool(run.method.unsummed_parts)),
         least_patients=survey.min_patients,
         named=names_patients(dataset.train, dataset.test),
         records_are_patients=survey.records_are_patients,

@@ -97,7 +97,7 @@ def request_of(
         others=() if manifest.secagg is None else tuple(m.name for m in manifest.members if m.name != silo),
         shared=shared,
         survey=survey,
-        models=0 if TEST in profile.protected or survey is not None else manifest.rounds + 1,
+        models=manifest.rounds + 1 if manifest.kind.measures and TEST not in profile.protected else 0,
         few=tuple(few),
     )
 

@@ -26,7 +26,6 @@ from fl_core.survey.answers import (
     withhold,
 )
 from fl_core.survey.facts import names_patients, patient_names, surveyed
-from fl_core.survey.method import Survey
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Split
@@ -153,10 +152,9 @@ class RememberedSurvey(LocalDataWrapper):
 
 def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: Withheld, decide: Decide) -> SurveyPreview:
     """Compute what would leave, cell by cell. With noise the numbers are the true ones, of which nothing leaves."""
-    method, profile = run.method, run.profile
-    assert isinstance(method, Survey)
-    classes = run.manifest.schema.classes
-    query = withheld.of(method.query(len(classes)))
+    profile, classes, asked = run.profile, run.manifest.schema.classes, run.question
+    assert asked is not None
+    query = withheld.of(asked)
     if isinstance(profile, RecordProfile):
         records = surveyed(query.questions, dataset.train, dataset.test, query.n_classes)
         patients, held = patient_vectors(query, records).sum(0), refused_cells(query)

@@ -115,13 +115,10 @@ class PreparedRun:
         run, manifest = self.run, self.run.manifest
         guard_parts = adaptive_guards.groups(self.runtime.guards)
         msg = adaptive_guards.method_state(run.method.broadcast(run.initial_state()), guard_parts)
-        cohort = manifest.cohort_size
-        public = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, 0, cohort)
-        context = public.for_silo(self.index, manifest.seed, self.submits, manifest.masked_units(self.index))
+        context = _context_of(self, 0, manifest.cohort_size)
         step = run.profile.made_up_step(self.index, context, self.device)
         with _cpu_threads(manifest.threads):
-            trains = manifest.rounds > 0
-            return step, measure_step(self.runtime, msg, step.opened, context, self.device, trains)
+            return step, measure_step(self.runtime, msg, step.opened, context, self.device, manifest.kind.updates)
 
     def require_memory(self) -> None:
         """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.
@@ -333,7 +330,7 @@ class Trainer:
             if prepared.ledger is not None:  # a round that the plan does not have would be one more release
                 self._controls.record_refusal(key.run_id, error)
             raise
-        if key.kind is not TaskKind.CENSUS:  # which nothing is sent for
+        if not key.kind.census:  # which nothing is sent for
             self._check_broadcast(prepared, msg)
             self._check_start(prepared, key, msg)
             # A clip of the coordinator's own is refused before anything is charged.
@@ -349,7 +346,7 @@ class Trainer:
                 if outcome is not None:
                     break
         assert outcome is not None  # the last attempt raises
-        if key.kind is TaskKind.TRAIN:  # before anything of other records leaves
+        if key.kind.trains:  # before anything of other records leaves
             require_expected(prepared.run.method, outcome.bundle, context.round)
         return TrainingResult(
             bundle=outcome.bundle,
@@ -363,7 +360,7 @@ class Trainer:
     def trained_classes(self, prepared: PreparedRun) -> list[int]:
         """Return the positions of the classes that this silo's records train, as far as no rule here hides them."""
         manifest, dataset = prepared.run.manifest, prepared.dataset
-        context = self._context(prepared, TaskKey("", manifest.rounds, TaskKind.EVALUATE), len(manifest.members))
+        context = _context_of(prepared, manifest.rounds, len(manifest.members))
         data = prepared.data_factory(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
         return torch.nonzero(data.contributes()).flatten().tolist()
 
@@ -517,25 +514,24 @@ class Trainer:
 
     @staticmethod
     def _context(prepared: PreparedRun, key: TaskKey, size: int) -> RoundContext:
-        manifest, train = prepared.run.manifest, key.kind is TaskKind.TRAIN
-        cohort = sampling.sample_cohort(
-            manifest.seed, key.round, len(manifest.members), manifest.cohort if train else 0
-        )
-        last = {TaskKind.TRAIN: manifest.rounds - 1, TaskKind.EVALUATE: manifest.rounds, TaskKind.CENSUS: 0}[key.kind]
-        other = key.round > last or (key.kind is TaskKind.EVALUATE and key.round < last)  # rounds before are measured
-        late = other or (key.kind is TaskKind.CENSUS and not prepared.run.counts_classes)
-        if late or size != len(cohort) or prepared.index not in cohort:
+        manifest = prepared.run.manifest
+        drawn = key.kind.drawn(manifest.cohort)
+        cohort = sampling.sample_cohort(manifest.seed, key.round, len(manifest.members), drawn)
+        asked = key.round in key.kind.rounds(manifest.rounds) and (prepared.run.counts_classes or not key.kind.census)
+        if not asked or size != len(cohort) or prepared.index not in cohort:
             raise ProtocolError(
                 "E-RUN-33",
                 f"expected a {key.kind.value} task for silos {cohort} in round {key.round + 1} of {manifest.rounds}, "
                 f"found one for silo {prepared.index} in a cohort of {size}: the offer does not follow from the "
                 "manifest",
             )
-        context = RoundContext(
-            len(manifest.members), len(manifest.schema.classes), manifest.rounds, key.round, len(cohort)
-        )
-        units = manifest.masked_units(prepared.index)
-        return context.for_silo(prepared.index, manifest.seed, prepared.submits, units)
+        return _context_of(prepared, key.round, len(cohort))
+
+
+def _context_of(prepared: PreparedRun, round: int, cohort: int) -> RoundContext:
+    manifest, index = prepared.run.manifest, prepared.index
+    context = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, round, cohort)
+    return context.for_silo(index, manifest.seed, prepared.submits, manifest.masked_units(index))
 
 
 def _splits(prepared: PreparedRun) -> list[tuple[Split, Examples]]:
@@ -567,7 +563,7 @@ def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple
     """Name the splits of whose records a bundle, or the sum under masks that it is in, tells more than noise bounds."""
     parts = prepared.run.updates.parts(kind, bundle)
     measured = METRIC_PARTS & parts - prepared.runtime.withholds
-    held = ({TRAIN} if kind is not TaskKind.EVALUATE or PERSONAL in parts else set()) | ({TEST} if measured else set())
+    held = ({TRAIN} if not kind.ends_run or PERSONAL in parts else set()) | ({TEST} if measured else set())
     return tuple(sorted(held - prepared.run.profile.protected))
 
 

@@ -119,7 +119,7 @@ class InProcessSilo:
             )
         )
         outcome = run_silo_round(self.runtime, msg, self.state, data, context, kind)
-        if kind is TaskKind.TRAIN:
+        if kind.trains:
             self.states.stage(self.index, outcome.state)
         return outcome.bundle
 

@@ -44,12 +44,16 @@ CLASSES = len(SCHEMA.classes)
 CONTEXT = RoundContext(3, CLASSES, 0, 0, 3).for_silo(0, 0)
 
 
+def require_start(run: RunManifest) -> None:
+    run.kind.check_start(run)
+
+
 def measuring(trains: bool = False, **closing: object) -> Layout:
     method, network = build_method("fedavg", {}), build_model("digits_cnn", {}, SCHEMA, 0)
     asked = closing_layout(
         CLASSES, **{"by_hospital": True, "own": True, "metrics": CLINICAL, "masked": False} | closing
     )
-    return derive_layout(method, network, SCHEMA, metrics=CLINICAL, trains=trains, closing=asked)
+    return derive_layout(method, network, SCHEMA, metrics=CLINICAL, updates=trains, closing=asked)
 
 
 def update(layout: Layout, withholds: frozenset[str] = frozenset(), own: bool = True) -> Bundle:
@@ -187,9 +191,9 @@ def test_a_manifest_that_asks_for_nothing_new_has_the_digest_that_it_had() -> No
 
 def test_an_evaluation_needs_a_whole_model() -> None:
     with pytest.raises(ConfigError, match=r"E-CFG-02.*found none"):
-        evaluation().require_model()
-    evaluation(start=StartPoint("run-1", 3)).require_model()
-    manifest().require_model()
+        require_start(evaluation())
+    require_start(evaluation(start=StartPoint("run-1", 3)))
+    require_start(manifest())
 
 
 def test_an_evaluation_is_one_round_and_changes_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from fl_core.aggregation import options as aggregators
-from fl_core.methods import METHODS, TOOLS, build_method, build_written
+from fl_core.methods import METHODS, build_method, build_written, programs
 from fl_core.models import MODELS, model_options
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import TrainConfig
@@ -36,7 +36,7 @@ def plain(options: object) -> object:
 
 def test_every_entry_of_every_registry_has_its_frozen_defaults() -> None:
     registries = {
-        "method": {**METHODS, **TOOLS},
+        "method": programs(),
         "model": MODELS,
         "aggregator": aggregators.AGGREGATORS,
         "privacy": PROFILES,

@@ -12,7 +12,7 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from fl_core.rounds.manifest import RunManifest
 from fl_core.survey.answers import places
-from fl_core.survey.method import ANSWERS, Survey
+from fl_core.survey.program import SurveyProgram
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from privacy.policy import Policy
@@ -65,13 +65,13 @@ def ask(make, tmp_path):
         first(hospital)
         (tmp_path / "bundle").write_bytes(upload(hospital))
         hospital.stop()
-        return told(run, BundleFile(tmp_path / "bundle")[ANSWERS].total)
+        return told(run, BundleFile(tmp_path / "bundle")[SurveyProgram.name].total)
 
     return asked
 
 
 def told(run: RunManifest, total):
-    method, found = Survey(**run.method.options), {}
+    method, found = SurveyProgram(**run.method.options), {}
     for question, place in places(method.asked, len(CLASSES)):
         for cell, k in zip(question.cells(CLASSES), range(place.start, place.stop), strict=True):
             images = float(total["images"][k]) if "images" in total else None
@@ -221,7 +221,7 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
     hospital.sent()
     assert "the answers of a survey" in next(n.text for n in hospital.notices if n.event == "staged")
     (tmp_path / "bundle").write_bytes(upload(hospital))
-    left = told(run, BundleFile(tmp_path / "bundle")[ANSWERS].total)
+    left = told(run, BundleFile(tmp_path / "bundle")[SurveyProgram.name].total)
     for row in shown.rows:
         name = row.question.partition(":")[0]
         assert left[name, row.cell] == (row.images, row.patients, int(row.becomes != LEAVES))
@@ -244,7 +244,7 @@ def test_other_numbers_than_the_approved_ones_are_held_back(make, tmp_path):
     service.store.approvals.decide(run.name, approved=True)
     hospital.sent()
     (tmp_path / "bundle").write_bytes(upload(hospital))
-    assert set(told(run, BundleFile(tmp_path / "bundle")[ANSWERS].total).values()) == {(0.0, 0.0, 1)}
+    assert set(told(run, BundleFile(tmp_path / "bundle")[SurveyProgram.name].total).values()) == {(0.0, 0.0, 1)}
 
 
 @pytest.mark.fault("a lead", "repeats a survey that is answered with noise", "the same answer again, charged once")

@@ -13,7 +13,7 @@ from consilium.audit.epsilon_bounds import epsilon_bound
 from fl_core.datasets import TensorExamples
 from fl_core.errors import RefusedError
 from fl_core.models import build_model
-from fl_core.survey.method import Survey
+from fl_core.survey.program import SurveyProgram
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
@@ -106,7 +106,7 @@ def test_whoever_knows_all_others_finds_nothing_at_the_stated_epsilon():
 
 
 def planned(terms: RecordDpConfig) -> ReleasePlan:
-    method = Survey(questions=ASKED, release="noisy")
+    method = SurveyProgram(questions=ASKED, release="noisy")
     return ReleasePlan.of(terms, PLAIN, 1, 24, method, build_model("digits_cnn", {}, SCHEMA, 0), SCHEMA)
 
 

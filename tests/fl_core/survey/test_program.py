@@ -10,8 +10,8 @@ from consilium import simulate
 from coordinator.cli.main import build
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError, FederationError
-from fl_core.methods import METHODS, TOOLS, build_method
-from fl_core.survey.method import Survey
+from fl_core.methods import METHODS, build_method, programs
+from fl_core.survey.program import SurveyProgram
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
@@ -74,8 +74,7 @@ def test_what_would_change_numbers_on_their_way_is_refused(more):
 
 
 def test_a_survey_has_no_model_and_is_no_method_that_trains():
-    assert set(TOOLS) == {"survey"}
-    assert not set(TOOLS) & set(METHODS)
+    assert set(programs()) - set(METHODS) == {"survey"}
     result = simulate("survey", "digits", "hospitals6")
     with pytest.raises(FederationError):
         _ = result.model
@@ -87,7 +86,7 @@ def test_the_noisy_form_without_noise_tells_nothing():
     """A manifest that asks for it in a run without privacy would go round the floor."""
     given = Given(torch.rand(30, 1, 8, 8), torch.zeros(30, dtype=torch.long))
     data = PlainLocalData(RoundData(given, given, TrainConfig(), CONTEXT))
-    found = data.sum(Survey(release="noisy").query(4))
+    found = data.sum(SurveyProgram(release="noisy").query(4))
     assert not found["patients"].any()
     assert bool((found["held"] == 1).all())
 

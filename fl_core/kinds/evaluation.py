@@ -1,0 +1,41 @@
+"""An evaluation: the model that a run begins with is measured at the hospitals, in no round, and nobody trains."""
+
+from __future__ import annotations
+
+from fl_core.errors import ConfigError
+from fl_core.kinds.base import Manifest, RunKind
+
+
+class EvaluationRun(RunKind):
+    """A run of no rounds."""
+
+    name = "evaluation"
+    updates = False
+    measures = True
+    goes_on = "of the model of"
+
+    def recognises(self, method: str, rounds: int) -> bool:  # noqa: ARG002
+        return rounds == 0
+
+    def length(self, rounds: int) -> str:  # noqa: ARG002
+        return "an evaluation, nobody trains"
+
+    def check(self, manifest: Manifest) -> None:
+        if manifest.personal or manifest.privacy.name != "none":
+            raise ConfigError(
+                "E-CFG-08",
+                "expected personal=false and privacy=none in an evaluation without training (rounds=0), found "
+                f"personal={str(manifest.personal).lower()} and privacy={manifest.privacy.name}: a run with noise "
+                "measures its last model by itself",
+            )
+
+    def check_start(self, manifest: Manifest) -> None:
+        start = manifest.start
+        fresh = () if start is None or start.run or start.weights is None else start.weights.fresh
+        if start is None or fresh:
+            found = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected a whole model beside rounds=0, which measures one and trains nothing, found {found}: name a "
+                "run (coordinator evaluate RUN), or a file that has all of it (model.weights=FILE)",
+            )
