@@ -8,7 +8,6 @@ from consilium.report.card import Card
 from consilium.report.commands import OwnRecord, make_app
 from consilium.report.signed_card import SignedCard
 from fl_core.errors import ConfigError
-from fl_core.types.enums import TaskKind
 from silo.cli.options import home_of, open_store
 from silo.identity.identity import SiloIdentity
 from silo.storage.store import Store

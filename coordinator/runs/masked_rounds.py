@@ -207,7 +207,7 @@ class MaskedRounds:
 
     def base(self, kind: TaskKind) -> str:
         """Name what a round begins from, where that is no model: a census from everybody's keys."""
-        return self._keys.digest.hex() if kind is TaskKind.CENSUS else ""
+        return self._keys.digest.hex() if kind.census else ""
 
     def opened(self, now: OpenRound) -> None:
         """Take note of the round that is open."""

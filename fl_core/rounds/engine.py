@@ -241,7 +241,7 @@ class RoundLoop:
             try:
                 update = reply.result()
                 measured = sums.measure(update, name)
-                if kind is TaskKind.TRAIN and (mark := self.sums.fingerprint(self.method, update, context.round)):
+                if kind.trains and (mark := self.sums.fingerprint(self.method, update, context.round)):
                     added[name] = mark
                 if (own_result := shown_result(update)) is not None:
                     shown[name] = own_result

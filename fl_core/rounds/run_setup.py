@@ -17,7 +17,7 @@ from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.norm_guard import NormGuard, norms_layout
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
-from fl_core.errors import ConfigError, ProtocolError, StateError
+from fl_core.errors import ProtocolError, StateError
 from fl_core.extensions import registry
 from fl_core.methods import build_written
 from fl_core.models import SplitModel, build_model, pretrained

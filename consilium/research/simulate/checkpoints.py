@@ -269,7 +269,7 @@ class Checkpointer(Observer):
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         due = context.round % self.checkpoints.every == 0 or time.monotonic() - self._written >= SECONDS
-        if context.round > self.first and (due or kind is TaskKind.EVALUATE):
+        if context.round > self.first and (due or kind.ends_run):
             self.checkpoints.write(context.round, self.identity, self.progress)
             self._written = time.monotonic()
         self.progress.history.opened(context, kind, names)

@@ -37,7 +37,6 @@ from fl_core.models import MODELS, ModelOptions
 from fl_core.models.own import Make, maker, options_of
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Examples, State
 from privacy import profiles
@@ -194,7 +193,7 @@ class _Reporter(Observer):
     def closed(self, record: RoundRecord, server: State) -> None:
         del server
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
-        if record.kind is TaskKind.TRAIN:
+        if record.kind.trains:
             self._progress(Progress(record.round + 1, self._rounds, found.point))
 
 

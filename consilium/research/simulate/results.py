@@ -27,7 +27,6 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import intervals
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import ClinicalMetrics
-from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method
 from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, judgements
 from fl_core.types.values import State
@@ -271,7 +270,7 @@ def _of_round(result: Result, k: int) -> Iterator[Measured]:
         noise = result.noise.of(record.included)
         yield _estimated(k, "cohort_accuracy", "", uncertainty.accuracy(record.correct, record.examples, noise))
     personal = (result.measured or result.records)[k].personal
-    done = record.round + (record.kind is TaskKind.TRAIN)  # personal models are those after the round's training
+    done = record.round + (record.kind.trains)  # personal models are those after the round's training
     for name, value in uncertainty.shown_scores(personal, result.noise.scores).items():
         yield Measured(done, name, "", value, value, value)
 

@@ -8,7 +8,6 @@ from coordinator.lead import tables
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
-from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.survey import SURVEY
 from fl_core.types.values import State
@@ -35,7 +34,7 @@ class RoundPrinter(Observer):
         hidden = self._noise.scores
         scores = tables.personal_parts(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
         found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
-        trained = record.kind is TaskKind.TRAIN
+        trained = record.kind.trains
         if self._first and trained and record.round:
             ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
         self._first = False
