@@ -47,14 +47,14 @@ class Masking:
     """What becomes of an update that a mask will cover: checked here, since nobody can afterwards, and laid out flat.
 
     check: as the coordinator's of a plain run, `sizes` in the members' order   layouts: of each kind of round
-    signs: as `NormClipped.signs`   private: whether what leaves is noisy   rows: whether updates have rows of classes.
+    rows: whether updates have rows of classes   signs: as `NormClipped.signs`   private: whether what leaves is noisy.
     """
 
     check: UpdateCheck
     layouts: Mapping[TaskKind, FlatLayout]
+    rows: bool
     signs: bool = False
     private: bool = False
-    rows: bool = True
 
     def flat(self, update: Bundle, kind: TaskKind, context: RoundContext, msg: State) -> Bundle:
         """Return the two blocks of an update, on the grid. What its bounds cut off is counted in this silo's log alone.

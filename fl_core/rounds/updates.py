@@ -306,7 +306,7 @@ class MaskedUpdates:
         return {m.name: (float(m.units), 0.0) for m in self.manifest.members}
 
     def masking(self, check: UpdateCheck, signs: bool, private: bool) -> Masking | None:
-        return Masking(check, self.layouts, signs, private)
+        return Masking(check, self.layouts, bool(self.class_rows), signs, private)
 
     def sums(self, aggregator: Options, unmask: Unmask | None) -> PlainSums | MaskedSums:  # noqa: ARG002
         everybody = [member.name for member in self.manifest.members]
