@@ -20,7 +20,7 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
 from tests.support import until
-from tests.support.coordinator import World
+from tests.support.coordinator import World, copied
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import Memory, ScriptedSilo
 from tests.support.masked_silo import MaskedMemory, MaskedSilo, masked
@@ -116,7 +116,7 @@ def expected(method: str) -> str:
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Enrol once: keys take longer than runs."""
-    return World.create(tmp_path_factory.mktemp("crash") / "home", NAMES)
+    return copied(tmp_path_factory.mktemp("crash") / "home", NAMES)
 
 
 def start(world: World, memories: dict[str, Memory]) -> list[ScriptedSilo]:

@@ -81,11 +81,15 @@ def channel(port: int, own: Credentials | None) -> grpc.Channel:
 
 @dataclass
 class World:
-    """A consortium's home, who is enrolled, and the service while it runs."""
+    """A consortium's home, who is enrolled, and the service while it runs.
+
+    homes: of the hospitals, as they are after they have joined; to be copied.
+    """
 
     home: Path
     settings: Settings = FAST
     people: dict[str, Credentials] = field(default_factory=dict)
+    homes: dict[str, Path] = field(default_factory=dict)
     server: CoordinatorServer | None = None
     port: int = 0
     manifests: dict[str, RunManifest] = field(default_factory=dict)
@@ -157,17 +161,27 @@ _KEPT = TemporaryDirectory(prefix="consilium-tests-")
 
 @cache
 def _enrolled(names: tuple[str, ...]) -> World:
-    return World.create(Path(_KEPT.name) / str(len(names)) / "-".join(names), names)
+    folder = Path(_KEPT.name) / "-".join(map(str, (len(names), *names)))
+    world = World.create(folder / "coordinator", ())
+    for name in names:
+        world.homes[name] = enrolled(world, name, folder / name).path
+        world.people[name] = SiloIdentity(world.homes[name]).current_credentials()
+    return world
 
 
-@contextmanager
-def running(home: Path, names: Sequence[str], settings: Settings = FAST) -> Iterator[World]:
-    """A started service with enrolled silos, in a copy of a consortium: equal names have one authority and equal keys.
+def copied(home: Path, names: Sequence[str], settings: Settings = FAST) -> World:
+    """A consortium with enrolled silos: equal names have one authority and equal keys.
 
     Whoever needs two consortia makes the other with `World.create`.
     """
     made = _enrolled(tuple(names))
-    world = World(Path(shutil.copytree(made.home, home)), settings, dict(made.people))
+    return World(Path(shutil.copytree(made.home, home)), settings, dict(made.people), made.homes)
+
+
+@contextmanager
+def running(home: Path, names: Sequence[str], settings: Settings = FAST) -> Iterator[World]:
+    """A copy of a consortium whose service is started."""
+    world = copied(home, names, settings)
     world.start()
     try:
         yield world

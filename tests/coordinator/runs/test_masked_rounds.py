@@ -34,6 +34,7 @@ from service_core.audit_log.lines import REFUSED, Entry
 from service_core.audit_log.lines import Line as AuditLine
 from service_core.audit_log.log import LogFolder
 from service_core.audit_log.verification import read_lines
+from silo.service.secagg import TaskMasks
 from tests.support import until
 from tests.support.coordinator import HELLO, Clock, Line, World, events, fetch, heard, running, send
 from tests.support.federations import NAMES, Failing
@@ -507,17 +508,15 @@ def test_a_wrong_share_is_found_named_and_done_without(four: World) -> None:
 def test_masks_that_do_not_cancel_end_the_round_unmerged(world: World, what: str) -> None:
     """T-36: a vector that was changed after it was masked, and one that was masked for another model."""
 
-    def alter(key: TaskKey, update: Bundle) -> Bundle:
-        silo = people["east"]
+    def cover(key: TaskKey, masks: TaskMasks, update: Bundle) -> Bundle:
         if what == "the base" and key.kind is TaskKind.TRAIN:
-            silo._offer = pb.Offer(base_digest="0" * 64)
-        sent = silo._cover(key, update)
+            masks = replace(masks, round=replace(masks.round, base_digest=bytes(32)))
+        sent = masks.cover(update)
         if what == "a word":
             sent[MODEL].total[WORDS][0] += 1
         return sent
 
-    with silos(world, ("north", "south")) as people:
-        people["east"] = MaskedSilo(world, "east", alter=alter)
+    with silos(world, NAMES, east={"cover": cover}):
         run = world.submit(masked(rounds=1))
         for _ in range(2):
             ended = world.ended(run.id)
@@ -540,11 +539,8 @@ def test_masks_that_do_not_cancel_end_the_round_unmerged(world: World, what: str
 def test_an_upload_of_another_shape_is_refused_before_its_receipt(
     world: World, alter: Callable[[Bundle], Bundle]
 ) -> None:
-    def spoilt(key: TaskKey, update: Bundle) -> Bundle:
-        return alter(dict(people["east"]._cover(key, update)))
-
-    with silos(world, ("north", "south")) as people:
-        people["east"] = MaskedSilo(world, "east", alter=spoilt)
+    spoilt = {"cover": lambda key, masks, update: alter(dict(masks.cover(update)))}
+    with silos(world, NAMES, east=spoilt):
         run = world.ended(world.submit(masked(rounds=1)).id)
         assert run.state is RunState.PAUSED  # three are the fewest of a sum
         assert "E-WIRE-06" in refusals(world, run.id)["east"]
