@@ -108,16 +108,10 @@ def test_every_error_code_that_is_named_is_explained() -> None:
     assert {(page, code) for page, code in named if code not in EXPLANATIONS and page != "errors.md"} == set()
 
 
-def test_the_readme_takes_two_screens_and_leads_to_every_page() -> None:
+def test_the_readme_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 110
     reached = text + "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert [p.name for p in (ROOT / "docs").glob("*.md") if not re.search(rf"[(/]{p.name}\)", reached)] == []
-
-
-def test_a_benchmarks_readme_is_one_screen() -> None:
-    pages = (ROOT / "benchmarks").glob("*/README.md")
-    assert [page for page in pages if len(page.read_text().splitlines()) > 60] == []
 
 
 def test_the_index_of_decisions_has_each_of_them_once() -> None:
