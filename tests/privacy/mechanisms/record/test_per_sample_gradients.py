@@ -97,6 +97,31 @@ def norm_of(grads: Gradients) -> float:
     return float(torch.stack([g.square().sum() for g in grads]).sum().sqrt())
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_t_14_adding_or_removing_any_record_moves_the_sum_by_at_most_the_clip(mode: str) -> None:
+    model, (x, y) = made(), batch(12)
+    clip = 0.03
+    whole = fast(model, x, y, torch.arange(12), clip, mode)
+    moved = []
+    for i in range(12):
+        rest = [k for k in range(12) if k != i]
+        less = fast(model, x[rest], y[rest], torch.arange(11), clip, mode)
+        moved.append(norm_of([a - b for a, b in zip(whole, less, strict=True)]))
+    assert max(moved) <= clip
+    assert max(moved) > 0.99 * clip  # the bound is reached
+
+
+def test_t_14_adding_or_removing_any_group_moves_the_sum_by_at_most_the_clip() -> None:
+    model, (x, y) = made(), batch(9)
+    units, clip = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3]), 0.03
+    whole = fast(model, x, y, units, clip)
+    for u in range(4):
+        keep = units != u
+        renumbered = torch.unique(units[keep], return_inverse=True)[1]
+        less = fast(model, x[keep], y[keep], renumbered, clip)
+        assert norm_of([a - b for a, b in zip(whole, less, strict=True)]) <= clip
+
+
 def test_a_microbatch_is_shortened_to_its_clip() -> None:
     model, (x, y) = made(), batch(6)
     loss = ce(model, x, y).sum()
