@@ -179,29 +179,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
-
-
-def lines(kind: str, file: str, manifest: RunManifest) -> list[str]:
-    """Return the lines of a model card that load a file and classify with it."""
-    shape = ", ".join(map(str, manifest.schema.shape))
-    classes = json.dumps(list(manifest.schema.classes))
-    answer = f"print([{classes}[k] for k in logits.argmax(1)])"
-    if manifest.schema.multi_label:
-        answer = f"print([[name for name, there in zip({classes}, row > 0) if there] for row in logits])"
-    if kind == TORCH:
-        body = [
-            "import torch",
-            f'model = torch.export.load("{file}").module()',
-            f"images = torch.rand(2, {shape})  # yours: float32 in [0, 1], RGB",
-            "logits = model(images)",
-            answer,
-        ]
-    else:
-        body = [
-            "import numpy, onnxruntime",
-            f'session = onnxruntime.InferenceSession("{file}")',
-            f"images = numpy.random.rand(2, {shape}).astype(numpy.float32)  # yours: in [0, 1], RGB",
-            '(logits,) = session.run(["logits"], {"images": images})',
-            answer,
-        ]
-    return ["", f"## {file}", "", "```python", *body, "```", ""]

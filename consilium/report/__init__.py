@@ -1,9 +1,9 @@
-"""The card of a model as one signed document, and what is written from it. Only export needs torch.
+"""The card of a model: facts, a signature, and templates that write documents from them. Only export needs torch.
 
-card.py        what a card says: the schema of the document
+card.py        the facts: the schema of the document that is signed
+facts.py       collects them from a run's record; export.py: writes the run's model with its card
 signed_card.py signature and checks: who signed, under which authority, whether the files beside it are those it names
-sentences.py   what follows from a card, a sentence each with the fields that it rests on
-documents.py   the page, and skeletons of an impact assessment (GDPR) and of technical documentation (AI Act)
+templates      the sentences: the card as Markdown and as a page, an impact assessment (GDPR), technical documentation
+               (AI Act); documents.py fills them in
 commands.py    `card verify` and `card write` of both command lines; hospital.py: those of the hospital's
-board_card.py  makes a card of a run; export.py: writes its model with the card
 """

@@ -1,7 +1,7 @@
-"""What a card says of a model: plain values, so that its JSON is the document and everything else is made from it.
+"""The facts of a model's card: plain values, whose JSON is the signed document. `templates` has the sentences.
 
-Nothing in it identifies a record. What a hospital did not tell the coordinator is not in it: None, 0 or empty stand for
-"not known", and the documents say so.
+Nothing in it identifies a record. None, 0 and empty stand for "not known". A field that was added after 0.1.0 has a
+default, so that older cards can be read.
 """
 
 from __future__ import annotations
@@ -12,11 +12,25 @@ from dataclasses import asdict, dataclass
 
 from fl_core.converter import ConversionError, Option, structure
 from fl_core.errors import ConfigError
+from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin, TwoByTwo
 from fl_core.types.survey import Answer
 
 FORMAT = "consilium.card.v1"
 MAX_TEXT_CHARS = 2_000
 """Of what the lead states."""
+FALSE_ALARMS = 0.01
+"""Of an attacker who accuses records of having been in training: how many of those that were not."""
+
+
+def most_found(epsilon: float, delta: float, false_alarms: float = FALSE_ALARMS) -> float:
+    """Return the largest share of members that any test finds which wrongly accuses so many of the others.
+
+    It is min(e^eps a + delta, 1 - e^-eps (1 - delta - a)) (Wasserman and Zhou, JASA 105, 2010; Kairouz, Oh and
+    Viswanath, ICML 2015), which holds whatever else the attacker knows.
+    """
+    grown = math.exp(min(epsilon, 700.0))
+    share = min(grown * false_alarms + delta, 1 - (1 - delta - false_alarms) / grown)
+    return min(1.0, max(share, false_alarms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,10 @@ class ClassFacts:
     trained_at: int | None = None
     taught: bool = True
 
+    @property
+    def auc(self) -> Range | None:
+        return None if self.auc_low is None or self.auc_high is None else Range(self.auc_low, self.auc_high)
+
 
 @dataclass(frozen=True, slots=True)
 class Hospital:
@@ -75,7 +93,7 @@ class Hospital:
 
     rounds: training rounds whose model has its update   missed: the others, with what the coordinator noted
     size: training examples or groups that it declares, rounded up, 0: not declared   policy: SHA-256 of its policy file
-    fingerprint: of its key.
+    fingerprint: of its key   labels: digest of its label dictionary   coarse: whether that has coarse labels.
     """
 
     name: str
@@ -86,6 +104,8 @@ class Hospital:
     policy: str = ""
     fingerprint: str = ""
     software: str = ""
+    labels: str = ""
+    coarse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +131,13 @@ class Privacy:
     placement: str = ""
     options: Mapping[str, Option] | None = None
 
+    @property
+    def attack(self) -> str:
+        """Return the largest share of members that an attacker finds, in percent, never rounded down."""
+        assert self.epsilon is not None
+        assert self.delta is not None
+        return f"{math.ceil(most_found(self.epsilon, self.delta) * 10_000 - 1e-9) / 100:g} %"
+
 
 @dataclass(frozen=True, slots=True)
 class Masks:
@@ -125,7 +152,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What became of updates. aggregator: the rule by which they became one."""
+    """What became of updates. aggregator: the rule that combined them   clipped: values outside of the grid's range."""
 
     aggregator: str
     refused: int
@@ -134,6 +161,7 @@ class Updates:
     unbounded_rounds: int
     bytes_up: int
     bytes_down: int
+    clipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +170,9 @@ class Results:
 
     best: over rounds, a selection on test data   level_of_chance: of balanced accuracy   of_exported_model: else they
     are of the model one round before it, which the run had not evaluated   classes_tested: with a test example
-    why_no_more: why there is no specificity, AUC or calibration; empty where there is.
+    why_no_more: why there is no specificity, AUC or calibration; empty where there is   labels: of several at once, by
+    label (tn, fp, fn, tp)   reliability: by bin of confidence (test examples, right ones, sum of confidences)
+    temperature: what logits would have to be divided by for calibrated probabilities, where the error is large.
     """
 
     accuracy: Share
@@ -157,24 +187,39 @@ class Results:
     macro_auc_high: float | None = None
     confusion: tuple[tuple[int, ...], ...] = ()
     why_no_more: str = ""
+    labels: tuple[tuple[int, int, int, int], ...] = ()
+    reliability: tuple[tuple[float, float, float], ...] = ()
+    temperature: float | None = None
+
+    @property
+    def sureness(self) -> tuple[float, float] | None:
+        """Return the share of right answers and the mean confidence; None where neither was measured."""
+        n, right, sure = (math.fsum(row[k] for row in self.reliability) for k in range(3))
+        return (right / n, sure / n) if n else None
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """A hospital that has withdrawn. depends: whether this model still has its data in it."""
+    """A hospital that has withdrawn. depends: whether this model still has its data in it.
+
+    statement, signature: what the coordinator signed of it (base64).
+    """
 
     hospital: str
     run: str
     at: str
     outcome: str
     depends: bool
+    statement: str = ""
+    signature: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """The network, and where it came from. input: C, H, W or columns   parameters: numbers in the exported file.
 
-    several_labels: whether its classes are labels of which a record may have several.
+    several_labels: whether its classes are labels of which a record may have several   temperature: what `consilium
+    predict` divides logits by, where the file names one.
     """
 
     name: str
@@ -185,6 +230,7 @@ class Model:
     start: str = ""
     frozen_body: str = ""
     several_labels: bool = False
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +320,16 @@ class Card:
     def facts(self) -> dict[str, object]:
         return asdict(self)
 
+    @property
+    def metrics(self) -> ClinicalMetrics | None:
+        """Return the counts behind specificity, AUC and calibration; None where there are none."""
+        r = self.results
+        if not (r.confusion or r.labels):
+            return None
+        bins = tuple(ReliabilityBin(round(n), round(right), sure) for n, right, sure in r.reliability)
+        labels = tuple(TwoByTwo(*counts) for counts in r.labels)
+        return ClinicalMetrics(r.confusion, tuple(c.auc for c in self.classes), bins, labels)
+
     @classmethod
     def of(cls, raw: object) -> Card:
         """Read a card of unknown origin; raises ConfigError (E-ID-34) on one of another format or with other fields."""
@@ -296,7 +352,8 @@ class Card:
         parts = (*(c.specificity for c in self.classes), r.macro_auc_low, r.macro_auc_high, r.calibration_error)
         ranges = (*((c.auc_low, c.auc_high) for c in self.classes), (r.macro_auc_low, r.macro_auc_high))
         of_classes = (v for c in self.classes for v in (c.test_examples, c.trained_at))
-        counts = [r.test_examples, *of_classes, *(k for row in r.confusion for k in row)]
+        tables = (*r.confusion, *r.labels)
+        counts = [r.test_examples, *of_classes, *(k for row in tables for k in row)]
         wrong = {
             "a share from 0 to 1 within its interval": not all(s.possible for s in shares),
             "a number from 0 to 1": not all(v is None or 0 <= v <= 1 for v in (*parts, r.level_of_chance)),
@@ -306,12 +363,19 @@ class Card:
             "counts of 0 or more": not all(k is None or k >= 0 for k in (*counts, *(h.rounds for h in self.hospitals))),
             "a confusion matrix over its classes": r.confusion != ()
             and (len(r.confusion) != n or any(len(row) != n for row in r.confusion)),
+            "counts of each of its labels": r.labels != () and len(r.labels) != n,
+            "bins of confidence": not all(
+                0 <= right <= of < math.inf and 0 <= sure <= of * (1 + 1e-6) for of, right, sure in r.reliability
+            ),
+            "a temperature above 0": not all(
+                t is None or 0 < t < math.inf for t in (r.temperature, self.model.temperature)
+            ),
             "answers of its hospitals": self.survey is not None and not self.survey.possible,
             "an epsilon and a delta of a promise": (p.epsilon is None) != (p.delta is None)
             or (p.epsilon is not None and p.delta is not None and not (p.epsilon > 0 and 0 < p.delta < 1)),
         }
-        for expected, found in wrong.items():
-            if found:
+        for expected, broken in wrong.items():
+            if broken:
                 raise ConfigError("E-ID-34", f"expected {expected}, found something else: rely on nothing in this card")
 
 
@@ -320,11 +384,11 @@ def stated(text: str, what: str) -> str:
 
     what: the option, for the message.
     """
-    found = text.strip()
-    if len(found) > MAX_TEXT_CHARS or not found.isprintable():
+    line = text.strip()
+    if len(line) > MAX_TEXT_CHARS or not line.isprintable():
         raise ConfigError(
             "E-CFG-02",
-            f"expected {what} of at most {MAX_TEXT_CHARS} visible characters on one line, found {len(found)}: shorten "
+            f"expected {what} of at most {MAX_TEXT_CHARS} visible characters on one line, found {len(line)}: shorten "
             "it, and put no line breaks in",
         )
-    return found
+    return line

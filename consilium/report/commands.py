@@ -95,9 +95,10 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
         authority: Authority = None,
         home: Home = None,
     ) -> Reply:
-        """Check a card, then write its page and skeletons of an impact assessment and of technical documentation.
+        """Check a card, then write its page, an impact assessment and technical documentation.
 
-        The skeletons (GDPR, Article 35; AI Act, Annex IV) have what the card knows, and name whom to ask for the rest.
+        Both (GDPR, Article 35; AI Act, Annex IV) are filled in as far as the card can answer, and say whom to ask for
+        the rest.
         """
         signed = SignedCard.read(file)
         card, _ = signed.verify(_digits(authority) if authority else pinned(home))
@@ -108,16 +109,13 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
 
 
 def write_documents(signed: SignedCard, card: Card, out: Path) -> list[Path]:
-    """Write the page and the skeletons of a card that was verified; return their paths."""
-    from consilium.report.documents import SKELETONS, page
+    """Write the page and the templates of a card that was verified; return their paths."""
+    from consilium.report.documents import SKELETONS, page, skeleton
 
-    made = {"card.html": page(signed, card)}
-    made |= {skeleton.file: skeleton.render(card, signed.digest) for skeleton in SKELETONS}
-    paths = []
+    made = {"card.html": page(signed, card)} | {name: skeleton(name, card, signed.digest) for name in SKELETONS}
     for ending, text in made.items():
-        paths.append(out / f"{card.run.id}.{ending}")
-        write_public(paths[-1], text.encode())
-    return paths
+        write_public(out / f"{card.run.id}.{ending}", text.encode())
+    return [out / f"{card.run.id}.{ending}" for ending in made]
 
 
 def _page_check(file: Path, signed: SignedCard, card: Card) -> str:

@@ -18,7 +18,7 @@ from consilium.pages.command import Bind as PageAddress
 from consilium.pages.command import Browser, serve_until_told
 from coordinator.cli.options import AnyPlace, Place, home_of
 from coordinator.cli.runs import Client
-from coordinator.lead.client import ADDRESS_FILE, LEAD_ENV, LeadClient, credentials_of
+from coordinator.lead.client import ADDRESS_FILE, LeadClient, credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
@@ -266,7 +266,7 @@ def page(bind: PageAddress = None, browser: Browser = True, as_json: Json = Fals
 
     own, consortium = own_certificates(credentials_of(home))
     connect = partial(LeadClient.open, home, own.lead)
-    watch, exporter = ServiceWatch(connect), Exporter(["--home", str(home)], {LEAD_ENV: own.lead})
+    watch, exporter = ServiceWatch(connect), Exporter(home, connect)
     site = LeadPage(watch, connect, exporter, own, consortium).site()
     watch.start()
     try:

@@ -327,14 +327,14 @@ def export(
     *,
     home: Place,
 ) -> Reply:
-    """Write a run's newest model as safetensors, with a model card; with --format also for other programs.
+    """Write a run's newest model as safetensors, with its card; with --format also for other programs.
 
-    RUN.card.json is the card as one document, signed with your certificate, and RUN.card.html its page: whoever has the
-    authority's fingerprint can check both (card verify) and write documents from them (card write).
+    RUN.md and RUN.card.html are the card for people, and RUN.card.json is the card as you signed it: whoever has the
+    authority's fingerprint can check it (card verify) and write documents from it (card write).
     """
     from consilium.model import portable
-    from consilium.report import board_card
     from consilium.report.export import check_detail, export_model, frozen_weights, state_limit
+    from consilium.report.facts import Statement, survey_of
     from coordinator.lead.surveys import fetched
     from fl_core.extensions import loading
 
@@ -352,17 +352,17 @@ def export(
         state, manifest, body, answered = Path(scratch) / "state", check_detail(detail), None, None
         if survey is not None:
             asked = client.show(survey)
-            answered = board_card.survey_of(manifest, check_detail(asked), asked, fetched(client, asked))
+            answered = survey_of(manifest, check_detail(asked), asked, fetched(client, asked))
         client.fetch(detail.info.model_object, state, state_limit(manifest))
         if (weights := frozen_weights(manifest)) is not None:
             body = Path(scratch) / "weights"
             client.fetch(weights.object, body, weights.size)
-        tensors, card, others = export_model(detail, state, out, more, terms, body, purpose, temperature)
-        given, own = [tensors, card, *others], credentials_of(home)
-        signed, page = board_card.write(detail, manifest, client.silos().silos, own, given, purpose, terms, answered)
-    files = {"model": str(tensors), "card": str(card), "others": [str(file) for file in others]}
-    files |= {"signed_card": str(signed), "card_page": str(page)}
-    shown = f"wrote {', '.join(map(str, (tensors, *others)))} and {card}; signed card {signed}, its page {page}"
+        said, lead = Statement(purpose, terms, answered), credentials_of(home)
+        made = export_model(detail, state, out, lead, said, client.silos().silos, more, body, temperature)
+    files = {"model": str(made.model), "card": str(made.card), "others": [str(file) for file in made.others]}
+    files |= {"signed_card": str(made.signed_card), "card_page": str(made.card_page)}
+    shown = f"wrote {', '.join(map(str, (made.model, *made.others)))} and {made.card}; signed card {made.signed_card}, "
+    shown += f"its page {made.card_page}"
     return Reply({**files, "model_digest": detail.info.model_digest}, [shown])
 
 

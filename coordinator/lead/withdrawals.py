@@ -1,4 +1,4 @@
-"""What a lead is told of withdrawals: for people, as JSON, and on a model's card."""
+"""What a lead reads of withdrawals, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 from collections.abc import Iterable, Mapping
 
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import local_time
 
 COPIES = "What was exported or copied is outside of the coordinator's hands: ask those who have it."
 
@@ -57,21 +56,3 @@ def outcome(found: pb.Withdrawal) -> str:
     halted = found.by_state in ("paused", "failed")
     again = f"; resume it, or abort it and say coordinator withdraw {found.silo} again" if halted else ""
     return f"being taken out by {found.by} ({found.by_state}): this model has them until that has finished{again}"
-
-
-def card_lines(withdrawals: Iterable[pb.Withdrawal], run_id: str) -> list[str]:
-    """Write the section of a model's card; empty where nobody has withdrawn."""
-    lines: list[str] = []
-    for found in withdrawals:
-        lines += [
-            f"**{found.silo}** withdrew from {found.run_id} at {local_time(found.at_unix)}: {outcome(found)}.",
-            "",
-            "Signed by the coordinator:",
-            "",
-            f"    {found.statement}",
-            f"    {base64.b64encode(found.signature).decode()}",
-            "",
-        ]
-        if found.run_id == run_id or found.reason:
-            lines += ["**This model still depends on that hospital's data.**", ""]
-    return ["## Who has withdrawn", "", *lines, COPIES, ""] if lines else []

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from consilium.report.export import model_card
 from coordinator.lead import tables
 from coordinator.lead.watcher import Watcher
 from fl_core.errors import RefusedError
@@ -20,6 +19,7 @@ from service_core import console
 from service_core.console import ERR, Facts, PrintableFormatter, Rows, error_text, print_json, printable, show
 from silo.cli.foreground import Printer
 from silo.events import error_event, event
+from tests.support.cards import markdown_of
 from tests.support.federations import manifest
 
 # C0, DEL, C1, line separators, directions of writing, a byte order mark.
@@ -86,7 +86,9 @@ SINKS: dict[str, Callable[[str], object]] = {
     "an error": lambda t: print(error_text(RefusedError("E-ID-12", t))),
     "the log": log,
     "json": lambda t: print_json({"text": t, t: [t]}),
-    "a model card": lambda t: print(model_card(info(t), manifest("fedavg", rounds=1), [pb.RoundInfo(included=[t])])),
+    "a model card": lambda t: print(
+        markdown_of(pb.RunDetail(info=info(t), manifest_json=manifest().to_json(), rounds=[pb.RoundInfo(included=[t])]))
+    ),
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from consilium.report import documents
 from consilium.report.card import (
     Card,
     ClassFacts,
@@ -18,11 +19,16 @@ from consilium.report.card import (
     Share,
     Updates,
 )
+from consilium.report.export import NOTHING_SAID
+from consilium.report.facts import Statement, card_of
 from consilium.report.signed_card import SignedCard
 from coordinator.pki.authority import Authority
+from fl_core.rounds.manifest import RunManifest
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.pki.identity import Identity, Kind
 from service_core.storage.private_files import Credentials
 
-LUCKY = Share(0.75, 0.5, 0.9, of="the luck of the test examples")
+LUCKY = Share(0.75, 0.5, 0.9, of="sampling of test images")
 PRIVATE = Privacy(
     "dp_record", "each record", 1.0, 1e-5, planned=0.8, test_data="private", noise_from="secure", placement="there"
 )
@@ -58,6 +64,12 @@ def card(**other: object) -> Card:
         files={},
     )
     return replace(made, **other)
+
+
+def markdown_of(detail: pb.RunDetail, said: Statement = NOTHING_SAID) -> str:
+    """Write the card of a run for people."""
+    manifest = RunManifest.from_json(detail.manifest_json)
+    return documents.markdown(card_of(detail, manifest, (), Identity(Kind.LEAD, "skin", "lead"), said, 99))
 
 
 def signed(own: Credentials, **other: object) -> SignedCard:

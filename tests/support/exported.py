@@ -15,6 +15,7 @@ from consilium.research.simulate.results import Result
 from coordinator.config.hydra_config import compose_simulation
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
+from tests.support.cards import lead
 
 TAUGHT = tuple("012345678")
 UNKNOWN = "9"
@@ -76,4 +77,4 @@ def _export(result: Result, folder: Path, coverage: pb.ClassCoverage | None) -> 
         coverage=coverage,
     )
     detail = pb.RunDetail(info=info, manifest_json=result.manifest.to_json())
-    return export_model(detail, folder / "state", folder / "models")[0]
+    return export_model(detail, folder / "state", folder / "models", lead(folder / "consortium")).model

@@ -17,6 +17,7 @@ from consilium.pages.web.serve import PageServer
 from consilium.report import documents
 from consilium.report.card import ClassFacts, Hospital
 from consilium.research.demo.report import Holdings, ResultTable, write_page
+from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.types.survey import Answer, Cell
@@ -89,7 +90,7 @@ def gallery(browser: Any, folder: Path) -> Iterator[Callable[[str], Any]]:
             stack.callback(visit.context.close)
             return visit.page
 
-        served, _ = stack.enter_context(shown(every_kind(), folder / "lead", exporter=Surveyed([])))
+        served, _ = stack.enter_context(shown(every_kind(), folder / "lead", exporter=Surveyed(folder, LeadClient)))
         hospital = HospitalPage(furnished(folder / "hospital"))
         stack.enter_context(closing(hospital))
         predict = _predict(folder / "predict")

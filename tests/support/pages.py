@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -230,13 +230,13 @@ def shown(
     connect: Callable[[], LeadClient | MadeUpService],
     folder: Path,
     own: OwnCertificates | None = None,
-    arguments: Sequence[str] = (),
+    home: Path = Path(),
     exporter: Exporter | None = None,
 ) -> Iterator[tuple[PageServer, ServiceWatch]]:
     """Serve the page of a lead. connect: makes the client that it asks."""
     folder.mkdir(mode=0o700, exist_ok=True)
     watch = ServiceWatch(connect)  # type: ignore[arg-type]
-    exporter = exporter or Exporter(arguments)
+    exporter = exporter or Exporter(home, connect)  # type: ignore[arg-type]
     own = own or OwnCertificates("anna", 2e9, 3e9)
     page = LeadPage(watch, connect, exporter, own, "skin-study")  # type: ignore[arg-type]
     watch.start()
@@ -253,7 +253,7 @@ def shown_for(home: Path, folder: Path) -> Iterator[PageServer]:
     """Serve the page of the lead of a real service's home."""
     own, _ = own_certificates(credentials_of(home))
     connect = partial(LeadClient.open, home, own.lead)
-    with shown(connect, folder, own, ["--home", str(home)]) as (server, _):
+    with shown(connect, folder, own, home) as (server, _):
         yield server
 
 

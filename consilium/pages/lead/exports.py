@@ -1,18 +1,17 @@
-"""What commands make for the lead's page: models and cards, answers to surveys; and a run's rounds as CSV."""
+"""Downloads of the lead's page: models and cards, and a run's rounds as CSV; the answers to surveys."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-import os
 import re
-import subprocess
-import sys
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +19,8 @@ from tempfile import TemporaryDirectory
 from consilium.pages.web.site import Download
 from consilium.research.curves import curves_of_sums
 from coordinator.lead import tables
+from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers
-from fl_core.converter import parse_json, structure
 from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import printable
@@ -30,7 +29,6 @@ RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 Clock = Callable[[], float]
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _KEPT = 3
-_SECONDS = 600
 _AGAIN_S = 30.0
 """Answers that could not be read are tried again after these: a coordinator that was away comes back."""
 _PATIENCE_S = 3.0
@@ -39,34 +37,31 @@ _PATIENCE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A file that `coordinator export` writes. words: what it is asked for with."""
+    """A file that `coordinator export` writes. form: its --format, where it is not written anyway."""
 
     ending: str
     media_type: str = "application/octet-stream"
-    words: tuple[str, ...] = ()
+    form: str = ""
 
 
 _KINDS = {
     "model.safetensors": _Kind("safetensors"),
     "card.md": _Kind("md", "text/markdown"),
-    "model.onnx": _Kind("onnx", words=("--format", "onnx")),
+    "model.onnx": _Kind("onnx", form="onnx"),
 }
 
 
 class Exporter:
-    """Exports models and reads surveys in processes of their own, so that the page's loads no torch. Keeps the newest.
+    """Exports models and reads surveys as commands do, and keeps the newest. torch is loaded with the first of either.
 
-    arguments, variables: of every command, such as the home and the lead.
+    home: of the coordinator, with the lead's certificate   connect: makes a client of the lead's.
     """
 
-    def __init__(
-        self, arguments: Sequence[str], variables: Mapping[str, str] | None = None, clock: Clock = time.monotonic
-    ) -> None:
-        self._arguments = list(arguments)
-        self._variables = {**os.environ, **(variables or {})}
+    def __init__(self, home: Path, connect: Callable[[], LeadClient], clock: Clock = time.monotonic) -> None:
+        self._home, self._connect = home, connect
         self._folder = TemporaryDirectory(prefix="consilium-page-")
         self._lock = threading.Lock()
-        self._made: dict[tuple[str, str, tuple[str, ...]], Path] = {}
+        self._made: dict[tuple[str, str, str], Path] = {}
         self._reader, self._surveys = ThreadPoolExecutor(1), threading.Lock()
         self._reading: dict[tuple[str, str], Future[SurveyAnswers]] = {}
         self._clock, self._failed = clock, dict[tuple[str, str], float]()
@@ -101,48 +96,26 @@ class Exporter:
         self.surveys_read += 1
 
     def _read(self, info: pb.RunInfo) -> SurveyAnswers:
-        _require_model(info)
-        said = self._command("survey", ["--of", info.run_id, "--json"], "the answers")
-        raw = dict(parse_json(said))  # type: ignore[call-overload]
-        fields = {name: value for name, value in raw.items() if name not in ("run", "manifest_digest")}
-        return structure(SurveyAnswers, fields, "a survey")
+        from coordinator.lead.surveys import fetched
 
-    def export(self, info: pb.RunInfo, words: tuple[str, ...] = ()) -> Path:
-        """Return the folder with a run's model and card; raises StateError (E-RUN-11) with what the command said.
-
-        words: further ones of the command, of ours alone.
-        """
         _require_model(info)
-        key = (info.run_id, info.model_digest, words)
+        with closing(self._connect()) as client:
+            return fetched(client, client.show(info.run_id))
+
+    def export(self, info: pb.RunInfo, form: str = "") -> Path:
+        """Return the folder with a run's model and card; raises as `coordinator export`. form: another one to write."""
+        from coordinator.cli.runs import export
+
+        _require_model(info)
+        key = (info.run_id, info.model_digest, form)
         with self._lock:
             if key not in self._made:
-                self._made[key] = self._run(*key)
+                out = Path(self._folder.name) / "-".join(key)
+                export(info.run_id, out, [form] if form else None, home=self._home)
+                self._made[key] = out
             for old in list(self._made)[:-_KEPT]:
-                for file in self._made.pop(old).iterdir():
-                    file.unlink()
+                shutil.rmtree(self._made.pop(old))
             return self._made[key]
-
-    def _run(self, run_id: str, model_digest: str, words: tuple[str, ...]) -> Path:
-        out = Path(self._folder.name) / "-".join((run_id, model_digest, *words))
-        self._command("export", [run_id, "--out", str(out), *words], "the model")
-        return out
-
-    def _command(self, name: str, words: Sequence[str], what: str) -> str:
-        """Return what a command of the lead's prints. words: of a list, with an id that begins with letter or digit."""
-        command = [sys.executable, "-m", "coordinator.cli.main", name, *words, *self._arguments]
-        try:
-            done = subprocess.run(  # noqa: S603
-                command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=self._variables
-            )
-        except subprocess.TimeoutExpired:
-            raise StateError(
-                "E-RUN-11", f"expected {what} within {_SECONDS} s, found none: try coordinator {name} by hand"
-            ) from None
-        if done.returncode:
-            raise StateError(
-                "E-RUN-11", f"expected {what}, found that coordinator {name} failed: {done.stderr[-1000:]}"
-            )
-        return done.stdout
 
 
 def _require_model(info: pb.RunInfo) -> None:
@@ -181,7 +154,7 @@ def download(id: str, exporter: Exporter, run: pb.RunInfo | None, detail: pb.Run
         return None
     kind = _KINDS[what]
     name = f"{run.run_id}.{kind.ending}"
-    return Download(name, kind.media_type, exporter.export(run, kind.words) / name)
+    return Download(name, kind.media_type, exporter.export(run, kind.form) / name)
 
 
 # ---- rows for a spreadsheet ------------------------------------------------------------------------------------------

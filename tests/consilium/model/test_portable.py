@@ -16,6 +16,7 @@ import torch
 
 from consilium.model import portable
 from consilium.report.export import export_model
+from consilium.report.facts import Statement
 from consilium.research.engines.in_process import RoundHistory, simulate
 from coordinator.cli.runs import export
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
@@ -28,6 +29,7 @@ from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
+from tests.support.cards import lead
 from tests.support.federations import manifest, shares
 
 
@@ -88,7 +90,8 @@ def test_files_classify_as_the_evaluated_model_does_by_the_lines_of_the_card(tmp
         model_object="a" * 64,
     )
     detail = pb.RunDetail(info=info, manifest_json=run.to_json())
-    _, card, files = export_model(detail, tmp_path / "state", tmp_path, ["onnx", "torch"], "CC BY 4.0")
+    own, said = lead(tmp_path / "lead"), Statement(licence="CC BY 4.0")
+    _, card, files, *_ = export_model(detail, tmp_path / "state", tmp_path, own, said, formats=["onnx", "torch"])
     assert [f.name for f in files] == ["r1.onnx", "r1.pt2"]
     network = portable.classifier(CompiledRun(run), state)
     session = onnxruntime.InferenceSession(str(files[0]))

@@ -175,9 +175,9 @@ def test_a_card_repeats_what_hospitals_answered_and_what_one_held_back_is_not_ze
     assert {cell.held for cell in answer.cells} == {1}
     assert sum(cell.patients or 0 for cell in answer.cells) > 100
     page = file.with_suffix(".html").read_text()
-    assert "2 of them belong to this run" in page
-    assert "(1 hospital told nothing)" in page
-    assert "the coordinator does not know" not in page
+    assert "2 of them took part in this run" in page
+    assert "(withheld by 1 hospital)" in page
+    assert "The coordinator does not know" not in page
 
 
 def test_the_coordinator_says_whether_the_lead_is_in_force(

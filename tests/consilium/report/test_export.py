@@ -7,41 +7,43 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
+from tempfile import mkdtemp
 
 import grpc
 import pytest
 import torch
-from markdown_it import MarkdownIt
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from consilium.model import model_file
-from consilium.report import export
-from consilium.report.board_card import training_text
-from consilium.report.export import check_detail, export_model, model_card
+from consilium.report import documents
+from consilium.report.export import check_detail, export_model
+from consilium.report.facts import training_text
 from consilium.research.engines.in_process import RoundHistory, simulate
 from coordinator.lead.accuracy import clinical_message
 from coordinator.lead.client import LeadClient
-from coordinator.lead.tables import software_text
 from coordinator.pki.authority import Authority
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.methods import build_method
 from fl_core.models import build_model
-from fl_core.rounds.manifest import NamedOptions
+from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.clinical import clinical_counts, clinical_metrics
 from fl_core.types import tensor_maps
 from fl_core.types.clinical import ClinicalMetrics
-from fl_core.types.records import Schema
 from fl_core.types.values import Part, State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.codec import write_state
 from service_core.pki.identity import Address
+from service_core.storage.private_files import Credentials
+from tests.support.cards import lead, markdown_of
 from tests.support.coordinator import running
 from tests.support.federations import SCHEMA, manifest, same, shares
+from tests.support.privacy import private
 
+FILES = ["r1.card.html", "r1.card.json", "r1.md", "r1.safetensors"]
 METHODS = {
     "fedavg": ("fedavg", {}),
     "fedgela": ("fedgela", {"logit_scale": 12.0}),
@@ -65,7 +67,7 @@ def exported(tmp_path: Path, name: str, options: dict[str, object]) -> tuple[Sta
         model_object="a" * 64,
     )
     detail = pb.RunDetail(info=info, manifest_json=run.to_json())
-    return final, export_model(detail, stored, tmp_path)[0]
+    return final, export_model(detail, stored, tmp_path, lead(Path(mkdtemp(dir=tmp_path.parent)) / "lead")).model
 
 
 @pytest.mark.parametrize("case", METHODS)
@@ -99,7 +101,7 @@ def test_another_state_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     info = pb.RunInfo(run_id="r1", model_digest="0" * 64, manifest_digest=run.digest(), model_object="a" * 64)
     detail = pb.RunDetail(info=info, manifest_json=run.to_json())
     with pytest.raises(StateError) as caught:
-        export_model(detail, stored, tmp_path)
+        export_model(detail, stored, tmp_path, lead(tmp_path / "lead"))
     assert caught.value.code == "E-STATE-22"
 
 
@@ -125,7 +127,7 @@ def test_a_service_that_lies_writes_nothing(tmp_path: Path, lie: dict[str, str])
     sound = {"run_id": "r1", "manifest_digest": run.digest(), "model_object": "a" * 64}
     detail = pb.RunDetail(info=pb.RunInfo(**sound | lie), manifest_json=run.to_json())
     with pytest.raises(ProtocolError) as caught:
-        export_model(detail, tmp_path / "state", tmp_path / "out")
+        export_model(detail, tmp_path / "state", tmp_path / "out", Credentials(b"", b"", b""))
     assert caught.value.code == "E-WIRE-06"
     assert list(tmp_path.iterdir()) == []
     assert check_detail(pb.RunDetail(info=pb.RunInfo(**sound), manifest_json=run.to_json())) == run
@@ -163,28 +165,24 @@ def card(found: ClinicalMetrics | None, **other: object) -> str:
     last = pb.RoundInfo(kind=pb.EVALUATE, correct=[1, 1, 0, 0], examples=[2, 2, 0, 3])
     if found is not None:
         last.clinical.CopyFrom(clinical_message(found))
-    return model_card(pb.RunInfo(run_id="r1", name="test", rounds=1), run, [last])
+    return of_run(run, last)
 
 
-def test_a_card_names_label_dictionaries_by_their_digests_where_any_was_told() -> None:
-    assert "label dictionary" not in card(None)
-    first, second, *others = manifest().members
-    members = (replace(first, labels="ab" * 32), replace(second, labels="cd" * 32, coarse=True), *others)
-    found = card(None, members=members)
-    assert f"| `{'ab' * 32}` |" in found
-    assert f"| `{'cd' * 32}`, with coarse labels |" in found
-    assert found.count("| none told |") == len(others)
+def of_run(run: RunManifest, *rounds: pb.RoundInfo, software: dict[str, str] | None = None) -> str:
+    info = pb.RunInfo(run_id="r1", name="test", rounds=1)
+    return markdown_of(pb.RunDetail(info=info, manifest_json=run.to_json(), rounds=rounds, software=software))
 
 
 def test_a_card_has_sensitivity_specificity_auc_confusion_and_reliability() -> None:
     counts = clinical_counts(torch.tensor([[2.0, 1, 0, 0], [0, 2, 1, 0], [1, 0, -3, 0]]), torch.tensor([0, 0, 1]), 4)
     found = clinical_metrics(Part(counts, counts["confusion"].sum()))
     text = card(found)
-    assert "| class | test examples | sensitivity (95 %) | specificity (95 %) | AUC (95 %) |" in text
-    assert "| a | 2 | 50.0 % (1.3 to 98.7) | 0.0 % (0.0 to 97.5) |" in text
-    assert "| c | 0 | - | 100.0 % (29.2 to 100.0) | - |" in text
-    assert "over 2 of 4 classes that have test examples: macro AUC" in text
-    assert "without 4 test examples whose hospitals send accuracies alone" in text
+    assert "| class | test examples | recognised | specificity | AUC |" in text
+    assert "| a | 2 | 50.0 % (95 %: 1.3 to 98.7 %) | 0.0 % (0.0 to 97.5) |" in text
+    assert "| c | 0 | not measured | 100.0 % (29.2 to 100.0) | - |" in text
+    assert "over 3 of 4 classes. Guessing reaches 33.3 %." in text
+    assert "The area under the ROC curve (one class against the rest, averaged over classes)" in text
+    assert "Specificity, AUC and calibration are from 3 of 7 test examples." in text
     assert "| a | 1 | 1 | 0 | 0 |" in text
     assert text.count("| 60 to 67 % |") == 1
 
@@ -203,9 +201,10 @@ def test_a_card_names_the_file_and_explains_a_large_calibration_error_and_a_temp
     digest = tensor_maps.digest(state["w"])
     info = pb.RunInfo(run_id="r1", model_digest=digest, manifest_digest=run.digest(), model_object="a" * 64)
     detail = pb.RunDetail(info=info, manifest_json=run.to_json(), rounds=[last])
-    file, card, _ = export_model(detail, tmp_path / "state", tmp_path, temperature=True)
+    own = lead(tmp_path / "lead")
+    file, card, *_ = export_model(detail, tmp_path / "state", tmp_path, own, temperature=True)
     text = card.read_text()
-    assert "calibration error of 52 % does not say that so many answers are wrong: 100 % are right, at a mean" in text
+    assert "error: 52.5 points. 100 % of the answers are right, at a mean confidence of 48 %" in text
     assert sha256(file.read_bytes()).hexdigest() in text
     temperature = model_file.load(file).facts.temperature
     assert 0.05 < temperature < 0.3
@@ -213,77 +212,36 @@ def test_a_card_names_the_file_and_explains_a_large_calibration_error_and_a_temp
     bare = pb.RunDetail(info=info, manifest_json=manifest("fedavg", rounds=1).to_json())
     bare.info.manifest_digest = manifest("fedavg", rounds=1).digest()
     with pytest.raises(ConfigError, match=r"E-CFG-08: --temperature.*metrics=basic"):
-        export_model(bare, tmp_path / "state", tmp_path, temperature=True)
+        export_model(bare, tmp_path / "state", tmp_path, own, temperature=True)
 
 
 def test_a_card_says_why_there_is_no_specificity() -> None:
-    assert "not measured (metrics=basic)" in card(None)
-    assert "withheld: they are not measured under differential privacy" in card(
-        None, privacy=NamedOptions("dp_record", {})
-    )
+    assert "Specificity, AUC and calibration were not measured (metrics=basic)." in card(None)
+    assert "calibration are not measured under differential privacy." in of_run(private())
     assert "No hospital sent specificity" in card(None, metrics="clinical")
-
-
-def test_names_of_classes_on_a_card_end_no_cell_and_are_no_markup() -> None:
-    counts = clinical_counts(torch.eye(4), torch.arange(4), 4)
-    hostile = Schema((1, 8, 8), ("a|b", "<img src=x onerror=alert(1)>", "c\nd", "\u202ee"))
-    text = card(clinical_metrics(Part(counts, counts["confusion"].sum())), schema=hostile)
-    tables = text.partition("## Sensitivity")[2].partition("## Who")[0]
-    assert all(row.replace("\\|", "").count("|") in (5, 6) for row in tables.splitlines() if row.startswith("|"))
-    assert "<img" not in tables
-    assert "\u202e" not in tables
 
 
 @pytest.mark.parametrize(("method", "said"), [("fedavg", "| - |"), ("fedmr", "| yes |")])
 def test_a_card_says_of_prototypes_only_where_the_method_has_any_and_of_training_in_words(
     method: str, said: str
 ) -> None:
-    card = model_card(pb.RunInfo(run_id="r1", name="test", rounds=1), manifest(method, rounds=1), [pb.RoundInfo()])
+    card = of_run(manifest(method, rounds=1), pb.RoundInfo())
     rows = [line for line in card.splitlines() if line.startswith(f"| {manifest(method, rounds=1).members[0].name} |")]
     assert said in rows[0]
-    assert "| local training | lr " in card
+    assert "Local training: lr " in card
     assert "TrainConfig" not in card
 
 
 def test_a_card_names_the_software_of_the_runs_sides_or_of_an_older_run_its_manifests() -> None:
-    run, info = manifest("fedavg", rounds=1), pb.RunInfo(run_id="r1", name="test", rounds=1)
-    text = software_text({"": "fl 1+a", "south": "fl 1+b"})
-    assert f"| software | {text} |" in model_card(info, run, [], text)
-    assert "| software | fl 0+c |" in model_card(info, replace(run, software="fl 0+c"), [])
-
-
-HOSTILE = "<script>alert(1)</script> ![x](http://a.example/b) [y](javascript:c) \\[z](d) \\<b> | `e | *f*"
-
-
-def test_no_name_or_reason_is_markup_in_the_model_card() -> None:
-    """Rendered as CommonMark with tables, every text that somebody chose is text: no element, link, picture or cell."""
-    classes = (HOSTILE, *SCHEMA.classes[1:])
-    plain = manifest("fedavg", rounds=1)
-    run = replace(plain, data=HOSTILE, schema=replace(plain.schema, classes=classes))
-    member = run.members[0].name
-    last = pb.RoundInfo(
-        kind=pb.TRAIN, included=[member], missing={member: HOSTILE}, correct=[1.0] * 10, examples=[2.0] * 10
-    )
-    info = pb.RunInfo(run_id="r1", name=HOSTILE, state=HOSTILE, rounds=1)
-    rendered = MarkdownIt("commonmark", {"html": True}).enable("table")
-    cards = [
-        model_card(info, run, [last], software=text, intended_use=text, licence=text) for text in (HOSTILE, "plain")
-    ]
-    for card in cards:
-        tokens = [t for top in rendered.parse(card) for t in [top, *(top.children or [])]]
-        assert not [t for t in tokens if t.type in {"html_block", "html_inline", "link_open", "image"}]
-    cells = [sum(t.type == "td_open" for t in rendered.parse(card)) for card in cards]
-    assert cells[0] == cells[1]
-    assert cards[0].count("script>alert(1)") >= 7  # it is all there, as text
-    assert "**" not in rendered.render(cards[0])
+    run, sides = manifest("fedavg", rounds=1), {"": "fl 1+a", "south": "fl 1+b"}
+    assert "The coordinator ran fl 1+a; hospitals also ran fl 1+b." in of_run(run, software=sides)
+    assert "The coordinator ran fl 0+c." in of_run(replace(run, software="fl 0+c"))
 
 
 def test_a_closed_form_is_said_to_take_no_training_step() -> None:
     for method, steps in (("analytic", False), ("fedavg", True)):
         run = manifest(method, rounds=1)
-        assert (
-            "| local training | none: the model is solved in closed form" in model_card(pb.RunInfo(), run, [])
-        ) is not steps
+        assert ("Local training: none: the model is solved in closed form" in of_run(run)) is not steps
         assert ("momentum" in training_text(CompiledRun(run))) is steps
 
 
@@ -294,14 +252,14 @@ def test_a_model_and_its_card_appear_together_or_not_at_all(tmp_path: Path, monk
         seen.append(sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".") and p.name != "state"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export, "model_card", killed)
+    monkeypatch.setattr(documents, "page", killed)
     with pytest.raises(KeyboardInterrupt):
         exported(tmp_path, "fedavg", {})
     monkeypatch.undo()
     assert seen == [[]], "nothing has a name of the user's before all is written"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["state"]
     exported(tmp_path, "fedavg", {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r1.md", "r1.safetensors", "state"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*FILES, "state"]
 
 
 def test_what_a_killed_export_left_is_named_and_removed_by_the_next_one(
@@ -311,5 +269,5 @@ def test_what_a_killed_export_left_is_named_and_removed_by_the_next_one(
     left.mkdir()
     (left / ".tmpAbC123").write_bytes(b"half of a model")
     exported(tmp_path, "fedavg", {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r1.md", "r1.safetensors", "state"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*FILES, "state"]
     assert ".export-r1.tmp" in caplog.text

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from consilium.report.export import model_card
 from consilium.research.simulate.results import Result
 from coordinator.api.messages import run_info, stored_result_noise
 from coordinator.cli import runs as lead
 from coordinator.lead.as_json import round_json, run_json
 from coordinator.lead.watcher import Watcher
-from fl_core.rounds.manifest import NamedOptions, RunManifest
+from fl_core.rounds.manifest import NamedOptions
 from privacy.profiles import result_noise
+from tests.support.cards import markdown_of
 from tests.support.fake_coordinator import MEMBERS
 from tests.support.privacy import private
 from tests.support.recorded_runs import PERSONAL, SUMS, machine, truthful
@@ -69,13 +69,13 @@ def test_live_progress_withholds_what_noise_hides(case: str, run) -> None:
 
 @pytest.mark.parametrize("case", SUMS)
 def test_a_model_card_withholds_what_noise_hides(case: str, run) -> None:
-    detail = run(*SUMS[case]).detail
-    card = model_card(detail.info, RunManifest.from_json(detail.manifest_json), detail.rounds)
+    card = markdown_of(run(*SUMS[case]).detail)
     truthful(card)
-    assert "withheld: noise larger than signal" in card
-    by_class = card.partition("| class | accuracy |")[2].partition("\n\n")[0]
-    shown = {row.rpartition(" | ")[2] for row in by_class.splitlines()[2:]}
-    assert shown == {"withheld: noise larger than signal |"}  # and no column of noisy counts
+    assert "Accuracy is withheld: noise larger than signal." in card
+    by_class = card.partition("## By class")[2].partition("##")[0]
+    cells = [[cell.strip() for cell in row.split("|")[2:4]] for row in by_class.splitlines() if row.startswith("|")][2:]
+    assert cells
+    assert all(row == ["withheld", "withheld: noise larger than signal"] for row in cells)  # and no noisy counts
 
 
 def test_enough_signal_is_shown_with_its_interval_everywhere(run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +100,9 @@ def test_a_published_test_set_is_shown_as_it_was_counted(run, capsys: pytest.Cap
     assert run_json(made.detail.info)["global_accuracy"] == 0.7
     lead.show()
     assert "70.00 %" in capsys.readouterr().out
-    card = model_card(made.detail.info, made.manifest, made.detail.rounds)
-    assert "Global: 70.0 % (95 %: 60.0 to 78.8 %)" in card  # of 100 counted examples: of their luck, not of noise
-    assert "measured under differential privacy" not in card
+    card = markdown_of(made.detail)
+    assert "Accuracy: 70.0 % (95 %: 60.0 to 78.8 %)" in card  # of 100 counted examples, not of noise
+    assert "noise of differential privacy" not in card
 
 
 def test_a_plain_run_that_a_silo_lies_to_shows_no_impossible_share(run, capsys: pytest.CaptureFixture[str]) -> None:

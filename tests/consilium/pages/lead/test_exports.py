@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from consilium.pages.lead.exports import Exporter
+from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
 
 RUN = pb.RunInfo(run_id="run-1", model_digest="ab", model_object="ab")
-TOLD = {"run": "run-1", "manifest_digest": "cd", **SurveyAnswers("d" * 64, 2, None, None, (), {}).as_json()}
+ANSWERS = SurveyAnswers("d" * 64, 2, None, None, (), {})
 
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exporter, list[float]]]:
-    """An exporter whose command fails once, and its clock."""
-    now, answers = [0.0], iter([StateError("E-RUN-11", "expected a coordinator, found none"), json.dumps(TOLD)])
+    """An exporter whose first reading fails, and its clock."""
+    now, answers = [0.0], iter([StateError("E-RUN-11", "expected a coordinator, found none"), ANSWERS])
 
-    def command(*_: object) -> str:
-        found = next(answers)
-        if isinstance(found, StateError):
-            raise found
-        return found
+    def read(*_: object) -> SurveyAnswers:
+        answer = next(answers)
+        if isinstance(answer, StateError):
+            raise answer
+        return answer
 
-    monkeypatch.setattr(Exporter, "_command", command)
-    with closing(Exporter((), clock=lambda: now[0])) as made:
+    monkeypatch.setattr(Exporter, "_read", read)
+    with closing(Exporter(Path(), unreachable, clock=lambda: now[0])) as made:
         yield made, now
+
+
+def unreachable() -> LeadClient:
+    raise AssertionError("nothing is fetched")
 
 
 def test_answers_that_could_not_be_read_are_read_again_and_not_at_once(

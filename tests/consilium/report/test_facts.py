@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from consilium.report import sentences
-from consilium.report.board_card import Statement, card_of, share_of, survey_of
+from consilium.report import documents
 from consilium.report.card import Card
+from consilium.report.facts import Statement, card_of, share_of, survey_of
 from coordinator.lead.accuracy import clinical_message
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError
@@ -33,7 +34,7 @@ LEAD = Identity(Kind.LEAD, "skin", "anna")
 def card(run: RunManifest, *rounds: pb.RoundInfo, silos: list[pb.SiloInfo] | None = None, **detail: object) -> Card:
     info = pb.RunInfo(run_id="r1", name="study", state="finished", rounds=run.rounds, manifest_digest=run.digest())
     found = pb.RunDetail(info=info, manifest_json=run.to_json(), rounds=rounds, **detail)
-    made = card_of(found, run, silos or [], Statement(LEAD, "use", "MIT", {"r1.safetensors": "a" * 64}), 99)
+    made = card_of(found, run, silos or [], LEAD, Statement("use", "MIT"), 99)
     made.require_possible()
     return made
 
@@ -71,11 +72,12 @@ def test_a_card_of_several_labels_says_what_was_found_and_not_how_often_absent_w
     assert [c.recognised.point for c in made.classes] == [0, 0.8, None, None]
     assert made.results.balanced.point == pytest.approx((0 + 1 + 0.8 + 80 / 90) / 4)
     assert (made.results.classes_tested, made.results.level_of_chance) == (2, 0.5)
-    said = " ".join(s.text for s in (*sentences.model(made), *sentences.results(made), *sentences.tested(made)))
-    assert "says of each of 4 labels if it is there" in said
-    assert "over 2 of 4 labels; guessing has 50.0 %" in said
-    assert "Of all answers about labels 92.7 %" in said
-    assert "300 answers about labels in test examples" in said
+    said = documents.markdown(made)
+    assert "decides for each of 4 labels whether it is present" in said
+    assert "over 2 of 4 labels. Guessing reaches 50.0 %." in said
+    assert re.search(r"Accuracy: 92.7 % .* of all label decisions are right", said)
+    assert "from 300 label decisions on test examples" in said
+    assert "| a | 90 | 0 | 10 | 0 |" in said
     last.ClearField("clinical")
     accuracies_alone = card(run, trained(included=NAMES), last)
     assert {c.recognised.text() for c in accuracies_alone.classes} == {"not measured"}
@@ -92,7 +94,7 @@ def test_a_run_that_was_aborted_has_the_results_of_the_model_before() -> None:
 def test_a_run_without_a_closed_round_has_no_results() -> None:
     made = card(manifest())
     assert (made.results.accuracy.point, made.results.test_examples) == (None, None)
-    assert sentences.results(made) == []
+    assert "ccuracy: " not in documents.markdown(made)
     assert {c.recognised.text() for c in made.classes} == {"not measured"}
 
 
@@ -122,7 +124,7 @@ def test_enough_signal_has_the_interval_of_the_noise() -> None:
     run = private()
     rest = [0.0] * (len(run.schema.classes) - 1)
     made = card(run, evaluated((7000.0, *rest), (10_000.0, *rest)))
-    assert made.results.accuracy.of == "the noise of privacy"
+    assert made.results.accuracy.of == "noise of differential privacy"
     assert made.results.accuracy.low < 0.7 < made.results.accuracy.high
 
 
@@ -184,7 +186,7 @@ def test_withdrawals_say_whether_the_model_depends_on_them() -> None:
     made = card(manifest(), withdrawals=[gone])
     assert made.withdrawals[0].depends
     assert "cannot be taken out: trained by gradients" in made.withdrawals[0].outcome
-    assert "This model still depends on its data." in sentences.withdrawals(made)[0].text
+    assert "This model still depends on its data." in documents.markdown(made)
 
 
 # ---- surveys ---------------------------------------------------------------------------------------------------------
@@ -205,11 +207,12 @@ def test_a_survey_names_the_members_that_answered_and_no_other() -> None:
     made.require_possible()
     assert made.survey is not None
     assert made.survey.members == tuple(NAMES)
-    assert [s.text for s in sentences.surveyed(made)] == [
-        "In the survey s1 3 hospitals answered about their records, those for training and those for test; "
-        f"{len(NAMES)} of them belong to this run.",
-        "Class, in patients: a: 20 (1 hospital told nothing); b: not told (3 hospitals told nothing); c: 0.",
-    ]
+    said = documents.markdown(made)
+    assert (
+        "- In the survey s1, 3 hospitals counted their training and test records. "
+        f"{len(NAMES)} of them took part in this run. Withheld counts are missing, not zero.\n"
+        "- Class (counting patients). a: 20 (withheld by 1 hospital); b: withheld (by 3 hospitals); c: 0.\n"
+    ) in said
 
 
 def test_a_survey_about_other_data_or_with_numbers_of_no_records_is_refused() -> None:

@@ -1,20 +1,18 @@
-"""The card of a run's model: what the coordinator knows of the run, as the document that a lead signs.
+"""The facts of a run's model, from what the coordinator knows of the run.
 
-Counts are those that the run released: sums over hospitals, with noise where it had noise, and then with the interval
-of that noise or not at all. Of a single hospital stands in it what the hospital declares to every lead.
+Counts are those that the run released: sums over hospitals. Where they have noise, a number has the interval of that
+noise or is withheld. Of a single hospital, the facts are what it declares to every lead.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-
-from safetensors import safe_open
 
 from consilium.report.card import (
     Card,
@@ -31,8 +29,7 @@ from consilium.report.card import (
     Updates,
     Withdrawal,
 )
-from consilium.report.documents import page
-from consilium.report.signed_card import SignedCard, file_sha256, utc
+from consilium.report.signed_card import utc
 from consilium.research.papers import paper_of
 from coordinator.lead import accuracy
 from coordinator.lead.as_json import software_json
@@ -55,23 +52,19 @@ from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import PLACEMENTS
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.pki.identity import Identity, certificate_fingerprint, identity_of
-from service_core.storage.private_files import Credentials, replace_file
+from service_core.pki.identity import Identity
 
-LUCK, NOISE = "the luck of the test examples", "the noise of privacy"
+SAMPLING, NOISE = "sampling of test images", "noise of differential privacy"
+_EXPLAINED = 0.1
+"""Of an expected calibration error, above which the card says what it means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What only the lead knows. lead: who signs   files: name -> SHA-256 of what is given away with the card.
+    """What only the lead knows. survey: of the hospitals' records, where the lead names one."""
 
-    survey: of the hospitals' records, where the lead names one.
-    """
-
-    lead: Identity
     intended_use: str = ""
     licence: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)
     survey: Survey | None = None
 
 
@@ -79,20 +72,22 @@ def card_of(
     detail: pb.RunDetail,
     manifest: RunManifest,
     silos: Sequence[pb.SiloInfo],
+    lead: Identity,
     said: Statement,
     parameters: int,
-    now: datetime | None = None,
+    temperature: float | None = None,
 ) -> Card:
-    """Write the card of a run's newest model.
+    """Collect the facts of a run's newest model; the card names no files yet.
 
-    silos: what hospitals declare at this moment   parameters: numbers in the exported model   now: UTC.
+    silos: what hospitals declare at this moment   parameters: numbers in the exported model   temperature: in its file.
     """
     run, info = CompiledRun(manifest), detail.info
     rounds = detail.rounds
+    counts = judgements(rounds)
     return Card(
-        consortium=said.lead.consortium,
-        written=(now or datetime.now(UTC)).isoformat(timespec="seconds"),
-        written_by=said.lead.name,
+        consortium=lead.consortium,
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        written_by=lead.name,
         intended_use=said.intended_use,
         licence=said.licence,
         run=Run(
@@ -107,7 +102,7 @@ def card_of(
             manifest_digest=info.manifest_digest,
             model_digest=info.model_digest,
         ),
-        model=_model(run, manifest, parameters),
+        model=_model(run, manifest, parameters, temperature),
         method=_method(run, manifest),
         classes=_classes(manifest, rounds, silos, accuracy.coverage(info)),
         hospitals=_hospitals(run, manifest, detail, silos),
@@ -116,19 +111,28 @@ def card_of(
         masks=_masks(manifest),
         updates=Updates(
             aggregator=run.aggregator.name,
-            refused=judgements(rounds)["updates_refused"],
-            cut=judgements(rounds)["updates_cut"],
-            rows_cut=judgements(rounds)["cut_rows"],
-            unbounded_rounds=judgements(rounds)["unbounded_rounds"],
+            refused=counts["updates_refused"],
+            cut=counts["updates_cut"],
+            rows_cut=counts["cut_rows"],
+            unbounded_rounds=counts["unbounded_rounds"],
             bytes_up=info.bytes_up,
             bytes_down=info.bytes_down,
+            clipped=sum(r.clipped for r in rounds),
         ),
         withdrawals=tuple(
-            Withdrawal(w.silo, w.run_id, utc(w.at_unix), outcome(w), w.run_id == info.run_id or bool(w.reason))
+            Withdrawal(
+                w.silo,
+                w.run_id,
+                utc(w.at_unix),
+                outcome(w),
+                depends=w.run_id == info.run_id or bool(w.reason),
+                statement=w.statement,
+                signature=base64.b64encode(w.signature).decode(),
+            )
             for w in detail.withdrawals
         ),
         software=_software(detail, manifest),
-        files=dict(said.files),
+        files={},
         survey=said.survey,
     )
 
@@ -171,7 +175,7 @@ def _software(detail: pb.RunDetail, manifest: RunManifest) -> Mapping[str, str]:
     return {"coordinator": str(ours), **{name: text for name, text in sorted(detail.software.items()) if name}}
 
 
-def _model(run: CompiledRun, manifest: RunManifest, parameters: int) -> Model:
+def _model(run: CompiledRun, manifest: RunManifest, parameters: int, temperature: float | None) -> Model:
     weights = manifest.start.weights if manifest.start is not None else None
     body = "" if not run.frozen else f"weights {weights}" if weights else "random weights, drawn from the run's seed"
     return Model(
@@ -183,6 +187,7 @@ def _model(run: CompiledRun, manifest: RunManifest, parameters: int) -> Model:
         start=started_from(manifest.to_json()),
         frozen_body=body,
         several_labels=manifest.schema.multi_label,
+        temperature=temperature,
     )
 
 
@@ -226,6 +231,8 @@ def _hospitals(
             policy=policies.get(member.name, ""),
             fingerprint=declared.get(member.name, nobody).fingerprint,
             software=detail.software.get(member.name, ""),
+            labels=member.labels,
+            coarse=member.coarse,
         )
         for member in manifest.members
     )
@@ -235,12 +242,12 @@ def _hospitals(
 
 
 def share_of(right: float, of: float) -> Share:
-    """Give a share of counted examples with the exact interval of their luck."""
+    """Give a share of counted examples with its exact interval."""
     k, n = round(right), round(of)
     if not 0 <= k <= n or abs(right - k) > 1e-3 or abs(of - n) > 1e-3:
         return Share(withheld=uncertainty.IMPOSSIBLE)
     found = intervals.share(k, n)
-    return Share() if found is None else Share(k / n, found.low, found.high, of=LUCK)
+    return Share() if found is None else Share(k / n, found.low, found.high, of=SAMPLING)
 
 
 def _noisy(found: Estimate) -> Share:
@@ -311,8 +318,18 @@ def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
         macro_auc_low=auc.low if auc else None,
         macro_auc_high=auc.high if auc else None,
         confusion=found.confusion if found else (),
-        why_no_more="" if found else _why_basic(manifest),
+        why_no_more="" if found else why_basic(manifest),
+        labels=found.labels if found else (),
+        reliability=tuple((float(b.examples), float(b.correct), b.confidence) for b in found.bins) if found else (),
+        temperature=suggested_temperature(found) if found and (found.calibration_error or 0) > _EXPLAINED else None,
     )
+
+
+def suggested_temperature(found: ClinicalMetrics) -> float | None:
+    """Estimate what divides logits into calibrated ones; None where nothing was counted."""
+    from consilium.model import conformal
+
+    return conformal.estimate_temperature(found.bins, found.alternatives)
 
 
 def _over_all(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
@@ -332,7 +349,7 @@ def _balanced(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
         return Share()
     found = intervals.mean_of_shares([k for k, _ in counts], [n for _, n in counts])
     assert found is not None
-    return Share(macro_mean(k / n for k, n in counts), found.low, found.high, of=LUCK)
+    return Share(macro_mean(k / n for k, n in counts), found.low, found.high, of=SAMPLING)
 
 
 def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> Share:
@@ -345,7 +362,7 @@ def _impossible() -> Share:
     return Share(withheld=uncertainty.IMPOSSIBLE)
 
 
-def _why_basic(manifest: RunManifest) -> str:
+def why_basic(manifest: RunManifest) -> str:
     if manifest.metrics == CLINICAL:
         return "no hospital sent specificity, AUC or calibration"
     if profiles.hides_evaluations(manifest.privacy):
@@ -380,36 +397,3 @@ def _privacy(run: CompiledRun, manifest: RunManifest) -> Privacy:
 def _masks(manifest: RunManifest) -> Masks | None:
     terms = manifest.secagg
     return None if terms is None else Masks(withstood(manifest.cohort_size), terms.min_contributors)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def write(
-    detail: pb.RunDetail,
-    manifest: RunManifest,
-    silos: Sequence[pb.SiloInfo],
-    own: Credentials,
-    files: Sequence[Path],
-    intended_use: str,
-    licence: str,
-    survey: Survey | None = None,
-) -> tuple[Path, Path]:
-    """Write `RUN.card.json`, signed, and its page `RUN.card.html` beside the exported files; return both.
-
-    own: the lead's key and certificate   files: the model first, as safetensors; their digests stand in the card.
-    """
-    named = {file.name: file_sha256(file) for file in files}
-    said = Statement(identity_of(own.cert_pem).identity, intended_use, licence, named, survey)
-    card = card_of(detail, manifest, silos, said, _numbers(files[0]))
-    signed = SignedCard.sign(card, own)
-    verified, _ = signed.verify(certificate_fingerprint(own.ca_pem))
-    document, html = (files[0].with_name(f"{detail.info.run_id}.card.{ending}") for ending in ("json", "html"))
-    replace_file(html, page(signed, verified).encode(), 0o600)
-    replace_file(document, signed.to_json().encode(), 0o600)
-    return document, html
-
-
-def _numbers(model: Path) -> int:
-    with safe_open(model, framework="numpy") as opened:
-        return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - no mapping
