@@ -33,7 +33,6 @@ from fl_core.extensions import registry
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.types.records import judgements
-from fl_core.types.survey import SURVEY
 from privacy.accounting import uncertainty
 from service_core import clinical_report
 from service_core.command_line import Json, command
@@ -104,10 +103,10 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
 
 
 def _shown(result: Result) -> Iterator[str | Table]:
-    if result.manifest.method.name == SURVEY:
-        from coordinator.lead.surveys import answers_of
+    if not result.manifest.kind.measures:
+        from coordinator.lead.surveys import answer_lines
 
-        yield from answers_of(result.manifest, result.server).lines()
+        yield from answer_lines(result.manifest, result.server)
         return
     if text := tables.private_form(result.manifest.to_json()):
         yield text

@@ -27,9 +27,9 @@ from coordinator.lead.client import LeadClient, credentials_of
 from coordinator.lead.watcher import Watcher
 from coordinator.lead.withdrawals import outcome, withdrawal_json, withdrawal_lines
 from fl_core.errors import ConfigError
+from fl_core.kinds import kind_of
 from fl_core.types.class_coverage import LEFT_OUT
 from fl_core.types.records import judgements
-from fl_core.types.survey import SURVEY
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Depends, Json, command
 from service_core.console import ERR, Reply, counted, local_time, print_json
@@ -102,14 +102,14 @@ def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: 
     """Say what was submitted, and follow it. parent: the manifest (JSON) of the run that it begins with, if any."""
     if not as_json:
         manifest = client.show(info.run_id).manifest_json
-        what = f"{counted(info.rounds, 'round')} with" if info.rounds else "an evaluation, nobody trains:"
+        kind, digest = kind_of(info.method, info.rounds), info.manifest_digest[:16]
         holds = {silo.name: silo.data.holds for silo in client.silos().silos}
         notes = (
-            f"submitted {info.run_id}: {what} {_listed(manifest)}; manifest {info.manifest_digest[:16]}",
+            f"submitted {info.run_id}: {kind.length(info.rounds)}, {_listed(manifest)}; manifest {digest}",
             tables.started_from(manifest, parent),
             tables.private_form(manifest),
             tables.unmasked(manifest),
-            tables.aggregator_warning(manifest, holds) if info.rounds else "",
+            tables.aggregator_warning(manifest, holds) if kind.trains else "",
         )
         for text in filter(None, notes):
             ERR.print(text, soft_wrap=True)
@@ -213,13 +213,13 @@ def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
     read = tables.unmasked(detail.manifest_json)
     yield from filter(None, (tables.started_from(detail.manifest_json), form, read, made and f"software: {made}"))
     yield from (f"{one.silo} withdrew from {one.run_id}: {outcome(one)}" for one in detail.withdrawals)
-    survey = detail.info.method == SURVEY
-    if not survey:
+    kind = kind_of(detail.info.method, detail.info.rounds)
+    if kind.measures:
         yield tables.aggregator_text(detail.aggregator, judgements(detail.rounds))
-    yield tables.rounds_table(detail.rounds, survey=survey)
-    if survey:
-        yield f"The answers: coordinator survey --of {detail.info.run_id}"
-    elif detail.rounds:
+    yield tables.rounds_table(detail.rounds, measures=kind.measures)
+    if how := kind.how_to_read(detail.info.run_id):
+        yield f"The answers: {how}"
+    if kind.measures and detail.rounds:
         manifest = json.loads(detail.manifest_json)
         classes, metrics = manifest["schema"]["classes"], manifest.get("metrics", "")
         yield from tables.clinical_tables(detail.rounds[-1], classes, metrics)

@@ -12,6 +12,7 @@ from coordinator.lead.withdrawals import withdrawal_json
 from fl_core.types import intervals
 from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, judgements, refused
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import kind_word
 
 _RUN_FIELDS = (
     "name",
@@ -67,7 +68,7 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
     """Convert a round. correct, examples: sums as they were released, with noise of standard deviation noise_std."""
     return {
         **{f.name: _plain(getattr(info, f.name)) for f in fields(RoundRecord) if f.name not in _OWN_FORM},
-        "kind": pb.TaskKind.Name(info.kind).lower(),
+        "kind": kind_word(info.kind),
         "refused": refused(info.missing),
         "norm_medians": dict(info.medians),
         **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),

@@ -23,6 +23,8 @@ from privacy import profiles
 from privacy.accounting.record_config import RecordDpConfig
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from coordinator.lead.client import LeadClient
     from protos.consilium.v1 import federation_pb2 as pb
 
@@ -56,7 +58,7 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
     Raises ConfigError (E-CFG-08) on a run that is no survey; ProtocolError (E-WIRE-06) on a state of another form.
     """
     options = manifest.method.options
-    if manifest.method.name != SurveyProgram.name:
+    if manifest.kind.name != SurveyProgram.name:
         raise ConfigError(
             "E-CFG-08", f"expected a survey, found a run of {manifest.method.name}: ask with coordinator survey"
         )
@@ -89,6 +91,15 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
         tuple(_implausible(answers)),
         records,
     )
+
+
+def answer_lines(manifest: RunManifest, state: State) -> Iterator[str | Table]:
+    """Yield for people what hospitals answered in a run without a model; raises as `answers_of`."""
+    if manifest.kind.name == SurveyProgram.name:
+        yield from answers_of(manifest, state).lines()
+        return
+    for name, value in state[manifest.kind.name].items():
+        yield f"{name}: {value.tolist()}"
 
 
 def _checked(state: State, method: SurveyProgram, n_classes: int) -> Mapping[str, Tensor]:

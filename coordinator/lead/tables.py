@@ -16,6 +16,7 @@ from fl_core.types.clinical import BASIC
 from fl_core.types.records import NO_BOUND, Judged, judgements
 from privacy.accounting.uncertainty import UNBOUNDED, Estimate
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import kind_word
 from service_core import clinical_report
 from service_core.console import counted, local_time, make_table, span
 
@@ -208,7 +209,7 @@ def doing(silo: pb.SiloInfo) -> str:
     return f"{word.replace('_', ' ')} (round {silo.round + 1}){share}"
 
 
-def round_text(number: int, kind: pb.TaskKind.ValueType) -> str:
+def round_text(number: int, kind: int) -> str:
     """Return the number of a round, from 1; the closing evaluation has none."""
     return "evaluation" if kind == pb.EVALUATE else str(number + 1)
 
@@ -273,12 +274,12 @@ def hospital_tables(detail: pb.RunDetail) -> list[Table | str]:
     return [*([make_table(title, hospital_results.HEAD, rows)] if rows else []), *said]
 
 
-def rounds_table(rounds: Iterable[pb.RoundInfo], *, survey: bool = False) -> Table:
-    """List rounds; survey: without what is measured of a model."""
+def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Table:
+    """List rounds; measures: of a run that measures a model."""
     rows = [
         (
             round_text(r.round, r.kind),
-            pb.TaskKind.Name(r.kind).lower(),
+            kind_word(r.kind),
             accuracy.balanced(r).short(),
             accuracy.of_round(r).text(),
             ", ".join(r.included),
@@ -288,7 +289,7 @@ def rounds_table(rounds: Iterable[pb.RoundInfo], *, survey: bool = False) -> Tab
         for r in rounds
     ]
     head = ("round", "kind", "balanced accuracy before it", "accuracy", "took part", "missing or cut", "clipped")
-    shown = [k for k in range(len(head)) if not survey or k not in (2, 3)]
+    shown = [k for k in range(len(head)) if measures or k not in (2, 3)]
     return make_table("Rounds", [head[k] for k in shown], ([row[k] for k in shown] for row in rows))
 
 

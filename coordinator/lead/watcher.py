@@ -14,7 +14,7 @@ from rich.text import Text
 
 from coordinator.lead import accuracy
 from coordinator.lead.tables import awaited, changed_parts, clinical_parts, doing, personal_parts, place, size
-from fl_core.types.survey import SURVEY
+from fl_core.kinds import kind_of
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import OUT, counted, error_text, laid_out, local_time, make_table, printable, span
 
@@ -93,8 +93,8 @@ class Watcher:
         return parts
 
     def _measured(self, balanced: str) -> list[str]:
-        """Say how good the model is; a survey has none."""
-        if self._info.method == SURVEY:
+        """Say how good the model is, where the run measures one."""
+        if not kind_of(self._info.method, self._info.rounds).measures:
             return []
         return [balanced, *self._clinical, f"accuracy {accuracy.newest(self._info).text()}", *self._personal]
 

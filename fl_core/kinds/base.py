@@ -76,7 +76,7 @@ class RunKind:
         return ""
 
     def how_to_read(self, run: str) -> str:  # noqa: ARG002
-        """Say how a run's answers are read; empty of one with a model."""
+        """Return the command that shows a run's answers; empty of one with a model."""
         return ""
 
     def check(self, manifest: Manifest) -> None:

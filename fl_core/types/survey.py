@@ -34,8 +34,6 @@ from fl_core.converter import shown
 from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
 
-SURVEY = "survey"
-"""The name of the method (`fl_core.survey.method`), for those who do not load it."""
 MIN_PATIENTS = 10
 """Patients of the smallest number that leaves without noise, whatever a policy says."""
 NOT_STATED = "not stated"

@@ -11,10 +11,15 @@ from fl_core.errors import ProtocolError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 
-TO_WIRE = {kind: pb.TaskKind.Value(kind.name) for kind in TaskKind}
+TO_WIRE: dict[TaskKind, pb.TaskKind.ValueType] = {kind: getattr(pb, kind.name) for kind in TaskKind}
 FROM_WIRE = {number: kind for kind, number in TO_WIRE.items()}
 _AboutTask = pb.Offer | pb.RoundClosed | pb.RoundRef | pb.Receipt | pb.SecaggSeal | pb.SecaggOpen
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def kind_word(number: int) -> str:
+    """Name a kind of task of a message, for machines; raises ValueError on one that there is not."""
+    return pb.TaskKind.Name(number).lower()  # type: ignore[arg-type]
 
 
 class TaskKey(NamedTuple):

@@ -23,6 +23,7 @@ from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import kind_word
 from service_core.console import printable
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
@@ -132,7 +133,7 @@ def rounds_csv(detail: pb.RunDetail) -> bytes:
     head += [f"class {k} {word}" for k in range(classes) for word in ("right", "of")]
     rows = []
     for r in detail.rounds:
-        row: list[object] = [tables.round_text(r.round, r.kind), pb.TaskKind.Name(r.kind).lower()]
+        row: list[object] = [tables.round_text(r.round, r.kind), kind_word(r.kind)]
         for curve in curves_of_sums([r]).values():
             row += [curve.values[0].point, curve.values[0].low, curve.values[0].high]
         row += [", ".join(r.included), *("; ".join(map(": ".join, sorted(m.items()))) for m in (r.missing, r.cut))]

@@ -13,9 +13,9 @@ from consilium.pages.lead.service_watch import FollowedRun
 from consilium.research.curves import Curve, text
 from coordinator.lead import accuracy, tables
 from fl_core.converter import ConversionError, parse_json
+from fl_core.kinds import kind_of
 from fl_core.types.records import judgements
 from fl_core.types.secagg import withstood
-from fl_core.types.survey import SURVEY
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import clinical_report
@@ -99,8 +99,9 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     reached = (
         "" if newest == NOTHING else f"Newest {'' if balanced == NOTHING else 'balanced '}accuracy: {newest.text()}."
     )
-    if info.state == "finished" and info.method == SURVEY:
-        return "Hospitals have answered", f"The same as a command: coordinator survey --of {info.run_id}"
+    kind = kind_of(info.method, info.rounds)
+    if info.state == "finished" and not kind.measures:
+        return kind.answered, f"The same as a command: {kind.how_to_read(info.run_id)}"
     if info.state == "finished":
         if newest.withheld:
             own = "Each hospital reads its own images' number without noise: silo status."

@@ -23,7 +23,7 @@ from coordinator.lead import accuracy, tables
 from coordinator.lead.client import LeadClient
 from coordinator.lead.hospital_results import HEAD
 from fl_core.errors import ConfigError
-from fl_core.types.survey import SURVEY
+from fl_core.kinds import kind_of
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
@@ -90,13 +90,14 @@ class LeadPage:
         found, info, followed = self._followed(parameters["run"])
         facts = run_facts(info, followed, self.clock())
         halted = info.state in ("paused", "failed")
-        survey = info.method == SURVEY
-        found_out = self.exporter.answers(info) if survey and info.state == "finished" else None
+        kind = kind_of(info.method, info.rounds)
+        found_out = self.exporter.answers(info) if not kind.measures and info.state == "finished" else None
         return {
             **self._about(found),
             "headline": facts.headline,
             "run": facts,
-            "survey": survey,
+            "measures": kind.measures,
+            "how_to_read": kind.how_to_read(info.run_id),
             "answers": [found_out] if isinstance(found_out, str) else [*found_out.parts()] if found_out else [],
             "digest": state_digest(info),
             "can_resume": halted,

@@ -9,7 +9,6 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.records import RoundRecord
-from fl_core.types.survey import SURVEY
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting import uncertainty
@@ -21,15 +20,15 @@ class RoundPrinter(Observer):
 
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = profiles.result_noise(manifest)
-        self._first, self._survey = True, manifest.method.name == SURVEY
+        self._first, self._measures = True, manifest.kind.measures
 
     def counted(self, coverage: ClassCoverage) -> None:
         for sentence in coverage.sentences():
             ERR.print(f"! {sentence}" if coverage.left_out else sentence, style="bold" if coverage.left_out else None)
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
-        """Print the accuracy of the model that the round began with; a survey has none."""
-        if self._survey:
+        """Print the accuracy of the model that the round began with, where the run has one."""
+        if not self._measures:
             return
         hidden = self._noise.scores
         scores = tables.personal_parts(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))

@@ -1,0 +1,94 @@
+"""A kind of run that is new touches no source file: it is registered, and everything asks its object.
+
+What it takes: two classes of some ten lines each (`tests/support/headcount.py`), and one registration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from consilium.pages.lead.run_facts import headline
+from consilium.research.commands import _shown
+from consilium.research.simulate import runner
+from coordinator.api.messages import run_info
+from coordinator.cli.runs import detail_lines
+from coordinator.config.hydra_config import compose_simulation, compose_spec
+from coordinator.config.run_spec import RunSpec
+from coordinator.lead.client import LeadClient
+from fl_core.errors import ConfigError
+from fl_core.kinds import RunKind, kind_of
+from fl_core.rounds.manifest import RunManifest
+from silo.reports.leaving import leaving
+from tests.support import until
+from tests.support.coordinator import Site, enrolled, hospitals, online
+from tests.support.headcount import headcounts
+
+WORDS = ("data=digits", "model=digits_linear", "threads=1", "aggregator=mean")
+TRAINED = 1438
+"""Training images of digits, at six hospitals or three."""
+HOSPITALS = ("north", "east", "south")
+
+
+@pytest.fixture(autouse=True)
+def kind() -> Iterator[RunKind]:
+    with headcounts() as kind:
+        yield kind
+
+
+def counting(spec: RunSpec) -> RunSpec:
+    return replace(spec, method={"name": "headcount"}, rounds=1)
+
+
+def test_a_new_kind_is_recognised_by_what_a_manifest_names(kind: RunKind) -> None:
+    assert kind_of("headcount", 1) is kind
+    assert {kind_of("fedavg", 1).name, kind_of("fedavg", 0).name, kind_of("survey", 1).name} == {
+        "training",
+        "evaluation",
+        "survey",
+    }
+
+
+@pytest.mark.parametrize("masks", ["off", "on"])
+def test_a_new_kind_runs_in_a_simulation_and_its_answer_is_read(masks: str) -> None:
+    result = runner.run(counting(compose_simulation([*WORDS, "federation=hospitals6", f"secagg={masks}"])))
+    assert list(_shown(result)) == [f"records: {float(TRAINED)}", "hospitals: 6.0"]
+    assert not result.manifest.kind.trains
+    with pytest.raises(ConfigError, match="headcount, which leaves answers"):
+        result.method.exported(result.server)
+
+
+@pytest.mark.integration
+def test_a_new_kind_runs_through_real_services_and_both_sides_say_what_it_is(tmp_path: Path) -> None:
+    with hospitals(tmp_path) as (world, sites):
+        for k, name in enumerate(HOSPITALS):
+            sites[name] = Site(world, enrolled(world, name, tmp_path / name), f"digits/iid-3/{k}")
+            sites[name].policy("")
+            sites[name].start()
+        for name in HOSPITALS:
+            until(online(world, name), name)
+        sums = {}
+        for masks in ("off", "on"):
+            spec = counting(compose_spec([*WORDS, f"secagg={masks}", f"name={masks}"]))
+            client = LeadClient.open(world.home)
+            try:
+                run = world.finished(client.submit(spec.to_json(), masks).run_id, 120)
+                detail = client.show(run.id)
+            finally:
+                client.close()
+            assert run.kind.name == RunManifest.from_json(run.manifest).kind.name == "headcount"
+            sums[masks] = {name: value.item() for name, value in world.model(run.id)["headcount"].items()}
+            assert any(f"coordinator show {run.id}" in str(line) for line in detail_lines(detail))
+            assert headline(run_info(run, world.server.store), None)[0] == "Hospitals have counted"
+            assert json.loads(run.manifest)["method"] == {"name": "headcount", "options": {}}
+        assert sums["off"] == sums["on"] == {"records": float(TRAINED), "hospitals": 3.0}
+        service = sites["north"].service
+        assert service is not None
+        for left in leaving(service.store).runs:
+            assert left.leaves is not None
+            assert left.leaves.words()[-1] == "2 numbers: how many training images are here"
+            assert not left.leaves.measures
