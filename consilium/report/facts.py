@@ -48,6 +48,7 @@ from fl_core.types.secagg import withstood
 from privacy import profiles
 from privacy.accounting import uncertainty
 from privacy.accounting.projection import preview
+from privacy.accounting.shared_noise import SharedNoise
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import PLACEMENTS
@@ -386,7 +387,7 @@ def _privacy(run: CompiledRun, manifest: RunManifest) -> Privacy:
         delta=terms.delta,
         planned=planned["epsilon"],
         alone=max((s["epsilon_alone"] for s in planned["silos"]), default=None) if shared else None,
-        collusion=manifest.secagg.collusion if shared and manifest.secagg is not None else 0,
+        collusion=SharedNoise.of(manifest).colluding if shared else 0,
         test_data=terms.test_data,
         noise_from=terms.rng,
         placement=PLACEMENTS[terms.placement],

@@ -68,16 +68,7 @@ def newest_balanced(info: pb.RunInfo) -> Estimate:
 
 def coverage(info: pb.RunInfo) -> ClassCoverage:
     """Return which classes a run teaches and tests, as far as that is known."""
-    found = info.coverage
-    return ClassCoverage(
-        tuple(found.classes),
-        tuple(found.hospitals),
-        found.partial,
-        found.least,
-        found.masked,
-        found.why,
-        tuple(found.tested),
-    )
+    return ClassCoverage.of({name: getattr(info.coverage, name) for name in info.coverage.DESCRIPTOR.fields_by_name})
 
 
 def balanced_text(info: pb.RunInfo, found: Estimate | None = None) -> str:

@@ -65,6 +65,7 @@ class ActiveRun(Observer):
         self.id = run_id
         self.services, self.checks, self._delete_unused = services, checks, delete_unused
         self.tasks = services.dispatcher.add_run(run_id)
+        self.thread = threading.current_thread()
         self.round: OpenRound | None = None
         self._lock = threading.Lock()
         self._stored: tuple[State, StoredObject] | None = None

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import NamedTuple
 
 from coordinator.runs import lineage, start_point
 from coordinator.runs.lineage import Line
@@ -42,11 +41,6 @@ _FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37", "E-RUN-45", "E-RU
 _MAX_HOURS = 24.0 * 365
 
 
-class _Active(NamedTuple):
-    run: ActiveRun
-    thread: threading.Thread
-
-
 class RunScheduler:
     """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
 
@@ -60,7 +54,7 @@ class RunScheduler:
         self.checks = UpdateChecks(services.store, services.model_lock)
         self._lock = threading.RLock()
         self._queue = deque[str]()
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, ActiveRun] = {}
         self._stopping = False
         self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
 
@@ -144,7 +138,7 @@ class RunScheduler:
             if (active := self._active.get(run.id)) is None:
                 self.schedule_cleanup(run.id)
             else:
-                active.run.interrupt()
+                active.interrupt()
         self.dispatcher.announce_end(run)
         return run
 
@@ -209,7 +203,7 @@ class RunScheduler:
         """Say whom a run's open round waits for; None where none is open."""
         with self._lock:
             active = self._active.get(run_id)
-        return None if active is None else active.run.waiting()
+        return None if active is None else active.waiting()
 
     def _open_round(self, run: Run) -> int:
         row = self.store.runs.round(run.id, run.closed)
@@ -249,11 +243,11 @@ class RunScheduler:
         with self._lock:
             self._stopping = True
             self._queue.clear()
-            active = dict(self._active)
-        for each in active.values():
-            each.run.interrupt()
-        for each in active.values():
-            each.thread.join(seconds)
+            active = list(self._active.values())
+        for run in active:
+            run.interrupt()
+        for run in active:
+            run.thread.join(seconds)
         wait([self._cleanup.submit(lambda: None)], seconds)  # what is being deleted now needs the store
 
     def lives(self) -> bool:
@@ -275,9 +269,9 @@ class RunScheduler:
             while self._queue and len(self._active) < self.parallel and not self._stopping:
                 run_id = self._queue.popleft()
                 run = ActiveRun(run_id, self.services, self.checks, self.schedule_cleanup)
-                thread = threading.Thread(target=self._execute, args=(run,), name=f"run-{run_id}", daemon=True)
-                self._active[run_id] = _Active(run, thread)
-                thread.start()
+                run.thread = threading.Thread(target=self._execute, args=(run,), name=f"run-{run_id}", daemon=True)
+                self._active[run_id] = run
+                run.thread.start()
 
     def _execute(self, run: ActiveRun) -> None:
         try:

@@ -14,7 +14,7 @@ import torch
 
 from consilium.research.engines.in_process import local_ports
 from coordinator.runs import masked_rounds
-from coordinator.runs.set_opening import SetOpening
+from coordinator.runs.masked_rounds import SetOpening
 from coordinator.runs.withdrawal import Withdrawals
 from coordinator.storage.records import RunState
 from fl_core.aggregation.flat_blocks import MODEL, WORDS
