@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,8 +75,8 @@ class UpdateChecks:
     def __init__(self, store: Store, model_lock: threading.Lock) -> None:
         self._store = store
         self._model_lock = model_lock
+        self._of = lru_cache(_REMEMBERED)(self._checks_of)
         self._lock = threading.Lock()
-        self._checks: dict[str, _RunChecks] = {}
         self._measured: dict[str, Measured] = {}
 
     def check(self, contribution: Contribution, file: Path) -> None:
@@ -102,20 +103,10 @@ class UpdateChecks:
         with self._lock:
             return self._measured.pop(contribution_id, None)
 
-    def _of(self, run_id: str) -> _RunChecks:
-        with self._lock:
-            if run_id in self._checks:
-                return self._checks[run_id]
+    def _checks_of(self, run_id: str) -> _RunChecks:
         manifest = RunManifest.from_json(self._store.runs.get(run_id).manifest)
         with self._model_lock:
             run = CompiledRun.of(manifest)
             check = run.update_check(declared_sizes(self._store, run_id))
             by_kind = {k: check.of(round_layout(run.method, check.layout, k)) for k in TaskKind}
-            members, drawn = len(manifest.members), manifest.cohort_size
-            cohorts = {kind: kind.drawn(drawn) or members for kind in TaskKind}
-            made = _RunChecks(by_kind, run.dtypes, run.method, run.updates.covered(cohorts))
-        with self._lock:
-            while len(self._checks) >= _REMEMBERED:
-                del self._checks[next(iter(self._checks))]
-            self._checks[run_id] = made
-        return made
+            return _RunChecks(by_kind, run.dtypes, run.method, run.updates.covered)

@@ -134,6 +134,8 @@ class PlainUpdates:
     """Parts of sums whose rows tell of single classes, but for what an evaluation measures."""
     smallest_sum: ClassVar[int] = 1
     """Updates that a sum has at least."""
+    covered: ClassVar[Mapping[TaskKind, Layout]] = {}
+    """The layouts of what silos upload where no number of it can be read; empty where each can."""
     counts: ClassVar[bool] = True
     """Whether classes are counted before round 0, where records may be asked."""
     counts_in_preflight: ClassVar[bool] = True
@@ -163,11 +165,6 @@ class PlainUpdates:
         """Return the kinds of numbers in silos' bundles: floats; integers too where guards use the fixed-point grid."""
         plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
         return plain | {torch.int32, torch.int64} if guarded else plain
-
-    def covered(self, cohorts: Mapping[TaskKind, int]) -> Mapping[TaskKind, Layout]:
-        """Return the layouts of uploads of which no number can be read, of rounds of so many silos; else nothing."""
-        del cohorts
-        return {}
 
     def parts(self, kind: TaskKind, update: Bundle) -> frozenset[str]:
         """Name the parts that leave in an update, or in the sum that it is in."""
@@ -281,8 +278,11 @@ class MaskedUpdates:
         """Return words of the ring, and bytes beside them."""
         return frozenset({torch.int32 if self.manifest.grid.ring == "ring32" else torch.int64, torch.uint8})
 
-    def covered(self, cohorts: Mapping[TaskKind, int]) -> Mapping[TaskKind, Layout]:
-        """Return two blocks, and what others need to take the masks off."""
+    @property
+    def covered(self) -> Mapping[TaskKind, Layout]:
+        """Two blocks, and what others need to take the masks off."""
+        members, drawn = len(self.manifest.members), self.manifest.cohort_size
+        cohorts = {kind: kind.drawn(drawn) or members for kind in TaskKind}
         return {k: {**self.layouts[k].blocks, MASKS: PartSpec(shapes_beside(n), ())} for k, n in cohorts.items()}
 
     def parts(self, kind: TaskKind, update: Bundle) -> frozenset[str]:  # noqa: ARG002

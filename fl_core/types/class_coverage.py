@@ -36,7 +36,10 @@ class ClassCoverage:
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> ClassCoverage:
         """Read what `facts` wrote, by way of JSON or a message."""
-        return cls(**{k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v for k, v in raw.items()})
+        listed: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v for name, v in raw.items()
+        }
+        return cls(**listed)
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
