@@ -43,7 +43,6 @@ from service_core.pki.identity import Identity, Kind, PeerCertificate, identity_
 from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.private_files import Credentials
-from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL
 from silo.connection.transfer import RetryPolicy
 from silo.events import Event
@@ -53,6 +52,7 @@ from silo.storage.home import Home
 from silo.training.trainer import RunRound
 from tests.support import until
 from tests.support.federations import manifest
+from tests.support.services import service
 
 CONSORTIUM = "test"
 FAST = Settings(pulse_s=0.5, recycle_s=300)
@@ -315,15 +315,9 @@ class Site:
 
     def start(self) -> None:
         own = SiloIdentity(self.home.path).current_credentials
-        well = Diagnosis(None, "works", "all is well")
-        self.service = Service(
-            SiloSettings(self.home, self.data, device="cpu"),
-            self.notices.append,
-            self.retry_policy,
-            lambda _: channel(self.world.port, own()),
-            lambda _: well,
-            self.run_round,
-        )
+        place = SiloSettings(self.home, self.data, device="cpu")
+        over = lambda: channel(self.world.port, own())  # noqa: E731
+        self.service = service(place, self.notices, self.retry_policy, over, self.run_round)
         self.service.start()
 
     def stop(self) -> None:

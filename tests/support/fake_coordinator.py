@@ -43,7 +43,6 @@ from service_core.pki.identity import Address
 from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
-from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, version
 from silo.connection.channel import Connection
 from silo.connection.retry import CancelledError, CancelToken
@@ -55,6 +54,7 @@ from silo.storage.home import Home
 from silo.storage.tasks import OutboxEntry
 from silo.training.trainer import RunRound
 from tests.support import until
+from tests.support.services import service
 
 CONSORTIUM = "council"
 
@@ -466,16 +466,7 @@ class Hospital:
 
     def start(self) -> Service:
         place = SiloSettings(enrolled(self.folder), **{"data": "digits/p3c4/1", "device": "cpu", **self.settings})
-        well = Diagnosis(None, "works", "all is well")
-        self.service = Service(
-            place,
-            self.notices.append,
-            PATIENCE,
-            lambda _: self.host.channel(),
-            lambda _: well,
-            self.run_round,
-            self.clock,
-        )
+        self.service = service(place, self.notices, PATIENCE, self.host.channel, self.run_round, self.clock)
         before = len(self.control.sessions)
         self.service.start()
         until(lambda: len(self.control.sessions) > before)

@@ -276,20 +276,6 @@ def test_a_clip_that_the_plan_is_silent_on_is_refused_and_so_is_none_where_it_ha
         guard_of().outgoing(bundle_of(1.0), 0, 0)
 
 
-def test_a_round_with_a_clip_of_the_coordinators_own_is_refused_before_an_example_is_read() -> None:
-    run = replace(manifest("fedavg", {"weights": "uniform"}), rounds=1)
-    run = replace(
-        run, privacy=NamedOptions("dp_silo_small", {"allow_large": True, "rng": "test", "weights": "uniform"})
-    )
-    from consilium.research.engines.in_process import local_ports
-
-    port = local_ports(CompiledRun.of(run), shares())[0]
-    msg = {**RunSetup.of(run).initial_state(), adaptive_clipping.PART: {"clip": torch.tensor(9.0)}}
-    port.share.train.batch = None  # type: ignore[method-assign, assignment]
-    with pytest.raises(RefusedError, match="E-PRIV-15"):
-        port.round(msg, RoundContext(3, 4, 1, 0, 3), TaskKind.TRAIN)
-
-
 def test_an_infinite_epsilon_is_the_plain_run_without_a_bit() -> None:
     run = run_of(epsilon=math.inf)
     assert profiles.extra_parts(run.privacy) == {}
