@@ -364,7 +364,7 @@ def _impossible() -> Share:
 
 
 def why_basic(manifest: RunManifest) -> str:
-    if manifest.metrics == CLINICAL:
+    if manifest.evaluation.metrics == CLINICAL:
         return "no hospital sent specificity, AUC or calibration"
     if profiles.hides_evaluations(manifest.privacy):
         return "specificity, AUC and calibration are not measured under differential privacy"

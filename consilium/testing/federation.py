@@ -14,7 +14,7 @@ from fl_core.extensions.registry import identity
 from fl_core.methods import all_options, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members
+from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, RunManifest, make_members
 from fl_core.training.frozen_features import trained_part
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig
@@ -88,7 +88,7 @@ def manifest(
         threads=1,
         personal=personal,
         aggregator=NamedOptions(aggregator),
-        metrics=metrics,
+        evaluation=EvaluationTerms(metrics),
         extensions=tuple(e for e in (identity("method", method), identity("model", model)) if e),
     )
 

@@ -22,7 +22,15 @@ from fl_core.methods import all_options, build_method
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities
 from fl_core.rounds.layout import closing_layout, derive_layout
-from fl_core.rounds.manifest import Dictionary, Member, NamedOptions, RunManifest, StartPoint, make_members
+from fl_core.rounds.manifest import (
+    Dictionary,
+    EvaluationTerms,
+    Member,
+    NamedOptions,
+    RunManifest,
+    StartPoint,
+    make_members,
+)
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.frozen_features import check_shared, trained_part
 from fl_core.types.clinical import BASIC, CLINICAL, SUGGESTED_CLASSES
@@ -52,8 +60,6 @@ _OF_SPEC = (
     "threads",
     "personal",
     "lost_state",
-    "by_hospital",
-    "own",
 )
 
 
@@ -125,7 +131,8 @@ def manifest_from(
     masked = terms is not None
     if terms is not None:
         terms.require_quorum(spec.quorum, spec.cohort or len(names))
-    closing = closing_layout(len(schema.classes), spec.by_hospital, bool(spec.own), metrics, masked)
+    evaluation = EvaluationTerms(metrics, spec.by_hospital, spec.own)
+    closing = closing_layout(len(schema.classes), evaluation, masked)
     own = derive_layout(built, *trained, spec.personal, metrics, updates=spec.kind.updates, closing=closing)
     check_shared(built, own, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
@@ -148,7 +155,7 @@ def manifest_from(
         private_form=was,
         start=None if spec.weights is None else StartPoint(weights=spec.weights),
         aggregator=_aggregator(spec),
-        metrics=metrics,
+        evaluation=evaluation,
         extensions=_extensions(method, model),
         secagg=terms,
         **{name: getattr(spec, name) for name in _OF_SPEC},

@@ -64,8 +64,8 @@ class RunSpec:
         threads: CPU threads of local training, 0 for the machine's own number
         rounds: of training; 0 measures the model that the run starts from, and trains nothing
         personal: also measure personal models (PA, PM, fairness), after every round's training
-        by_hospital: ask hospitals to show their own part of the closing evaluation; as `RunManifest.by_hospital`
-        own: the run whose models hospitals keep, measured beside; as `RunManifest.own`
+        by_hospital: ask hospitals to show their own part of the closing evaluation; as `EvaluationTerms.by_hospital`
+        own: the run whose models hospitals keep, measured beside; as `EvaluationTerms.beside`
         lost_state: refuse or restart, see `RunManifest`
         silos: the roster, by name; None for every enrolled silo whose data fits
         aggregator: how a round's updates become one

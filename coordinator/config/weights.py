@@ -67,9 +67,9 @@ def begin(manifest: RunManifest, taken: TakenWeights | None) -> CompiledRun:
     """Compile a run and complete its start, as the service does when a run is submitted."""
     compiled = CompiledRun.of(manifest)
     manifest.kind.check_start(manifest)
-    if manifest.own:
+    if beside := manifest.evaluation.beside:
         raise ConfigError(
-            "E-CFG-08", f"expected no own={manifest.own} in a simulation, found one: hospitals keep such models at home"
+            "E-CFG-08", f"expected no own={beside} in a simulation, found one: hospitals keep such models at home"
         )
     if taken is None or manifest.start is None:
         return compiled

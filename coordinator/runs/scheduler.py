@@ -81,7 +81,7 @@ class RunScheduler:
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
         sizes = dict(CompiledRun.of(manifest).updates.known_sizes(sizes))
-        beside = self._beside(manifest) if manifest.own else None
+        beside = self._beside(manifest) if manifest.evaluation.beside else None
         parent = self.store.runs.get(start_from) if start_from else None
         Line(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
@@ -97,7 +97,7 @@ class RunScheduler:
                 other = StoredObject.stored(sent, self.objects)
                 named = OtherModel(kept.method, kept.model, kept.seed, *other)
                 CompiledRun.of(manifest).beside(named)
-                manifest = replace(manifest, other=named)
+                manifest = replace(manifest, evaluation=replace(manifest.evaluation, other=named))
             text = manifest.to_json().encode()
             filled = None if weights is None else StoredObject(weights.object, weights.size)
             if filled is not None:
@@ -115,7 +115,7 @@ class RunScheduler:
 
         Raises ConfigError: E-RUN-10 on no such run, E-CFG-23 on one without such models; as `start_point.beside`.
         """
-        run = self.store.runs.get(manifest.own)
+        run = self.store.runs.get(manifest.evaluation.beside)
         other = RunManifest.from_json(run.manifest)
         method = CompiledRun.of(other).method
         if other.schema != manifest.schema or not (method.has_global_model or other.method.name == LocalOnly.name):

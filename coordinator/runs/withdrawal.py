@@ -223,7 +223,7 @@ class Withdrawals:
             cohort=0,
             quorum=0,
             personal=False,
-            metrics=BASIC,
+            evaluation=replace(manifest.evaluation, metrics=BASIC),
             aggregator=NamedOptions(aggregators.Mean.name),
             start=None if weights is None else StartPoint(weights=weights),
             lead=lead,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
+from fl_core.rounds.manifest import EvaluationTerms
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
 from fl_core.training.evaluation import (
     BY_HOSPITAL,
@@ -77,15 +78,15 @@ def derive_layout(
     return layout
 
 
-def closing_layout(n_classes: int, by_hospital: bool, own: bool, metrics: str, masked: bool) -> Layout:
+def closing_layout(n_classes: int, terms: EvaluationTerms, masked: bool) -> Layout:
     """Return the layout of what a run asks of the closing evaluation beside its metrics.
 
-    by_hospital, own: as in the manifest. Areas are compared where the run measures scores and sums have no masks.
+    Areas are compared where the run measures scores and sums have no masks.
     """
     found = dict[str, PartSpec]()
-    if by_hospital:
+    if terms.by_hospital:
         found |= _layout({BY_HOSPITAL: consent()})
-    return found | (_layout(no_own_parts(n_classes, metrics == CLINICAL and not masked)) if own else {})
+    return found | (_layout(no_own_parts(n_classes, terms.metrics == CLINICAL and not masked)) if terms.beside else {})
 
 
 def _layout(bundle: Bundle) -> dict[str, PartSpec]:

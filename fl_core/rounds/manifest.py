@@ -38,13 +38,16 @@ _ABSENT: Mapping[str, object] = {
     "lost_state": REFUSE,
     "patience_s": PATIENCE_S,
     "start": None,
-    "metrics": BASIC,
     "extensions": (),
     "secagg": None,
-    "by_hospital": False,
-    "own": "",
-    "other": None,
 }
+_EVALUATION: Mapping[str, tuple[str, object]] = {
+    "metrics": ("metrics", BASIC),
+    "by_hospital": ("by_hospital", False),
+    "beside": ("own", ""),
+    "other": ("other", None),
+}
+"""Of the terms of evaluations: the key of a manifest for each, and the value that leaves it out."""
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
 
@@ -171,6 +174,69 @@ class OtherModel:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationTerms:
+    """What a run's evaluations measure and send: before each round, and at the end, which is all that some runs do.
+
+    metrics: of METRICS_KINDS   by_hospital: whether hospitals are asked to show their own part of the closing
+    evaluation under their names   beside: the run whose models are measured beside this run's last one; empty: none. Of
+    method=local these are the models that hospitals keep; of any other one its last model, which `other` names.
+    """
+
+    metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
+    by_hospital: bool = False
+    beside: str = ""
+    other: OtherModel | None = None
+
+    @staticmethod
+    def nested(raw: object) -> object:
+        """Return the keys of a manifest with these terms in one place; raises ConversionError where that is taken.
+
+        In JSON they lie among the others, as before they had one: so digests stay.
+        """
+        if not isinstance(raw, Mapping):
+            return raw
+        if "evaluation" in raw:
+            raise ConversionError("manifest", "there is no key 'evaluation'", unknown=True)
+        flat = {key for key, _ in _EVALUATION.values()}
+        terms = {name: raw[key] for name, (key, _) in _EVALUATION.items() if key in raw}
+        return {key: value for key, value in raw.items() if key not in flat} | {"evaluation": terms}
+
+    @staticmethod
+    def flat(raw: Mapping[str, object]) -> dict[str, object]:
+        """Return the keys of a manifest. raw: these terms as plain values."""
+        return {key: raw[name] for name, (key, default) in _EVALUATION.items() if raw[name] != default}
+
+    def check(self, run: RunManifest) -> None:
+        """Raise ConfigError (E-CFG-02, E-CFG-08) on terms that do not go with a run."""
+        validate.declared("E-CFG-02", "", self)
+        if self.metrics == CLINICAL and len(run.schema.classes) > MAX_CLASSES:
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected at most {MAX_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
+                f"square, found {len(run.schema.classes)}: set metrics={BASIC}",
+            )
+        exact = run.privacy.name == "none" and run.train.freeze != FEATURES
+        if self.beside and not (exact and _RUN_ID.fullmatch(self.beside)):
+            raise ConfigError(
+                "E-CFG-08",
+                "expected the id of a run, and neither privacy nor a frozen body, beside own=RUN, found "
+                f"own={self.beside[:_NAMED]}, privacy={run.privacy.name} and train.freeze={run.train.freeze}: "
+                "leave own out",
+            )
+        if self.other is not None:
+            if not self.beside:
+                raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name the run of that model")
+            self.other.require_possible()
+        if self.by_hospital and (run.secagg is not None or run.privacy.name != "none"):
+            hidden = "masks, which open sums alone" if run.secagg is not None else f"privacy={run.privacy.name}"
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected secagg=off and privacy=none beside by_hospital=true, found {hidden}: leave by_hospital out, "
+                "or start the run without",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class RunManifest:
     """What a run is. Two manifests with equal digests are the same run, up to its id.
 
@@ -183,11 +249,8 @@ class RunManifest:
     run replaced by the method's private form, with the values that were asked for; empty where it runs as asked;
     lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
     model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
-    None where it begins with fresh weights; metrics: what evaluations send, of METRICS_KINDS; extensions: the code of
-    other distributions that method and model are; secagg: the terms of masks, None where updates leave in clear;
-    by_hospital: whether hospitals are asked to show their own part of the closing evaluation under their names; own:
-    the run whose models are measured beside this run's last one; empty: none. Of method=local these are the models that
-    hospitals keep; of any other one its last model, which `other` names.
+    None where it begins with fresh weights; extensions: the code of other distributions that method and model are;
+    secagg: the terms of masks, None where updates leave in clear.
 
     What the run is about, `kind` says.
     """
@@ -217,12 +280,9 @@ class RunManifest:
     lost_state: str = REFUSE
     aggregator: NamedOptions = NamedOptions(aggregators.DEFAULT)
     start: StartPoint | None = None
-    metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
+    evaluation: EvaluationTerms = EvaluationTerms()
     extensions: tuple[Extension, ...] = ()
     secagg: Secagg | None = None
-    by_hospital: bool = False
-    own: str = ""
-    other: OtherModel | None = None
     format: int = FORMAT
 
     @property
@@ -235,6 +295,7 @@ class RunManifest:
         layout = {name: {"tensors": spec.shapes, "weight": spec.weight_shape} for name, spec in self.layout.items()}
         raw = asdict(self) | {"layout": layout, "train": self.train.facts()}
         raw["members"] = [member.facts() for member in self.members]
+        raw |= EvaluationTerms.flat(raw.pop("evaluation"))
         for name, default in _ABSENT.items():  # runs without one keep the digest that they had before it existed
             if raw[name] == default:
                 del raw[name]
@@ -267,7 +328,7 @@ class RunManifest:
                     "E-WIRE-01",
                     f"expected a manifest of format {FORMAT}, found {shown(raw.get('format'))}: upgrade this side",
                 )
-            return structure(cls, raw, "manifest")
+            return structure(cls, EvaluationTerms.nested(raw), "manifest")
         except ConversionError as error:
             raise ProtocolError("E-WIRE-06", f"{error}: one side must be upgraded or repaired") from error
 
@@ -282,12 +343,6 @@ class RunManifest:
         self.grid.check(len(self.members))
         if self.secagg is not None:
             self.secagg.check(len(self.members), self.cohort, self.rounds)
-        if self.metrics == CLINICAL and len(self.schema.classes) > MAX_CLASSES:
-            raise ConfigError(
-                "E-CFG-02",
-                f"expected at most {MAX_CLASSES} classes with metrics={CLINICAL}, whose numbers grow with their "
-                f"square, found {len(self.schema.classes)}: set metrics={BASIC}",
-            )
         for member in self.members:
             if member.labels and not _DIGEST.fullmatch(member.labels):
                 raise ConfigError(
@@ -295,25 +350,7 @@ class RunManifest:
                     f"expected a digest of {member.name}'s label dictionary in 64 hex digits, found "
                     f"{shown(member.labels)}: ask that hospital",
                 )
-        exact = self.privacy.name == "none" and self.train.freeze != FEATURES
-        if self.own and not (exact and _RUN_ID.fullmatch(self.own)):
-            raise ConfigError(
-                "E-CFG-08",
-                "expected the id of a run, and neither privacy nor a frozen body, beside own=RUN, found "
-                f"own={self.own[:_NAMED]}, privacy={self.privacy.name} and train.freeze={self.train.freeze}: "
-                "leave own out",
-            )
-        if self.other is not None:
-            if not self.own:
-                raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name the run of that model")
-            self.other.require_possible()
-        if self.by_hospital and (self.secagg is not None or self.privacy.name != "none"):
-            hidden = "masks, which open sums alone" if self.secagg is not None else f"privacy={self.privacy.name}"
-            raise ConfigError(
-                "E-CFG-08",
-                f"expected secagg=off and privacy=none beside by_hospital=true, found {hidden}: leave by_hospital out, "
-                "or start the run without",
-            )
+        self.evaluation.check(self)
         self.kind.check(self)
         if len(self.name) > MAX_NAME_CHARS:
             raise ConfigError(

@@ -25,7 +25,7 @@ from fl_core.models.split_model import on_body
 from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.layout import closing_layout, derive_layout
-from fl_core.rounds.manifest import NamedOptions, OtherModel, RunManifest, StartPoint
+from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, OtherModel, RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.rounds.updates import MaskedUpdates, PlainUpdates, Unmask, updates_of
 from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
@@ -114,8 +114,9 @@ class RunSetup:
 
         Raises as `of`.
         """
-        untrained = replace(self.manifest, rounds=0, cohort=0, quorum=0, personal=False, start=None, own="", other=None)
-        summed = replace(untrained, secagg=None, by_hospital=False, aggregator=NamedOptions(aggregators.Mean.name))
+        untrained = replace(self.manifest, rounds=0, cohort=0, quorum=0, personal=False, start=None, secagg=None)
+        mean = NamedOptions(aggregators.Mean.name)
+        summed = replace(untrained, evaluation=EvaluationTerms(), aggregator=mean)
         return self.of(replace(summed, method=other.method, model=other.model, seed=other.seed))
 
     @cached_property
@@ -199,9 +200,9 @@ class RunSetup:
             self.new_model(),
             self.schema,
             manifest.personal,
-            manifest.metrics,
+            manifest.evaluation.metrics,
             updates=manifest.kind.updates,
-            closing=closing_layout(classes, manifest.by_hospital, bool(manifest.own), manifest.metrics, hidden),
+            closing=closing_layout(classes, manifest.evaluation, hidden),
         )
 
     def new_model(self) -> nn.Module:

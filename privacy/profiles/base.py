@@ -117,7 +117,7 @@ class PrivacyProfile(ABC):
     def check(self) -> None:
         """Raise RefusedError (E-PRIV-20) or ConfigError (E-CFG-08, E-PRIV-16, -17) on a run that it cannot protect."""
         if self.terms is not None:
-            if self.run.manifest.metrics == CLINICAL and self.terms.test_data != "public":
+            if self.run.manifest.evaluation.metrics == CLINICAL and self.terms.test_data != "public":
                 raise RefusedError(
                     "E-PRIV-16",
                     f"expected metrics={BASIC} where test data are private, found {CLINICAL}: histograms and a "

@@ -405,19 +405,20 @@ class TaskRunner:
         Raises ProtocolError (E-WIRE-06) on another model than the manifest says, E-WIRE-05 on NaN.
         """
         manifest, key = prepared.run.manifest, task.key
-        if not manifest.own or not key.kind.ends_run:
+        terms = manifest.evaluation
+        if not terms.beside or not key.kind.ends_run:
             return None
-        if manifest.other is not None:
-            other, progress = manifest.other, self._progress(task, pb.FETCHING)
+        if terms.other is not None:
+            other, progress = terms.other, self._progress(task, pb.FETCHING)
             file = self.transfer.fetch(other.object, other.size, task.stop, progress, MAX_WEIGHTS_BYTES)
             return prepared.run.beside(other).sent_model(codec.read_state(file))
         try:
-            digest, state = self.outbox.store.manifest_of(manifest.own), self.outbox.state(manifest.own)
+            digest, state = self.outbox.store.manifest_of(terms.beside), self.outbox.state(terms.beside)
             if digest is None or state is None:
-                raise StateError("E-STATE-24", f"expected a model of this hospital alone of {manifest.own}, found none")
+                raise StateError("E-STATE-24", f"expected a model of this hospital alone of {terms.beside}, found none")
             kept = CompiledRun.of(_read_manifest(self.outbox.objects.verified(digest), digest))
             if not isinstance(kept.method, LocalOnly) or kept.manifest.schema != manifest.schema:
-                raise StateError("E-STATE-24", f"expected a run of method=local on such data, found {manifest.own}")
+                raise StateError("E-STATE-24", f"expected a run of method=local on such data, found {terms.beside}")
             return kept.method.own_model(kept.new_model(), state)
         except (FederationError, FileNotFoundError) as error:
             self.emit(event("alone", f"{key}: no model of this hospital alone is measured beside: {error}", key))

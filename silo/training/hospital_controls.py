@@ -398,7 +398,7 @@ def describe_request(run: CompiledRun) -> str:
     what = f"{manifest.method.name} on {manifest.data}, {kind.length(manifest.rounds)}"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
     lead += f", {kind.goes_on} {manifest.start}" if manifest.start else ""
-    lead += ", with the results of each hospital that lets them be shown" if manifest.by_hospital else ""
+    lead += ", with the results of each hospital that lets them be shown" if manifest.evaluation.by_hospital else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
     masked = manifest.secagg is not None
     lead += ", under masks" if masked else ""

@@ -103,7 +103,8 @@ def request_of(
 
 
 def _beside(manifest: RunManifest) -> str:
-    if not manifest.own:
+    terms = manifest.evaluation
+    if not terms.beside:
         return ""
-    whose = "this hospital's own of" if manifest.other is None else f"the model ({manifest.other}) of"
-    return f", beside {whose} {manifest.own}"
+    whose = "this hospital's own of" if terms.other is None else f"the model ({terms.other}) of"
+    return f", beside {whose} {terms.beside}"

@@ -60,7 +60,7 @@ class GlobalTestEvaluator:
         manifest, self._runtime, self._device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
         self._runtime.model.to(self._device)
         self._n_classes, self._silos = len(manifest.schema.classes), len(shares)
-        self._clinical = clinical or manifest.metrics == CLINICAL
+        self._clinical = clinical or manifest.evaluation.metrics == CLINICAL
         self._initial = run.initial_state()
         self._official = has_official_test(shares)
         tests = public_test(shares)

@@ -10,7 +10,7 @@ import pytest
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import build_manifest, manifest_from
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.manifest import EvaluationTerms, RunManifest
 from fl_core.types.clinical import BASIC, CLINICAL, MAX_CLASSES
 from fl_core.types.records import Schema
 from privacy.compiled_run import CompiledRun
@@ -38,7 +38,7 @@ def frozen(*words: str) -> RunManifest:
 )
 def test_a_run_measures_all_that_is_exact_unless_it_is_told_otherwise(words: tuple[str, ...], metrics: str) -> None:
     made = frozen(*words)
-    assert made.metrics == metrics
+    assert made.evaluation.metrics == metrics
     assert ("clinical" in made.layout) == (metrics == CLINICAL)
     assert ("metrics" in json.loads(made.to_json())) == (metrics == CLINICAL)
     assert RunManifest.from_json(made.to_json()) == made
@@ -51,7 +51,7 @@ def test_a_private_run_with_exact_tables_is_refused_by_both_sides(privacy: str) 
     with pytest.raises(RefusedError, match=r"E-PRIV-16.*metrics=auto"):
         frozen(*words, "metrics=clinical")
     with pytest.raises(RefusedError, match="E-PRIV-16"):
-        CompiledRun.of(replace(frozen(*words), metrics=CLINICAL))
+        CompiledRun.of(replace(frozen(*words), evaluation=EvaluationTerms(CLINICAL)))
 
 
 def silo(name: str, metrics: tuple[str, ...] = (CLINICAL,)) -> pb.SiloInfo:
@@ -60,9 +60,9 @@ def silo(name: str, metrics: tuple[str, ...] = (CLINICAL,)) -> pb.SiloInfo:
 
 def test_a_silo_of_an_older_version_gets_a_run_that_it_knows() -> None:
     spec, today, older = compose_spec(SMALL).to_json(), silo("a"), silo("b", ())
-    assert build_manifest(spec, [today]).metrics == CLINICAL
+    assert build_manifest(spec, [today]).evaluation.metrics == CLINICAL
     mixed = build_manifest(spec, [today, older])
-    assert (mixed.metrics, [m.name for m in mixed.members]) == (BASIC, ["a", "b"])
+    assert (mixed.evaluation.metrics, [m.name for m in mixed.members]) == (BASIC, ["a", "b"])
     assert mixed == replace(frozen("metrics=basic"), members=mixed.members, grid=mixed.grid)
 
 
@@ -83,4 +83,4 @@ def test_a_manifest_of_more_classes_than_tables_are_kept_for_is_refused() -> Non
         replace(frozen(), schema=many).require_possible()
     replace(frozen("metrics=basic"), schema=many).require_possible()
     with pytest.raises(ConfigError, match="E-CFG-02"):
-        replace(frozen(), metrics="").require_possible()
+        replace(frozen(), evaluation=EvaluationTerms("")).require_possible()

@@ -189,7 +189,7 @@ def test_two_models_of_the_federation_are_measured_on_the_same_images(
         assert 0 < error < 0.1
     lead.show(done.id, home=world.home)
     assert f"balanced accuracy of {nh.id} " in " ".join(capsys.readouterr().out.split())
-    other = RunManifest.from_json(done.manifest).other
+    other = RunManifest.from_json(done.manifest).evaluation.other
     assert other is not None
     until(lambda: not world.server.objects.has(other.object), "the second model goes with its run")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import closing_layout, derive_layout
-from fl_core.rounds.manifest import NamedOptions, OtherModel, RunManifest, StartPoint
+from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, OtherModel, RunManifest, StartPoint
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, round_layout, run_silo_round
 from fl_core.training.delong import paired_auc
@@ -48,11 +48,12 @@ def require_start(run: RunManifest) -> None:
     run.kind.check_start(run)
 
 
+EVERYTHING = {"metrics": CLINICAL, "by_hospital": True, "beside": "run-1"}
+
+
 def measuring(trains: bool = False, **closing: object) -> Layout:
     method, network = build_method("fedavg", {}), build_model("digits_cnn", {}, SCHEMA, 0)
-    asked = closing_layout(
-        CLASSES, **{"by_hospital": True, "own": True, "metrics": CLINICAL, "masked": False} | closing
-    )
+    asked = closing_layout(CLASSES, EvaluationTerms(**{**EVERYTHING, **closing}), masked=False)  # type: ignore[arg-type]
     return derive_layout(method, network, SCHEMA, metrics=CLINICAL, updates=trains, closing=asked)
 
 
@@ -160,7 +161,11 @@ def test_a_hospital_cannot_send_results_that_no_evaluation_gives(lie: int) -> No
 
 
 def evaluation(**changes: object) -> RunManifest:
-    return replace(manifest(rounds=0), layout=measuring(own=False, by_hospital=False), **changes)  # type: ignore[arg-type]
+    names = {f.name for f in fields(EvaluationTerms)}
+    terms = EvaluationTerms(**{name: v for name, v in changes.items() if name in names})  # type: ignore[arg-type]
+    more = {name: v for name, v in changes.items() if name not in names}
+    layout = measuring(beside="", by_hospital=False)
+    return replace(manifest(rounds=0), layout=layout, evaluation=terms, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +175,9 @@ def evaluation(**changes: object) -> RunManifest:
         {"privacy": NamedOptions("dp_record")},
         {"by_hospital": True, "secagg": Secagg(2, "complete", 1, 0)},
         {"by_hospital": True, "rounds": 2, "privacy": NamedOptions("dp_record")},
-        {"own": "../../etc"},
-        {"own": "a" * 81},
-        {"own": "local-1", "train": TrainConfig(freeze=FEATURES)},
+        {"beside": "../../etc"},
+        {"beside": "a" * 81},
+        {"beside": "local-1", "train": TrainConfig(freeze=FEATURES)},
     ],
 )
 def test_what_does_not_go_together_is_refused_whoever_made_the_manifest(changes: dict[str, object]) -> None:
@@ -184,7 +189,7 @@ def test_what_does_not_go_together_is_refused_whoever_made_the_manifest(changes:
 def test_a_manifest_that_asks_for_nothing_new_has_the_digest_that_it_had() -> None:
     raw = json.loads(manifest().to_json())
     assert not {"by_hospital", "own"} & set(raw)
-    asked = replace(manifest(), by_hospital=True, own="local-1")
+    asked = replace(manifest(), evaluation=EvaluationTerms(by_hospital=True, beside="local-1"))
     assert RunManifest.from_json(asked.to_json()) == asked
     assert asked.digest() != manifest().digest()
 
@@ -252,10 +257,18 @@ def test_a_second_model_that_is_another_than_the_manifest_says_is_refused(wrong:
     ],
 )
 def test_a_manifest_names_a_second_model_as_an_object(changes: dict[str, object], expected: str) -> None:
-    made = replace(manifest("fedavg"), own="run-1", other=second())
+    terms = EvaluationTerms(beside="run-1", other=second())
+    made = replace(manifest("fedavg"), evaluation=terms)
     made.require_possible()
     assert RunManifest.from_json(made.to_json()) == made
     with pytest.raises(ConfigError, match=expected):
-        replace(made, other=replace(second(), **changes)).require_possible()
+        replace(made, evaluation=replace(terms, other=replace(second(), **changes))).require_possible()
     with pytest.raises(ConfigError, match="own=RUN beside other"):
-        replace(made, own="").require_possible()
+        replace(made, evaluation=replace(terms, beside="")).require_possible()
+
+
+def test_the_place_that_terms_of_evaluations_have_here_is_no_key_of_a_manifest() -> None:
+    """Else one run would have two texts."""
+    raw = json.loads(manifest().to_json())
+    with pytest.raises(ProtocolError, match=r"E-WIRE-06.*'evaluation'"):
+        RunManifest.from_json(json.dumps({**raw, "evaluation": {}}))

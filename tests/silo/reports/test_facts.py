@@ -12,7 +12,7 @@ from fl_core.errors import RefusedError
 from fl_core.methods import METHODS, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import NamedOptions
+from fl_core.rounds.manifest import EvaluationTerms, NamedOptions
 from fl_core.types.values import Part
 from privacy.accounting.accountant import ORDERS
 from privacy.compiled_run import CompiledRun
@@ -74,7 +74,7 @@ def test_a_request_is_read_as_it_was_written_down() -> None:
 
 
 def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() -> None:
-    run = manifest(metrics="clinical")
+    run = manifest(evaluation=EvaluationTerms("clinical"))
     layout = derive_layout(build_method("fedavg", {}), build_model("digits_cnn", {}, run.schema, 3), run.schema)
     every = derive_layout(
         build_method("fedavg", {}), build_model("digits_cnn", {}, run.schema, 3), run.schema, metrics="clinical"
@@ -83,7 +83,7 @@ def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() ->
         (metrics, send): next(
             (row.asked, row.policy)
             for row in request_of(
-                CompiledRun.of(replace(run, metrics=metrics, layout=found)), "center1", submits=True
+                CompiledRun.of(replace(run, evaluation=EvaluationTerms(metrics), layout=found)), "center1", submits=True
             ).compare(Policy.parse(f"[evaluation]\nsend = '{send}'\n".encode()))
             if row.what == "Results on test images"
         )

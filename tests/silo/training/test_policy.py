@@ -12,7 +12,7 @@ from fl_core.errors import RefusedError
 from fl_core.methods import FedAvg, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import NamedOptions
+from fl_core.rounds.manifest import EvaluationTerms, NamedOptions
 from fl_core.types.secagg import Secagg
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
@@ -241,7 +241,7 @@ def test_a_hidden_class_that_the_run_does_not_know_closes_the_hospital(make, tmp
 def test_the_policy_says_what_of_an_evaluation_leaves_and_the_hospital_sees_all(make, tmp_path, send, there):
     """What is withheld has weight 0: the update keeps its layout, and the model trains on."""
     Home(tmp_path / "home0").make().policy.write_text(f"[evaluation]\nsend = '{send}'\n")
-    run = manifest(metrics="clinical")
+    run = manifest(evaluation=EvaluationTerms("clinical"))
     layout = derive_layout(FedAvg(), build_model("digits_cnn", {}, run.schema, 3), run.schema, metrics="clinical")
     hospital = make(replace(run, layout=layout))
     hospital.start()

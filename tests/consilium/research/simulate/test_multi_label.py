@@ -99,7 +99,7 @@ def test_what_nobody_looked_for_is_unknown_and_not_absent(
     assert known.manifest.schema.multi_label
     assert RunManifest.from_json(known.manifest.to_json()) == known.manifest
     assert known.records[-1].examples == (100.0, 100.0, 100.0)  # of each label the test records of who looked for it
-    assert known.manifest.metrics == "clinical"
+    assert known.manifest.evaluation.metrics == "clinical"
     found = known.records[-1].clinical
     assert found is not None
     assert [sum(table) for table in found.labels] == [100, 100, 100]
