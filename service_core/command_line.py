@@ -1,14 +1,16 @@
-"""What both command lines have in common: what makes a command of a function, how a program runs, `--version`."""
+"""What both command lines have in common: commands of functions, found by name; how a program runs; `--version`."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.markup import escape
 
+from fl_core.errors.extras import needing
 from service_core import startup
 from service_core.console import PrintableFormatter, Reply, show_reply
 from service_core.operations.exit_status import status_of
@@ -93,19 +96,92 @@ def _yielding(make: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     return yielding
 
 
-def run_program(prepare: Callable[[], Callable[[], object]], grpc_logs: bool = False) -> NoReturn:
-    """Run a program to its exit status. prepare: imports what it needs; Ctrl-C ends that at once.
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A command line whose commands are found by name: a call loads the module of its command, and the help none.
 
-    grpc_logs: keep the lines of gRPC's core, which say why a handshake was refused.
+    modules: the commands of each module, in the order of the help; a group is called as its command, or `app`
+    reading: commands without a line in the audit log of the home that `home_of` finds
     """
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(PrintableFormatter())
-    require_tls13()  # before anything imports gRPC
-    if not grpc_logs:
-        silence_grpc_logs()
-    run = prepare()
-    startup.raise_on_interrupt()
-    startup.leave(status_of(run))
+
+    name: str
+    help: str
+    modules: Mapping[str, Sequence[str]]
+    reading: Collection[str]
+    home_of: Callable[[Path | None], Path]
+
+    def build(self, words: Sequence[str]) -> typer.Typer:
+        """Make the application with the command that is called and those beside it; else with the names of all."""
+        app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=self.help)
+        app.callback()(version_option)
+        module = self._module(words)
+        if module is None:
+            for name, commands in self.modules.items():
+                summaries = _summaries(name)
+                for command in commands:
+                    app.command(name=command, help=summaries.get(command, summaries.get("app")))(lambda: None)
+            return app
+        loaded = importlib.import_module(module)
+        for command in self.modules[module]:
+            found = getattr(loaded, command, None) or loaded.app
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=command)
+            else:
+                app.command(name=command)(found)
+        if not set(self.modules[module]) <= set(self.reading):
+            from service_core.audit_log.local_commands import record_commands
+
+            record_commands(app, self.reading, self.home_of)
+        return app
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run one command line and return its exit status."""
+        return status_of(lambda: self._run(words))
+
+    def main(self, grpc_logs: bool = False) -> NoReturn:
+        """Run the program to its exit status. Ctrl-C ends it at once until its command begins.
+
+        grpc_logs: keep the lines of gRPC's core, which say why a handshake was refused.
+        """
+        if logging.lastResort is not None:
+            logging.lastResort.setFormatter(PrintableFormatter())
+        require_tls13()  # before anything imports gRPC
+        if not grpc_logs:
+            silence_grpc_logs()
+        startup.leave(status_of(lambda: self._run(sys.argv[1:], startup.raise_on_interrupt)))
+
+    def _run(self, words: Sequence[str], ready: Callable[[], object] = lambda: None) -> None:
+        typed = command_words(self.name, words)
+        room = (self._module(typed) or "").split(".")
+        with needing(room[1], f"{self.name} {_called(typed)}") if room[0] == "consilium" else nullcontext():
+            command = made_command(self.build(typed))
+            ready()
+            command(list(words), prog_name=self.name)
+
+    def _module(self, words: Sequence[str]) -> str | None:
+        return next((name for name, commands in self.modules.items() if _called(words) in commands), None)
+
+
+def _called(words: Sequence[str]) -> str | None:
+    return next((word for word in words if not word.startswith("-")), None)
+
+
+def _summaries(module: str) -> dict[str, str]:
+    """Read what commands say of themselves off a module's source, without loading it.
+
+    The first paragraph of a function's docstring, and `help` of a group of commands.
+    """
+    spec, found = importlib.util.find_spec(module), dict[str, str]()
+    for node in ast.parse(Path(spec.origin).read_text()).body if spec is not None and spec.origin else ():
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+        elif (
+            isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name)
+        ):
+            said = next((word.value for word in node.value.keywords if word.arg == "help"), None)
+            if isinstance(said, ast.Constant):
+                found[node.targets[0].id] = str(said.value)
+    return found
 
 
 def _print_version(wanted: bool) -> None:
@@ -149,10 +225,10 @@ def _escape(described: object, *names: str) -> None:
             setattr(described, name, escape(text))
 
 
-def command_words(program: str) -> list[str]:
+def command_words(program: str, words: Sequence[str]) -> list[str]:
     """Return the words after the program's name: those of this call, or those that a shell wants completed."""
     if f"_{program.upper()}_COMPLETE" not in os.environ:
-        return sys.argv[1:]
+        return list(words)
     typed = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
     try:
         return shlex.split(typed)[1:]

@@ -7,17 +7,17 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from consilium.pages.web.guard import RAW_HEADERS
 from service_core.loopback import BACKLOG
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 128
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 _HEAD_BYTES = 16 << 10
 
 
@@ -26,17 +26,23 @@ async def _nothing() -> None:
 
 
 class ServerThread:
-    """Serves an application from `start` to `stop`, on a socket that listens already, and closes it.
+    """Serves an ASGI application from `start` to `stop`, on a socket that listens already, and closes it.
 
-    beside: runs on the server's event loop, and is cancelled before the requests under way are waited for.
+    headers: of answers to what is no request; others are the application's   beside: runs on the server's event loop,
+    and is cancelled before the requests under way are waited for.
     """
 
     def __init__(
-        self, app: ASGIApp, listening: socket.socket, name: str, beside: Callable[[], Awaitable[None]] = _nothing
+        self,
+        app: Callable[..., Awaitable[None]],
+        listening: socket.socket,
+        name: str,
+        headers: Headers,
+        beside: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=type("Protocol", (_Protocol,), {"refusal_headers": headers}),
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -84,8 +90,9 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Uvicorn's own, with the guard's headers also where a request is none, and the oldest connections ended first."""
+    """Uvicorn's own, with our headers also where a request is none, and the oldest connections ended first."""
 
+    refusal_headers: Headers = ()
     began = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -99,7 +106,7 @@ class _Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request; h11 itself finds that the Host header is missing or there twice: 421."""
         status = b"421 Misdirected Request" if "Host" in str(sys.exc_info()[1]) else b"400 Bad Request"
-        head = b"".join(b"%b: %b\r\n" % header for header in RAW_HEADERS)
+        head = b"".join(b"%b: %b\r\n" % header for header in self.refusal_headers)
         self.transport.write(
             b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
             b"content-length: %d\r\n%b\r\n%b" % (status, len(msg), head, msg.encode("ascii"))

@@ -22,15 +22,13 @@ from functools import cache
 from pathlib import Path
 
 from coordinator.api.server import CoordinatorServer
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import Store as CoordinatorStore
 from fl_core.errors import FederationError
-from service_core.command_line import made_command
-from service_core.operations.exit_status import status_of
 from service_core.storage.backup import BackupContents
-from silo.cli import service as silo_program
+from silo.cli.main import program as silo_program
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.store import Store as SiloStore
@@ -84,10 +82,7 @@ class Command:
             time.sleep(_TURN_S)
 
     def _run(self, words: list[str]) -> int:
-        if self.name.startswith("silo"):
-            return silo_program.run(words)
-        app = made_command(build(words))
-        return status_of(lambda: app(words, prog_name="coordinator"))
+        return (silo_program if self.name.startswith("silo") else program)().run(words)
 
     def is_whole(self, folder: Path) -> bool:
         """Tell whether what the command makes is there and can be used."""

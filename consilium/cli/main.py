@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from service_core import startup
 
+if TYPE_CHECKING:
+    from service_core.command_line import Program
 
-def _prepare() -> Callable[[], object]:
-    from consilium.model.commands import app
-    from service_core.command_line import made_command
+COMMANDS = {"consilium.model.commands": ("predict", "calibrate", "page")}
 
-    return partial(made_command(app), sys.argv[1:], prog_name="consilium")
+
+def program() -> Program:
+    from service_core.command_line import Program
+
+    summary = "Use an exported model on this machine: nothing is sent, and no membership is needed."
+    return Program("consilium", summary, COMMANDS, COMMANDS["consilium.model.commands"], lambda _: Path())
 
 
 def main() -> None:
     startup.begin()
-    from service_core.command_line import run_program
-
-    run_program(_prepare)
+    program().main()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import typer
 from consilium.pages.command import Bind, Browser, serve_until_told
 from fl_core.errors import ConfigError
 from fl_core.types.class_coverage import listed
-from service_core.command_line import Depends, Json, command, version_option
+from service_core.command_line import Depends, Json, command
 from service_core.console import Facts, Reply, Rows, counted
 
 if TYPE_CHECKING:
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from consilium.model.model_file import LoadedModel
     from consilium.model.predictor import Predictor
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Use an exported model on this machine: nothing is sent, and no membership is needed.",
-)
-app.callback()(version_option)
 Data = Annotated[
     str | None, typer.Option("--data", help="Labelled data by reference, as silos serve them: folder:PATH, table:FILE.")
 ]
@@ -82,7 +76,6 @@ def _named(
 Named = Annotated[ModelArguments, Depends(_named)]
 
 
-@app.command()
 @command
 def predict(
     model: ModelFile,
@@ -149,7 +142,6 @@ def predict(
     return Reply(whole, shown, notes, status=2 if failed or (reports and reports.problems) else 0)
 
 
-@app.command()
 @command
 def calibrate(
     model: ModelFile,
@@ -207,7 +199,6 @@ def calibrate(
     return Reply(value, [Facts(said), output.calibration_table(facts)])
 
 
-@app.command()
 @command
 def page(
     model: ModelFile,

@@ -5,5 +5,5 @@ facts.py       collects them from a run's record; export.py: writes the run's mo
 signed_card.py signature and checks: who signed, under which authority, whether the files beside it are those it names
 templates      the sentences: the card as Markdown and as a page, an impact assessment (GDPR), technical documentation
                (AI Act); documents.py fills them in
-commands.py    `card verify` and `card write` of both command lines; hospital.py: those of the hospital's
+commands.py    `card verify` and `card write` of both command lines; lead.py, hospital.py: the commands of each side
 """

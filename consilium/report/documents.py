@@ -19,8 +19,8 @@ from consilium.pages.web.rendering import make_environment
 from consilium.report.card import Card
 from consilium.report.signed_card import CLOSING, OPENING, SignedCard
 from fl_core.converter import Option
+from fl_core.training import clinical_report
 from fl_core.types import intervals
-from service_core import clinical_report
 from service_core.console import counted, printable
 from service_core.pki.identity import certificate_fingerprint, colons
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,8 @@ from consilium.report import documents
 from consilium.report.facts import Statement, card_of, suggested_temperature, why_basic
 from consilium.report.signed_card import SignedCard, file_sha256
 from coordinator.lead import accuracy
-from fl_core.errors import ConfigError, ProtocolError, StateError
+from coordinator.lead.run_detail import check_detail
+from fl_core.errors import ConfigError, StateError
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.types import tensor_maps
 from fl_core.types.records import FEATURES
@@ -27,34 +27,8 @@ from protos.wire.codec import read_state, read_weights
 from service_core.pki.identity import certificate_fingerprint, identity_of
 from service_core.storage.private_files import Credentials, written_together
 
-_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_MANIFEST_CHARS = 16 << 20
-_MAX_ROUNDS = 200_000
 _STATE_COPIES, _STATE_EXTRA = 16, 64 << 20
 NOTHING_SAID = Statement()
-
-
-def check_detail(detail: pb.RunDetail) -> RunManifest:
-    """Return the run's manifest; raises ProtocolError (E-WIRE-06) on a detail that no sound service sends.
-
-    Its id becomes the name of a file, and its digests what is fetched and what the card claims.
-    """
-    info = detail.info
-    if not _RUN_ID.fullmatch(info.run_id):
-        raise _unsound("a run's id of letters, digits and hyphens", repr(info.run_id[:80]))
-    if not _DIGEST.fullmatch(info.model_object):
-        raise _unsound("the digest of a state", repr(info.model_object[:80]))
-    if len(detail.manifest_json) > _MANIFEST_CHARS or len(detail.rounds) > _MAX_ROUNDS:
-        raise _unsound("a manifest and its rounds", f"{len(detail.manifest_json)} and {len(detail.rounds)} of them")
-    manifest = RunManifest.from_json(detail.manifest_json)
-    if manifest.digest() != info.manifest_digest:
-        raise _unsound(f"the manifest {info.manifest_digest[:16]}", manifest.digest()[:16])
-    return manifest
-
-
-def _unsound(expected: str, found: str) -> ProtocolError:
-    return ProtocolError("E-WIRE-06", f"expected {expected}, found {found}: this is no answer of our service")
 
 
 def state_limit(manifest: RunManifest) -> int:

@@ -28,13 +28,12 @@ from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead import tables
 from fl_core.errors import ConfigError
-from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from fl_core.extensions import registry
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
+from fl_core.training import clinical_report
 from fl_core.types.records import judgements
 from privacy.accounting import uncertainty
-from service_core import clinical_report
 from service_core.command_line import Json, command
 from service_core.console import ERR, Reply, make_table, print_json, show, span
 
@@ -312,19 +311,6 @@ def demo(
     from consilium.research.demo import run_demo
 
     raise typer.Exit(run_demo(out, rounds, as_json))
-
-
-@command
-def explain(
-    code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-01; none lists all.")] = None,
-) -> None:
-    """Explain an error code: what it means, why it happens, what to do. Works offline."""
-    if code is None:
-        rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
-        show(make_table("Error codes", ("code", "meaning"), rows))
-        return
-    for line in explain_text(code).splitlines():
-        show(line)
 
 
 data = typer.Typer(no_args_is_help=True, help="Look at data before a run.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,12 @@ def _draw(axes: Axes, curve: Curve, name: str, number: int) -> None:
     axes.plot(curve.rounds, middle, dash, color=colour, linewidth=2, label=label, marker="." if len(low) < 2 else "")
     if any(not value.exact for value in curve.values):
         axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def survey_drawing(out: Path) -> Callable[[SurveyAnswers], None]:
+    """Return what draws a survey's answers into a file, which it closes to others; raises as `require_file`."""
+    kind = require_file(out, "--picture")
+    return lambda answers: replace_file(out, survey_picture(answers, kind), 0o600)
 
 
 def survey_picture(found: SurveyAnswers, kind: str) -> bytes:

@@ -14,15 +14,13 @@ from consilium.research.comparison import MAX_RUNS, ComparedRun, Comparison, com
 from consilium.research.comparison import compare as compare_runs
 from consilium.research.curves import MEASURES
 from coordinator.cli.options import Place
-from coordinator.cli.runs import Client
-from coordinator.lead import run_log
 from coordinator.lead.client import LeadClient
 from coordinator.lead.tables import size
 from fl_core.errors import ConfigError
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.command_line import Json, command
-from service_core.console import Reply, local_time, make_table, print_json, show
+from service_core.command_line import command
+from service_core.console import Reply, local_time, make_table
 
 Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `latest`.")]
 _VALUE_CHARS = 60
@@ -109,24 +107,3 @@ def _details(home: Path, runs: Sequence[str]) -> list[pb.RunDetail]:
         raise ConfigError("E-CFG-02", f"expected at most {MAX_RUNS} runs, found {len(runs)}: name fewer")
     with closing(LeadClient.open(home)) as client:
         return [client.show(run) for run in runs]
-
-
-@command
-def logs(
-    run: Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")] = "latest",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
-    as_json: Json = False,
-    *,
-    home: Place,
-    client: Client,
-) -> None:
-    """Show what happened in a run, oldest first: its events, and the lines of the audit log that name it."""
-    rounds = client.show(run).info.rounds
-    try:
-        for line in run_log.run_lines(client, home, run, follow):
-            if as_json:
-                print_json(run_log.line_json(line))
-            else:
-                show(run_log.line_text(line, rounds))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None

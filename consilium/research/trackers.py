@@ -6,7 +6,6 @@ ends of its 95 % interval (`.../low`, `.../high`); one that noise hides is not l
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import time
@@ -19,14 +18,14 @@ from consilium.research.curves import MACRO_AUC, OF_SUMS, SUMS
 from coordinator.lead import accuracy
 from coordinator.lead.as_json import personal_json
 from fl_core.errors import ConfigError, UnavailableError
+from fl_core.errors.extras import require
 from fl_core.types.clinical import ClinicalMetrics
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, Sums
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import printable
+from service_core.console import ERR, printable
 
 KINDS = ("tensorboard:DIR", "mlflow:URI")
-_INSTALL = "pip install 'consilium-fl[trackers]'"
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 _EXPERIMENT, _RUN_TAG = "consilium", "consilium.run"
 _MLFLOW = {
@@ -140,13 +139,24 @@ class Tracking:
                 self._warn(f"{error}; nothing more is written there: {self._remedy}")
 
 
+def tracking_of(where: Sequence[str], info: pb.RunInfo) -> Tracking:
+    """Open the trackers of `coordinator watch`; raises as `open_tracker`."""
+    about = {"name": info.name, "method": info.method, "data": info.data, "manifest": info.manifest_digest}
+    opened = [open_tracker(one, info.run_id, about) for one in where]
+    return Tracking(opened, lambda text: ERR.print(text, soft_wrap=True))
+
+
+def _library(name: str) -> Any:  # noqa: ANN401
+    return require(name, "trackers", "--tracker")
+
+
 class _TensorBoard:
     """Event files in a folder of the run's own."""
 
     def __init__(self, folder: Path) -> None:
-        self._event: Any = _imported("tensorboard.compat.proto.event_pb2")
-        self._summary: Any = _imported("tensorboard.compat.proto.summary_pb2")
-        writer: Any = _imported("tensorboard.summary.writer.event_file_writer")
+        self._event: Any = _library("tensorboard.compat.proto.event_pb2")
+        self._summary: Any = _library("tensorboard.compat.proto.summary_pb2")
+        writer: Any = _library("tensorboard.summary.writer.event_file_writer")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = writer.EventFileWriter(str(folder))
@@ -181,7 +191,7 @@ class _MlFlow:
         for name, value in _MLFLOW.items():
             os.environ.setdefault(name, value)
         self._uri = uri
-        self._client: Any = self._call(lambda: _imported("mlflow.tracking").MlflowClient(tracking_uri=uri))
+        self._client: Any = self._call(lambda: _library("mlflow.tracking").MlflowClient(tracking_uri=uri))
         self._id = self._call(lambda: self._begin(run, about))
 
     def _begin(self, run: str, about: Mapping[str, str]) -> str:
@@ -228,12 +238,3 @@ class _MlFlow:
             raise UnavailableError(
                 "E-NET-01", f"expected MLflow at {printable(self._uri)[:200]}, found {type(error).__name__}: {cause}"
             ) from error
-
-
-def _imported(name: str) -> Any:  # noqa: ANN401
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            "E-CFG-08", f"expected {name.partition('.')[0]} for --tracker, found no such package: {_INSTALL}"
-        ) from error

@@ -1,4 +1,4 @@
-"""`coordinator ca`, `leads` and `card`: what the authority signs, who may start and end runs, what a lead has signed.
+"""`coordinator ca` and `leads`: what the authority signs, and who may start and end runs.
 
 An authority whose key stays on a machine that no hospital reaches: docs/offline-authority.md.
 """
@@ -13,10 +13,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.report.card import Card
-from consilium.report.commands import OwnRecord, make_app
-from consilium.report.signed_card import SignedCard
-from coordinator.cli.options import Home, Place, SigningPlace, home_of
+from coordinator.cli.options import Home, Place, SigningPlace
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership, export_roster, import_roster, sign_request
@@ -27,7 +24,7 @@ from fl_core.errors import ConfigError
 from fl_core.text import read_text
 from service_core.command_line import Json, command
 from service_core.console import Reply, local_time, make_table
-from service_core.pki.identity import certificate_fingerprint, colons, identity_of
+from service_core.pki.identity import certificate_fingerprint, colons
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import Roster
 from service_core.storage import private_files
@@ -223,28 +220,3 @@ def _state(lead: Lead) -> str:
     if lead.revoked is not None:
         return "revoked"
     return "in force" if lead.until > time.time() else "expired"
-
-
-# ---- a model's card --------------------------------------------------------------------------------------------------
-
-
-def _authority_fingerprint(home: Path | None) -> str:
-    return Authority.open(home_of(home)).fingerprint()
-
-
-def _lead_in_force(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
-    """Say whether the lead who signed has been revoked since: hospitals have no list of leads."""
-    signer = identity_of(signed.certificate)
-    with closing(Store(home_of(home))) as store:
-        listed = next((lead for lead in store.members.leads.all() if lead.serial == signer.serial), None)
-    if listed is None:
-        return [OwnRecord("lead", f"{card.written_by} is not in this home's list of leads", agrees=False)]
-    revoked = listed.revoked is not None
-    return [OwnRecord("lead", f"revoked: {listed.revoked}" if revoked else "in force", agrees=not revoked)]
-
-
-card = make_app(
-    _authority_fingerprint,
-    _lead_in_force,
-    help="The card of an exported model: whether it is as a lead signed it, and documents written from it.",
-)

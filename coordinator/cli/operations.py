@@ -1,4 +1,4 @@
-"""Commands on the service's own machine: backup, restore, doctor, health, the audit log, the page."""
+"""Commands on the service's own machine: backup, restore, doctor, health, the audit log."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from consilium.pages.command import Bind as PageAddress
-from consilium.pages.command import Browser, serve_until_told
 from coordinator.cli.options import AnyPlace, Place, home_of
 from coordinator.cli.runs import Client
-from coordinator.lead.client import ADDRESS_FILE, LeadClient, credentials_of
+from coordinator.lead.client import ADDRESS_FILE, LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import Side, make_app
 from service_core.audit_log.log import FOLDER, copy_log, mark_restored
-from service_core.command_line import AcceptLoss, BackupFolder, Json, command
+from service_core.command_line import AcceptLoss, BackupFolder, command
 from service_core.console import Reply, local_time
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
@@ -247,30 +244,3 @@ def _side(home: Path | None) -> Side:
 
 
 log = make_app(_side, help="The audit log: who called or ordered what, when, and with which outcome.")
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
-@command
-def page(bind: PageAddress = None, browser: Browser = True, as_json: Json = False, *, home: Place) -> None:
-    """Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models to download.
-
-    It asks the running service as any other command does, as the lead that CONSILIUM_LEAD names, and goes on showing
-    the last answers where the service is away. Only this user of this machine reaches it, through a link that works
-    once; the file always holds a fresh one. Everything that its buttons do is a command, too.
-    """
-    from consilium.pages.lead.exports import Exporter
-    from consilium.pages.lead.service_watch import ServiceWatch
-    from consilium.pages.lead.site import LeadPage, own_certificates
-
-    own, consortium = own_certificates(credentials_of(home))
-    connect = partial(LeadClient.open, home, own.lead)
-    watch, exporter = ServiceWatch(connect), Exporter(home, connect)
-    site = LeadPage(watch, connect, exporter, own, consortium).site()
-    watch.start()
-    try:
-        serve_until_told(site, home, bind, browser, as_json, lambda facts: [f"{n:<8} {v}" for n, v in facts])
-    finally:
-        watch.stop()
-        exporter.close()

@@ -12,21 +12,19 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from consilium.report.card import stated
-from coordinator.cli.options import Extensions, Home, Place, Trackers, home_of
+from coordinator.cli.options import Home, Place, Trackers, home_of
 from coordinator.lead import accuracy, tables
 from coordinator.lead.as_json import detail_json, event_json, run_json, silos_json
-from coordinator.lead.client import LeadClient, credentials_of
-from coordinator.lead.watcher import Watcher
+from coordinator.lead.client import LeadClient
+from coordinator.lead.watcher import RunReader, Watcher
 from coordinator.lead.withdrawals import outcome, withdrawal_json, withdrawal_lines
 from fl_core.errors import ConfigError
+from fl_core.errors.extras import load
 from fl_core.kinds import kind_of
 from fl_core.types.class_coverage import LEFT_OUT
 from fl_core.types.records import judgements
@@ -35,7 +33,6 @@ from service_core.command_line import Depends, Json, command
 from service_core.console import ERR, Reply, counted, local_time, print_json
 
 if TYPE_CHECKING:
-    from consilium.research.trackers import Tracking
     from coordinator.config.run_spec import RunSpec
 
 _NAMED = 20
@@ -126,13 +123,11 @@ def _listed(manifest: str) -> str:
 @command
 def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, *, client: Client) -> Reply:
     """Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told again."""
-    from consilium.research.trackers import Tracking, open_tracker
-
+    if not tracker:
+        return _follow(client, run, as_json)
     info = client.show(run).info
-    about = {"name": info.name, "method": info.method, "data": info.data, "manifest": info.manifest_digest}
-    opened = [open_tracker(where, info.run_id, about) for where in tracker or ()]
-    tracking = Tracking(opened, lambda text: ERR.print(text, soft_wrap=True))
-    return _follow(client, info.run_id if tracker else run, as_json, tracking)
+    tracking = load("consilium.research.trackers:tracking_of", "--tracker")(tracker, info)
+    return _follow(client, info.run_id, as_json, tracking)
 
 
 def follow(client: LeadClient, run: str, quiet: bool) -> None:
@@ -151,7 +146,7 @@ def _interrupted(run: str) -> typer.Exit:
     return typer.Exit(130)
 
 
-def _follow(client: LeadClient, run: str, as_json: bool, tracking: Tracking | None = None) -> Reply:
+def _follow(client: LeadClient, run: str, as_json: bool, tracking: RunReader | None = None) -> Reply:
     try:
         with nullcontext() if as_json else Watcher() as watcher:
             for event in client.watch(run):
@@ -299,71 +294,6 @@ def anew(found: pb.Withdrawal) -> str:
 def extend(run: Run, hours: Annotated[float, typer.Option(help="How much longer.")], client: Client) -> Reply:
     """Wait longer in the open round, for everybody who has not delivered."""
     return _reply(client.extend(run, hours))
-
-
-@command
-def export(
-    run: Run = "latest",
-    out: Annotated[Path, typer.Option(help="Folder for the model and its card.")] = Path("models"),
-    formats: Annotated[
-        list[str] | None,
-        typer.Option("--format", help="Also as onnx, or as torch (a program of plain torch); may be repeated."),
-    ] = None,
-    licence: Annotated[
-        str, typer.Option(help="Of the model, as an SPDX name or in your words; the card and files of --format say it.")
-    ] = "",
-    intended_use: Annotated[
-        str, typer.Option("--intended-use", help="What the model is for, in your words; the card says it.")
-    ] = "",
-    survey: Annotated[
-        str | None,
-        typer.Option("--survey", metavar="RUN", help="The card repeats what hospitals answered to this survey."),
-    ] = None,
-    temperature: Annotated[
-        bool,
-        typer.Option("--temperature", help="Let consilium predict divide logits as hospitals' counts suggest."),
-    ] = False,
-    extension: Extensions = None,
-    *,
-    home: Place,
-) -> Reply:
-    """Write a run's newest model as safetensors, with its card; with --format also for other programs.
-
-    RUN.md and RUN.card.html are the card for people, and RUN.card.json is the card as you signed it: whoever has the
-    authority's fingerprint can check it (card verify) and write documents from it (card write).
-    """
-    from consilium.model import portable
-    from consilium.report.export import check_detail, export_model, frozen_weights, state_limit
-    from consilium.report.facts import Statement, survey_of
-    from coordinator.lead.surveys import fetched
-    from fl_core.extensions import loading
-
-    loading.load_distributions(extension)
-    more = [name for name in formats or () if name != "safetensors"]
-    portable.require(more)
-    purpose, terms = stated(intended_use, "--intended-use"), stated(licence, "--licence")
-
-    with closing(LeadClient.open(home)) as client, TemporaryDirectory() as scratch:
-        detail = client.show(run)
-        if not detail.info.model_object:
-            raise ConfigError(
-                "E-RUN-11", f"expected a run with a closed round, found {run!r} in state {detail.info.state}"
-            )
-        state, manifest, body, answered = Path(scratch) / "state", check_detail(detail), None, None
-        if survey is not None:
-            asked = client.show(survey)
-            answered = survey_of(manifest, check_detail(asked), asked, fetched(client, asked))
-        client.fetch(detail.info.model_object, state, state_limit(manifest))
-        if (weights := frozen_weights(manifest)) is not None:
-            body = Path(scratch) / "weights"
-            client.fetch(weights.object, body, weights.size)
-        said, lead = Statement(purpose, terms, answered), credentials_of(home)
-        made = export_model(detail, state, out, lead, said, client.silos().silos, more, body, temperature)
-    files = {"model": str(made.model), "card": str(made.card), "others": [str(file) for file in made.others]}
-    files |= {"signed_card": str(made.signed_card), "card_page": str(made.card_page)}
-    shown = f"wrote {', '.join(map(str, (made.model, *made.others)))} and {made.card}; signed card {made.signed_card}, "
-    shown += f"its page {made.card_page}"
-    return Reply({**files, "model_digest": detail.info.model_digest}, [shown])
 
 
 @command

@@ -12,10 +12,10 @@ import typer
 from coordinator.cli.options import Place
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError, StateError
+from fl_core.errors.extras import load
 from fl_core.types.survey import QUESTIONS, parse_questions
 from service_core.command_line import Json, command
 from service_core.console import ERR, Reply
-from service_core.storage.private_files import replace_file
 
 _IMAGES = {"folder", "manifest", "isic2019"}
 
@@ -48,11 +48,9 @@ def survey(
     Nothing is asked of a hospital whose policy.toml names no questions ([survey] allow). Numbers of fewer than 10
     patients are held back; with privacy=dp_record numbers are noisy, and each hospital's ledger pays for them once.
     """
-    from consilium.research import plots
     from coordinator.lead.surveys import fetched
 
-    if picture is not None:
-        plots.require_file(picture, "--picture")
+    draw = None if picture is None else load("consilium.research.plots:survey_drawing", "--picture")(picture)
     if (of is None) == (not words):
         raise ConfigError("E-CFG-02", "expected questions, or --of RUN, found both or none: name one of them")
     with closing(LeadClient.open(home)) as client:
@@ -65,8 +63,8 @@ def survey(
                 f"{detail.info.reason or 'it gave no reason'}",
             )
         found = fetched(client, detail)
-    if picture is not None:
-        replace_file(picture, plots.survey_picture(found, picture.suffix.lower().lstrip(".")), 0o600)
+    if draw is not None:
+        draw(found)
     value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **found.as_json()}
     notes = [f"wrote {picture}"] if picture is not None else []
     return Reply(value, found.lines(), notes)

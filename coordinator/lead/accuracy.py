@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from fl_core.errors import ProtocolError
+from fl_core.training import clinical_report
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import (
     CALIBRATION_BINS,
@@ -21,7 +22,6 @@ from fl_core.types.records import HospitalResult, OwnModels
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core import clinical_report
 
 
 def set_estimates(info: pb.RunInfo, rounds: Sequence[Sums]) -> None:

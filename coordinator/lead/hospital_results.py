@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 
+from fl_core.training import clinical_report
+from fl_core.training.clinical_report import FEW
 from fl_core.types import intervals
 from fl_core.types.clinical import Counts, balanced_counts, macro_mean
 from fl_core.types.intervals import LEVEL, Interval
 from fl_core.types.records import HospitalResult, OwnModels
-from service_core import clinical_report
-from service_core.clinical_report import FEW
 from service_core.console import counted
 
 HEAD = ("hospital", "test images", "classes", "balanced accuracy", "guessing", "accuracy", "macro AUC", "model beside")

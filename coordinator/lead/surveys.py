@@ -37,7 +37,7 @@ _NORMAL_95 = 1.959963984540054
 
 def fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
     """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) before there are any."""
-    from consilium.report.export import check_detail
+    from coordinator.lead.run_detail import check_detail
     from protos.wire.codec import read_state
 
     if not detail.info.model_object or not detail.rounds:

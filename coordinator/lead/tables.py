@@ -11,13 +11,13 @@ from rich.table import Table
 from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.as_json import activity, personal_json, start_json
 from fl_core.aggregation import options
+from fl_core.training import clinical_report
 from fl_core.types import secagg
 from fl_core.types.clinical import BASIC
 from fl_core.types.records import NO_BOUND, Judged, judgements
 from privacy.accounting.uncertainty import UNBOUNDED, Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import kind_word
-from service_core import clinical_report
 from service_core.console import counted, local_time, make_table, span
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,6 +24,18 @@ _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
 _SAID_ABOVE = ("warning", "refused", "classes", "clear")
 """Kinds of events that stay above the repainted view: nothing in it says the same later."""
+
+
+class RunReader(Protocol):
+    """What reads a run beside people, such as a tracker."""
+
+    def note(self, info: pb.RoundInfo) -> None:
+        """Take a closed round."""
+        ...
+
+    def end(self, state: str) -> None:
+        """Take the state in which the run has ended."""
+        ...
 
 
 class Watcher:

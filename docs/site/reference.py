@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import re
 from collections.abc import Mapping
@@ -15,18 +14,18 @@ from typer.main import get_command
 
 import consilium.extending
 import consilium.testing
-from coordinator.cli.main import COMMANDS, build
+from coordinator.cli.main import program as coordinator_program
 from coordinator.config.run_spec import RunSpec
 from fl_core.methods import METHODS
 from fl_core.models import MODELS
+from service_core.command_line import Program
+from silo.cli.main import program as silo_program
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {
-        "coordinator.md": _program(
-            "coordinator", {name: get_command(build([name])).commands[name] for name in _names()}
-        ),
-        "silo.md": _program("silo", get_command(importlib.import_module("silo.cli.service").app).commands),
+        "coordinator.md": _program(coordinator_program()),
+        "silo.md": _program(silo_program()),
         "configuration.md": _configuration(),
         "methods.md": _registry("Methods", "method", METHODS),
         "models.md": _registry("Models", "model", MODELS),
@@ -59,14 +58,10 @@ def _signature(name: str, found: object) -> list[str]:
     return ["```python", f"{name}(", *(f"    {word}," for word in words), ")", "```", ""]
 
 
-def _names() -> list[str]:
-    return [name for commands in COMMANDS.values() for name in commands]
-
-
-def _program(name: str, commands: dict[str, Any]) -> str:
-    lines = [f"# `{name}`", "", "All commands and options, as `--help` shows them.", ""]
-    for command, found in commands.items():
-        lines += _command([name, command], found)
+def _program(program: Program) -> str:
+    lines = [f"# `{program.name}`", "", "All commands and options, as `--help` shows them.", ""]
+    for name in (name for commands in program.modules.values() for name in commands):
+        lines += _command([program.name, name], get_command(program.build([name])).commands[name])
     return "\n".join(lines)
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from consilium.research.datasets import leaf, spiral
 from fl_core.datasets.catalogue import KNOWN
 from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex, problem
 from fl_core.datasets.decoding.dicom import Window
@@ -35,6 +34,7 @@ from fl_core.datasets.sources import (
     torchvision,
 )
 from fl_core.errors import ConfigError, DataError
+from fl_core.errors.extras import load as load_by_name
 from fl_core.extensions import registry, user_data
 from fl_core.text import composed
 from fl_core.types.columns import Column, check_columns, width
@@ -66,15 +66,23 @@ __all__ = [
 
 DATA_ROOT = "CONSILIUM_DATA_ROOT"
 SIZES = range(8, 2049)
+
+
+def _of_papers(module: str) -> arrays.Reader:
+    """Return a reader that only papers need: it lies on top of the core."""
+    return lambda name, root: load_by_name(f"consilium.research.datasets.{module}:read", name)(name, root)
+
+
+_LEAF = _of_papers("leaf")
 READERS: Mapping[str, arrays.Reader] = {
-    "spiral": spiral.read,
-    "femnist": leaf.read,
-    "shakespeare": leaf.read,
+    "spiral": _of_papers("spiral"),
+    "femnist": _LEAF,
+    "shakespeare": _LEAF,
     **dict.fromkeys(torchvision.MARKS, torchvision.read),
 }
 FIXED: Mapping[str, Schema] = {
     "digits": Schema(digits.SHAPE, digits.CLASSES),
-    "spiral": Schema(spiral.SHAPE, spiral.CLASSES),
+    "spiral": Schema((2,), tuple("01234")),
     **{name: Schema(known.shape, known.classes) for name, known in KNOWN.items()},
 }
 """The data sets whose examples have one shape."""

@@ -1,9 +1,16 @@
-"""Libraries that only some of us need: they come with an extra of the distribution, and are imported when used."""
+"""Libraries that only some of us need: they come with an extra of the distribution, and are imported when used.
+
+What stands on the core, the rooms of `consilium`, is found by name: each room is an extra.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from fl_core.errors import ConfigError
 
@@ -13,10 +20,32 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
     Raises ConfigError (E-CFG-08) with the command that installs it.
     """
-    try:
+    with needing(extra, purpose):
         return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
+
+
+def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that name
+    """Load `consilium.ROOM...:NAME`. purpose: what needs it.
+
+    Raises ConfigError (E-CFG-08) with the command that installs the room's libraries, where one of them is missing.
+    """
+    module, _, name = place.partition(":")
+    with needing(module.split(".")[1], purpose):
+        return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def needing(extra: str, purpose: str) -> Iterator[None]:
+    """Turn a missing library into ConfigError (E-CFG-08) with the command that installs the extra.
+
+    A missing module of ours, or of the interpreter's own, stays what it is: no extra brings it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "consilium", *sys.stdlib_module_names):
+            raise
         raise ConfigError(
             "E-CFG-08",
             f"expected {package} for {purpose}, found no such package: pip install 'consilium-fl[{extra}]'",

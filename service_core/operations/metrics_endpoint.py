@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from service_core.loopback import LoopbackAddress, is_loopback
 from service_core.server_thread import ServerThread
@@ -24,6 +22,8 @@ from service_core.server_thread import ServerThread
 EVERY_S = 1.0
 """The least seconds between two computations of the metrics."""
 _WAIT_S = 10.0
+_TEXT = "text/plain; charset=utf-8"
+_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
 class MetricsEndpoint:
@@ -52,7 +52,7 @@ class MetricsEndpoint:
     def open(self, address: LoopbackAddress) -> LoopbackAddress:
         """Listen, and return the address with its port; raises StateError (E-NET-20) when it cannot be used."""
         listening = address.listen("metrics", "--metrics")
-        self._server = ServerThread(self._application, listening, "metrics-endpoint")
+        self._server = ServerThread(self._application, listening, "metrics-endpoint", _HEADERS)
         self._server.start()
         return LoopbackAddress(address.host, listening.getsockname()[1])
 
@@ -61,36 +61,50 @@ class MetricsEndpoint:
             self._server.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await self._answer(Request(scope))
-        answer.headers.update({"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
-        await answer(scope, receive, send)
+    async def _application(
+        self, scope: Mapping[str, Any], receive: object, send: Callable[..., Awaitable[None]]
+    ) -> None:
+        del receive
+        if scope["type"] != "http":
+            return
+        answer = await self._answer(scope)
+        headers = [(b"content-type", answer.kind.encode()), (b"content-length", b"%d" % len(answer.body)), *_HEADERS]
+        headers += [(b"allow", b"GET")] if answer.status == 405 else []
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.body})
 
-    async def _answer(self, request: Request) -> Response:
-        if not is_loopback(_without_port(request.headers.get("host", ""))):
+    async def _answer(self, scope: Mapping[str, Any]) -> _Answer:
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        if not is_loopback(_without_port(host)):
             # A page that a browser shows can give a name of its own the address 127.0.0.1; it cannot change this.
-            return PlainTextResponse("expected a Host header that names this machine's loopback\n", 403)
-        if request.method != "GET":
-            return PlainTextResponse("expected GET\n", 405, {"Allow": "GET"})
-        match request.scope["path"]:
+            return _Answer(403, b"expected a Host header that names this machine's loopback\n")
+        if scope["method"] != "GET":
+            return _Answer(405, b"expected GET\n")
+        match scope["path"]:
             case "/metrics":
                 return await self._metrics()
             case "/healthz":
-                return PlainTextResponse("ok\n") if self._lives() else PlainTextResponse("service not running\n", 503)
+                return _Answer(200, b"ok\n") if self._lives() else _Answer(503, b"service not running\n")
             case "/readyz":
-                found = self._problems()
-                return PlainTextResponse(f"{' '.join(found)}\n", 503) if found else PlainTextResponse("ok\n")
-        return PlainTextResponse("expected /metrics, /healthz or /readyz\n", 404)
+                problems = self._problems()
+                return _Answer(503, f"{' '.join(problems)}\n".encode()) if problems else _Answer(200, b"ok\n")
+        return _Answer(404, b"expected /metrics, /healthz or /readyz\n")
 
-    async def _metrics(self) -> Response:
+    async def _metrics(self) -> _Answer:
         if self._page is None or (self._page.done() and time.monotonic() - self._page_at >= self._every_s):
             self._page_at = time.monotonic()
             self._page = asyncio.get_running_loop().run_in_executor(self._pool, generate_latest, self._registry)
         try:
             async with asyncio.timeout(_WAIT_S):
-                return Response(await asyncio.shield(self._page), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+                return _Answer(200, await asyncio.shield(self._page), CONTENT_TYPE_PLAIN_0_0_4)
         except TimeoutError:
-            return PlainTextResponse("the metrics are being computed\n", 503)
+            return _Answer(503, b"the metrics are being computed\n")
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    kind: str = _TEXT
 
 
 def _without_port(host: str) -> str:

@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from rich.status import Status
 
+from fl_core.errors.extras import load
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import OUT, json_line, local_time, print_parts, printable
@@ -24,7 +25,7 @@ from silo.events import Event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.liveness import Liveness
 from silo.service.service import Service, SiloSettings
-from silo.storage.home import Home, Served
+from silo.storage.home import Served
 from silo.training.trainer import RunRound
 
 POLL_S = 0.2
@@ -136,7 +137,8 @@ def serve(
         try:
             with ShutdownSignals(service=True) as signals, ExitStack() as beside:
                 if page:
-                    show(event("page", f"the page opens by the file {_show_page(settings.home, beside)}"))
+                    file = load("consilium.pages.hospital.command:show_beside", "--page")(settings.home, beside)
+                    show(event("page", f"the page opens by the file {file}"))
                 service.start()
                 notify(READY)
                 while not signals.received and not service.wait(POLL_S):
@@ -154,17 +156,6 @@ def serve(
             printer.close()
     if service.error is not None:
         raise service.error
-
-
-def _show_page(home: Home, beside: ExitStack) -> Path:
-    """Serve the hospital's page until `beside` is closed; return the file that opens it."""
-    from consilium.pages.hospital.site import FILE, HospitalPage
-    from consilium.pages.web.serve import PageServer
-
-    shown = beside.enter_context(closing(HospitalPage(home)))
-    server = beside.enter_context(PageServer(shown.site(), home.path, FILE))
-    shown.data.start_if_new()
-    return server.file
 
 
 # ---- events as lines of the log --------------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
-"""Commands on the service's own machine: backup, restore, doctor, health, page."""
+"""Commands on the service's own machine: backup, restore, doctor, health."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from consilium.pages.command import OPENED_PAGE, Bind, Browser, serve_until_told
 from fl_core.errors import ConfigError
 from service_core.audit_log.log import FOLDER, copy_log, mark_restored
-from service_core.command_line import AcceptLoss, BackupFolder, Json, command
+from service_core.command_line import AcceptLoss, BackupFolder, command
 from service_core.console import Facts, Reply, local_time
 from service_core.operations import checks
 from service_core.storage import backup as backups
@@ -24,7 +23,7 @@ from silo.identity.identity import SiloIdentity
 from silo.storage.home import FEATURES, OBJECTS, Home
 from silo.storage.store import ASKED, Store
 
-PAGES = ("page.html", OPENED_PAGE)
+PAGES = ("page.html", "opened-page.html")
 """Files that open a page: they end with its process."""
 
 
@@ -189,27 +188,3 @@ def health(
         yield f"{'connected' if found.connected else 'trying to connect'} since {local_time(found.since)}"
 
     return Reply(asdict(found), words(), status=int(not healthy))
-
-
-@command
-def page(
-    bind: Bind = None,
-    browser: Browser = True,
-    audit: Annotated[
-        Path | None, typer.Option("--audit", help="Also show what `silo audit --out FOLDER` wrote.", metavar="FOLDER")
-    ] = None,
-    as_json: Json = False,
-    *,
-    home: SiloHome,
-) -> None:
-    """Show this hospital's page until Ctrl-C: what leaves it, what was spent, and what waits for a decision.
-
-    It works beside a running service and without one. Only this user of this machine reaches it: through a link that
-    works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
-    """
-    from consilium.pages.hospital.site import HospitalPage
-
-    SiloIdentity(home.path).load()  # before anything is made in a home that is none
-    with closing(HospitalPage(home.make(), audit)) as shown:
-        shown.data.start_if_new()
-        serve_until_told(shown.site(), home.path, bind, browser, as_json, lambda facts: [Facts(facts)])

@@ -1,7 +1,4 @@
-"""The application `silo`: its commands, and the one that serves. Each but that one prints what its `Reply` says.
-
-Commands that train or read images import torch themselves: the others answer at once.
-"""
+"""`silo serve`, and the audit log of what it was asked."""
 
 from __future__ import annotations
 
@@ -10,15 +7,10 @@ from typing import Annotated
 
 import typer
 
-from consilium.audit import command as audit
-from consilium.report import hospital as card
 from service_core import startup
 from service_core.audit_log import commands as audit_log
-from service_core.audit_log.local_commands import record_commands
-from service_core.command_line import Json, command, made_command, version_option
+from service_core.command_line import Json, command
 from service_core.operations import logs
-from service_core.operations.exit_status import status_of
-from silo.cli import data, ledger, membership, operations, policy, status
 from silo.cli.options import (
     AnswerAfterOption,
     DataRootOption,
@@ -35,7 +27,6 @@ from silo.cli.options import (
     metrics_address,
 )
 from silo.identity.identity import SiloIdentity
-from silo.storage.home import Home
 
 
 @command
@@ -105,60 +96,4 @@ def _log_of(home: Path | None) -> audit_log.Side:
     return audit_log.Side(place, lambda: identity.load().identity.uri, identity.authority_pem)
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="One hospital's part of a federation: join it, serve data that never leaves, see what came of it. "
-    "`coordinator explain CODE` explains every error.",
-)
-app.callback()(version_option)
-for alone in (
-    membership.join,
-    membership.request,
-    serve,
-    status.status,
-    membership.fingerprint,
-    policy.approve,
-    audit.audit,
-    operations.backup,
-    operations.restore,
-    operations.doctor,
-    operations.health,
-    operations.page,
-):
-    app.command()(alone)
-for name, group in {
-    "data": data.data,
-    "ledger": ledger.app,
-    "policy": policy.app,
-    "peers": membership.peers,
-    "card": card.app,
-    "log": audit_log.make_app(_log_of, help="The audit log: who called or ordered what, when, and with which outcome."),
-}.items():
-    app.add_typer(group, name=name)
-
-READING = frozenset(
-    (
-        "serve",
-        "status",
-        "doctor",
-        "health",
-        "page",
-        "fingerprint",
-        "audit",
-        "card",
-        "data",
-        "log",
-        "ledger show",
-        "ledger verify",
-        "policy",
-        "peers show",
-    )
-)
-"""Commands without a line in the audit log: they change nothing here, or the service writes it."""
-record_commands(app, READING, lambda home: Home.at(home).path)
-
-
-def run(words: list[str]) -> int:
-    """Run one command line and return its exit status."""
-    return status_of(lambda: made_command(app)(words, prog_name="silo"))
+log = audit_log.make_app(_log_of, help="The audit log: who called or ordered what, when, and with which outcome.")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
+from fl_core.training import clinical_report
 from fl_core.types.class_coverage import ClassCoverage
-from service_core import clinical_report
 from service_core.command_line import command
 from service_core.console import Facts, Reply, Rows, counted, local_time
 from service_core.pki.identity import PeerCertificate, colons

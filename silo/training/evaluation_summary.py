@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from fl_core.training import clinical_report
 from fl_core.types import intervals
 from fl_core.types.clinical import balanced_counts
 from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import NOTHING, Estimate
-from service_core import clinical_report
 from silo.storage.tasks import Evaluation
 
 

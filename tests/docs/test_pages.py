@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from fl_core.errors.catalogue import EXPLANATIONS
-from silo.cli.service import app as silo
+from silo.cli.main import program as silo_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"runs"}
@@ -63,14 +63,14 @@ def test_every_link_leads_somewhere() -> None:
 
 @cache
 def _program(name: str, wanted: tuple[str, ...]) -> typer.core.TyperGroup:
-    """Build a program as it does itself: of the coordinator's commands only those that the first word wants."""
-    return typer.main.get_command(silo if name == "silo" else build(list(wanted)))
+    """Build a program as it does itself: of its commands only those that the first word wants."""
+    return typer.main.get_command((silo_program if name == "silo" else program)().build(list(wanted)))
 
 
 def _command(words: list[str]) -> object:
     """Follow words to a command; return what is wrong, or None. Words after the command are its arguments."""
-    program, *rest = words
-    found = _program(program, tuple(rest[:1]) if program == "coordinator" else ())
+    name, *rest = words
+    found = _program(name, tuple(rest[:1]))
     while hasattr(found, "commands"):
         if not rest:
             return None  # a group, named as such

@@ -28,7 +28,7 @@ from privacy.mechanisms.noise.grid import SLACK
 from privacy.mechanisms.silo.config import SiloDpConfig, analytic_delta, analytic_noise
 from privacy.policy import Policy
 from privacy.profiles import PROFILES
-from silo.cli.service import app as silo
+from silo.cli.main import program as silo
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/privacy").glob("*.md"))
@@ -174,7 +174,9 @@ def test_what_is_written_as_code_exists() -> None:
         if code == "--out":
             assert f'"{code}"' in (ROOT / "benchmarks/epsilon_picture/__main__.py").read_text()
         elif code.startswith("--"):
-            (serve,) = (c for name, c in typer.main.get_command(silo).commands.items() if name == "serve")  # type: ignore[attr-defined]
+            (serve,) = (
+                c for name, c in typer.main.get_command(silo().build(["serve"])).commands.items() if name == "serve"
+            )  # type: ignore[attr-defined]
             assert code in {option for parameter in serve.params for option in parameter.opts}, where
         elif code.startswith("python -m "):
             assert importlib.util.find_spec(code.split()[2]) is not None, where

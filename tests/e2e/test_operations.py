@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.main import build
+from coordinator.cli.main import program as coordinator_program
 from coordinator.lead.client import ADDRESS_FILE
 from fl_core.errors import DataError, RefusedError, UnavailableError
 from service_core.loopback import LoopbackAddress
 from service_core.operations.exit_status import status_of
-from silo.cli.service import run
+from silo.cli.main import run
 from tests.support import until
 from tests.support.coordinator import World
 from tests.support.fake_coordinator import enrolled
@@ -35,9 +35,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
 
 
 def call(program: str, *words: str) -> int:
-    if program == "silo":
-        return run(list(words))
-    return status_of(lambda: build(list(words))(list(words)))
+    return run(list(words)) if program == "silo" else coordinator_program().run(words)
 
 
 @contextmanager

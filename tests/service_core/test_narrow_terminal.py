@@ -21,7 +21,7 @@ from coordinator.lead.watcher import Watcher
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
 from service_core.console import laid_out, make_table, plain_console, print_parts
-from silo.cli.service import run as silo
+from silo.cli.main import run as silo
 from tests.support.gallery import survey
 from tests.support.hospital import furnished
 from tests.support.made_up_service import FEDAVG, FEDMR, MASKED, MEASURED, PRIVATE, every_kind

@@ -36,7 +36,7 @@ SERVE = ["serve", "--data", "digits/hospital0"]
         [
             ("silo", "typer", ["status"]),
             ("silo", "cryptography.x509", ["status"]),
-            ("silo", "silo.cli.service", ["status"]),
+            ("silo", "silo.cli.status", ["status"]),
             ("silo", "silo.service.service", SERVE),
             ("silo", "torch", SERVE),
             ("silo", "torch.nn", SERVE),

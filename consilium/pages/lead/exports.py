@@ -105,7 +105,7 @@ class Exporter:
 
     def export(self, info: pb.RunInfo, form: str = "") -> Path:
         """Return the folder with a run's model and card; raises as `coordinator export`. form: another one to write."""
-        from coordinator.cli.runs import export
+        from consilium.report.lead import export
 
         _require_model(info)
         key = (info.run_id, info.model_digest, form)

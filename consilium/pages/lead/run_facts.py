@@ -14,11 +14,11 @@ from consilium.research.curves import Curve, text
 from coordinator.lead import accuracy, tables
 from fl_core.converter import ConversionError, parse_json
 from fl_core.kinds import kind_of
+from fl_core.training import clinical_report
 from fl_core.types.records import judgements
 from fl_core.types.secagg import withstood
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core import clinical_report
 from service_core.console import counted, span
 
 _TROUBLE = ("refused", "lost", "forgetting", "warning", "excluded", "extended", "ended")

@@ -11,8 +11,8 @@ from consilium.pages.web.chart import MAX_SERIES, Chart, Series
 from consilium.research.comparison import ComparedRun
 from consilium.research.curves import Curve, by_class, curves_of_sums
 from coordinator.lead import accuracy, tables
+from fl_core.training import clinical_report
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core import clinical_report
 from service_core.console import span
 
 TITLES = {

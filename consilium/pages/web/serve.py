@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from consilium.pages.web.guard import LINK_S, OPENING, Sessions
+from consilium.pages.web.guard import LINK_S, OPENING, RAW_HEADERS, Sessions
 from consilium.pages.web.site import Application, Site
 from fl_core.errors import ConfigError
 from service_core.loopback import LoopbackAddress, is_loopback
@@ -62,7 +62,7 @@ class PageServer:
             listening.close()
             raise
         app = Application(self._site, self.host, self._sessions)
-        self._server = ServerThread(app.guarded(), listening, "page", lambda: self._renew_links(app.stop))
+        self._server = ServerThread(app.guarded(), listening, "page", RAW_HEADERS, lambda: self._renew_links(app.stop))
         self._server.start()
 
     def stop(self) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from fl_core import rng
+from fl_core.datasets import FIXED
 from fl_core.datasets.augmentation import Augmentation
 from fl_core.datasets.sources.arrays import FullDataset, SplitArrays
 
-CLASSES = tuple("01234")
-SHAPE = (2,)
+CLASSES = FIXED["spiral"].classes
 TRAIN, TEST = 400, 100
 INNER, OUTER, JITTER = 1.0, 10.0, 0.5
 

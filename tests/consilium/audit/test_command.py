@@ -12,7 +12,7 @@ from PIL import Image
 from consilium.audit import canaries, runner
 from consilium.audit import command as audit_commands
 from consilium.audit.runner import Outcome, Verdict
-from silo.cli.service import run
+from silo.cli.main import run
 
 DATA = "digits/hospital0"
 

@@ -18,11 +18,9 @@ import pytest
 from PIL import Image
 from pydicom.uid import generate_uid
 
-from consilium.model.commands import app
+from consilium.cli.main import program
 from consilium.model.output import csv_text
 from consilium.model.predictor import Prediction
-from service_core.command_line import made_command
-from service_core.operations.exit_status import status_of
 from tests.support.data import write_dicom
 from tests.support.exported import TAUGHT, Exported, exported, exported_without
 
@@ -56,7 +54,7 @@ def consilium(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
     def run(*words: object) -> Done:
         capsys.readouterr()
-        status = status_of(lambda: made_command(app)([*map(str, words)], prog_name="consilium"))
+        status = program().run([*map(str, words)])
         return Done(status, *capsys.readouterr())
 
     return run

@@ -17,8 +17,8 @@ import torch
 from consilium.model import portable
 from consilium.report.export import export_model
 from consilium.report.facts import Statement
+from consilium.report.lead import export
 from consilium.research.engines.in_process import RoundHistory, simulate
-from coordinator.cli.runs import export
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD
 from fl_core.datasets.preprocessing import normalisation
 from fl_core.errors import ConfigError

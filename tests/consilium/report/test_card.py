@@ -12,19 +12,17 @@ from types import SimpleNamespace
 import pytest
 
 from consilium.report.card import Card
+from consilium.report.lead import export
 from consilium.report.signed_card import SignedCard
-from coordinator.cli import runs
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.cli.survey import survey_words
 from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.storage.store import Store
-from service_core.command_line import made_command
-from service_core.operations.exit_status import status_of
 from service_core.pki.identity import colons
-from silo.cli.service import run as silo
+from silo.cli.main import run as silo
 from silo.storage.store import Store as SiloStore
 from tests.support import until
 from tests.support.coordinator import enrolled, hospitals, join
@@ -33,7 +31,7 @@ WORDS = ["method=fedmr", "data=digits", "rounds=2", "train.epochs=1", "model=dig
 
 
 def coordinator(*words: str) -> int:
-    return status_of(lambda: made_command(build(list(words)))(list(words), prog_name="coordinator"))
+    return program().run(words)
 
 
 def settled(home: Path) -> bool:
@@ -61,7 +59,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespa
         run, survey = asked
         enrolled(world, "west", folder / "west")
         told = {"intended_use": "sort digits", "licence": "CC0-1.0", "survey": survey}
-        runs.export(run, folder / "models", home=world.home, **told)
+        export(run, folder / "models", home=world.home, **told)
         until(lambda: all(settled(folder / name) for name in sites), "the hospitals' own records", 30)
         yield SimpleNamespace(folder=folder, home=world.home, run=run, survey=survey, models=folder / "models")
 

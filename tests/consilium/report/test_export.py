@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 from consilium.model import model_file
 from consilium.report import documents
-from consilium.report.export import check_detail, export_model
+from consilium.report.export import export_model
 from consilium.report.facts import training_text
 from consilium.research.engines.in_process import RoundHistory, simulate
 from coordinator.lead.accuracy import clinical_message
 from coordinator.lead.client import LeadClient
+from coordinator.lead.run_detail import check_detail
 from coordinator.pki.authority import Authority
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.methods import build_method

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.storage.store import OBJECTS, Store
 from fl_core.errors import StateError
 from service_core.storage.digests import file_digest
@@ -20,7 +20,7 @@ from tests.support.older_homes import AGES, older_file
 
 
 def call(*words):
-    return CliRunner().invoke(build(list(words)), list(words))
+    return CliRunner().invoke(program().build(list(words)), list(words))
 
 
 def findings(home: Path, *words: str) -> tuple[int, dict[str, list[dict]]]:

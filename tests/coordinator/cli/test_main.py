@@ -12,8 +12,10 @@ import pytest
 import typer
 from typer.main import get_command
 
-from coordinator.cli.main import COMMANDS, build
+from consilium.cli.main import program as consilium
+from coordinator.cli.main import program as coordinator
 from service_core.version import software
+from silo.cli.main import program as silo
 
 COMPLETED = [
     ("coordinator sh", "1", "show"),
@@ -22,27 +24,35 @@ COMPLETED = [
 ]
 
 
-def test_the_help_says_of_each_command_what_the_command_says_of_itself() -> None:
-    listed = get_command(build(["--help"])).commands
-    for module, names in COMMANDS.items():
+PROGRAMS = {"coordinator": coordinator, "silo": silo, "consilium": consilium}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_help_says_of_each_command_what_the_command_says_of_itself(name: str) -> None:
+    program = PROGRAMS[name]()
+    listed = get_command(program.build(["--help"])).commands
+    for module, names in program.modules.items():
         loaded = importlib.import_module(module)
-        for name in names:
-            found = getattr(loaded, name)
+        for command in names:
+            found = getattr(loaded, command, None) or loaded.app
             said = found.info.help if isinstance(found, typer.Typer) else found.__doc__
-            assert listed[name].help == " ".join(said.split("\n\n")[0].split())
+            assert listed[command].help == " ".join(said.split("\n\n")[0].split())
 
 
-def test_every_command_of_the_help_is_built_when_it_is_called() -> None:
-    listed = get_command(build(["--help"])).commands
-    assert set(listed) == {name for commands in COMMANDS.values() for name in commands}
-    for name in listed:
-        assert name in get_command(build([name])).commands
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_command_of_the_help_is_built_when_it_is_called(name: str) -> None:
+    program = PROGRAMS[name]()
+    listed = get_command(program.build(["--help"])).commands
+    assert set(listed) == {command for commands in program.modules.values() for command in commands}
+    for command in listed:
+        assert command in get_command(program.build([command])).commands
 
 
-def test_help_and_version_load_neither_torch_nor_grpc() -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_and_version_load_neither_torch_nor_grpc(name: str) -> None:
     for words in (["--help"], ["--version"], ["unknown"]):
         program = (
-            "import sys; from coordinator.cli import main\n"
+            f"import sys; from {name}.cli import main\n"
             "try: main.main()\n"
             "except SystemExit: print('loaded', sorted({'torch', 'grpc', 'sqlalchemy', 'hydra'} & set(sys.modules)))"
         )

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from coordinator.api.limits import Limits
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
@@ -116,7 +116,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
     def answer(*words: str) -> object:
         line = ["leads", *words, "--home", str(home), "--json"]
-        build(line)(line, standalone_mode=False)
+        program().build(line)(line, standalone_mode=False)
         return json.loads(capsys.readouterr().out)
 
     assert [lead["name"] for lead in answer()] == ["lead"]

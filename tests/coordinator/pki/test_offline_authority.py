@@ -17,7 +17,7 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from service_core.pki.identity import colons
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import SignedRoster
-from silo.cli.service import run as silo
+from silo.cli.main import run as silo
 from silo.identity.identity import SiloIdentity
 from tests.support import until
 from tests.support.coordinator import FAST, World, channel

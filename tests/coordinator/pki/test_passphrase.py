@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.pki import passphrase
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(home: Path, *words: str) -> None:
     line = [*words, "--home", str(home)]
-    build(line)(line, standalone_mode=False)
+    program().build(line)(line, standalone_mode=False)
 
 
 def init(home: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from consilium import simulate
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError, FederationError
 from fl_core.methods import METHODS, build_method, programs
@@ -93,7 +93,7 @@ def test_the_noisy_form_without_noise_tells_nothing():
 
 def test_a_simulated_survey_shows_its_answers_and_no_accuracy():
     words = ["simulate", "method=survey", "method.questions='classes,patients'", "aggregator=mean"]
-    result = CliRunner().invoke(build(words), [*words, "data=digits", "federation=hospitals6"])
+    result = CliRunner().invoke(program().build(words), [*words, "data=digits", "federation=hospitals6"])
     assert result.exit_code == 0
     shown = result.output
     assert "6 hospitals answered" in shown

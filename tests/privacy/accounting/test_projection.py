@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from consilium.research.engines.in_process import RoundHistory, simulate
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from privacy.accounting.accountant import epsilon_rdp
@@ -55,7 +55,9 @@ def test_what_is_projected_is_what_the_books_then_hold() -> None:
 
 
 def projected(*words: str) -> dict[str, object]:
-    result = CliRunner().invoke(build(["privacy"]), ["privacy", "preview", *words, "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        program().build(["privacy"]), ["privacy", "preview", *words, "--json"], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
@@ -88,7 +90,9 @@ def test_preview_states_three_epsilons_where_noise_is_shared_out() -> None:
     assert first["epsilon_all_honest"] < first["epsilon"] < first["epsilon_alone"]
     local = projected(*words, *sizes)["silos"][0]  # type: ignore[index]
     assert local["epsilon_all_honest"] == local["epsilon"] == local["epsilon_alone"] == first["epsilon"]
-    shown = CliRunner().invoke(build(["privacy"]), ["privacy", "preview", *shared, *sizes], catch_exceptions=False)
+    shown = CliRunner().invoke(
+        program().build(["privacy"]), ["privacy", "preview", *shared, *sizes], catch_exceptions=False
+    )
     assert "masks fail" in shown.stdout
     assert "secagg.collusion" in shown.stdout
 

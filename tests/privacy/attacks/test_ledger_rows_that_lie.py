@@ -16,7 +16,7 @@ from fl_core.errors import ProtocolError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.cli.service import run
+from silo.cli.main import run
 
 SKIN = "skin/train"
 

@@ -14,7 +14,7 @@ from fl_core.rounds.run_setup import RunSetup
 from privacy.policy import Policy
 from privacy.policy_terms import Floors, Prototypes
 from privacy.profiles.record import release_plan
-from silo.cli.service import run
+from silo.cli.main import run
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training.hospital_controls import HospitalControls

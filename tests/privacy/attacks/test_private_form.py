@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from consilium.research.simulate import runner
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from coordinator.lead.tables import private_form
@@ -140,7 +140,7 @@ def test_a_silo_refuses_a_manifest_that_only_says_that_the_form_was_taken(
 
 def test_preview_says_which_form_is_taken() -> None:
     words = ["privacy", "preview", *TYPED, "rounds=2", "--sizes", "300"]
-    shown = CliRunner().invoke(build(["privacy"]), words)
+    shown = CliRunner().invoke(program().build(["privacy"]), words)
     assert "fedmr takes its private form: method.inter_weighting=example (was batch)" in shown.output
-    found = json.loads(CliRunner().invoke(build(["privacy"]), [*words, "--json"]).stdout)
+    found = json.loads(CliRunner().invoke(program().build(["privacy"]), [*words, "--json"]).stdout)
     assert found["private_form"] == {"inter_weighting": "batch"}

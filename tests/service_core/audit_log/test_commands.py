@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from fl_core.errors import FederationError
 from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import Entry, Line
 from service_core.audit_log.log import AuditLog, LogFolder
 from service_core.audit_log.verification import last_lines, read_lines
-from silo.cli.service import run as silo
+from silo.cli.main import run as silo
 from tests.support.pki import authority, join, today
 
 
 def coordinator(home: Path, *words: str) -> str:
-    result = CliRunner().invoke(build(list(words)), [*words, "--home", str(home)])
+    result = CliRunner().invoke(program().build(list(words)), [*words, "--home", str(home)])
     if result.exception is not None:
         raise result.exception
     return result.output

@@ -14,7 +14,7 @@ from coordinator.storage.store import Store
 from fl_core.errors import StateError
 from privacy.ledger.ledger import Ledger
 from service_core.pki.identity import Address
-from silo.cli.service import run
+from silo.cli.main import run
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
 from silo.storage.store import Store as SiloStore

@@ -14,7 +14,7 @@ from privacy.accounting.accountant import Mechanism, epsilon_rdp
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from privacy.policy import Policy
-from silo.cli.service import run
+from silo.cli.main import run
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation

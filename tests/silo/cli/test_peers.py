@@ -9,7 +9,7 @@ import pytest
 from service_core.pki import certificates
 from service_core.pki.identity import colons, identity_of
 from service_core.pki.roster import renewal_link
-from silo.cli.service import run
+from silo.cli.main import run
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.training.policy_in_force import accepts_new_peers

@@ -16,8 +16,8 @@ from fl_core.datasets.checks import SHOWN
 from fl_core.errors import ConfigError
 from fl_core.training.devices import choose_device
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.cli.main import run
 from silo.cli.options import text_of
-from silo.cli.service import run
 from silo.storage.home import Home
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, authority, enrolled
@@ -229,7 +229,8 @@ def test_serve_ends_in_good_order_on_ctrl_c(tmp_path):  # SIGTERM: tests/e2e/tes
 
 
 def test_the_command_line_answers_before_anything_heavy_is_imported():
-    program = "import sys, silo.cli.service; print(sorted({'torch', 'opacus'} & set(sys.modules)))"
+    program = "import sys, importlib; from silo.cli.main import COMMANDS; [*map(importlib.import_module, COMMANDS)]; "
+    program += "print(sorted({'torch', 'opacus'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -271,7 +272,7 @@ def test_a_run_that_failed_is_told_in_words(capsys, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
 def test_a_full_disk_is_called_one(tmp_path):
-    program = "import sys; from silo.cli.service import run; sys.exit(run(['policy', 'show', '--home', sys.argv[1]]))"
+    program = "import sys; from silo.cli.main import run; sys.exit(run(['policy', 'show', '--home', sys.argv[1]]))"
     with Path("/dev/full").open("w") as full:
         line = [sys.executable, "-c", program, str(tmp_path)]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)

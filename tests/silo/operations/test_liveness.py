@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from service_core.operations.exit_status import READY, notify
-from silo.cli.service import run
+from silo.cli.main import run
 from silo.events import event
 from silo.operations.liveness import FILE, Health, Liveness, since_boot
 from silo.storage.home import Home

@@ -13,7 +13,7 @@ from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.loopback import LoopbackAddress
 from service_core.operations import metrics_endpoint
-from silo.cli.service import run
+from silo.cli.main import run
 from silo.identity.identity import SiloIdentity
 from silo.operations import metrics as silo_metrics
 from silo.storage.home import Home

@@ -31,7 +31,7 @@ from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
-from silo.cli.service import run as silo
+from silo.cli.main import run as silo
 from silo.service.secagg import _proof
 from silo.storage.home import Home
 from silo.storage.schema import secagg_runs

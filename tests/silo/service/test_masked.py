@@ -30,7 +30,7 @@ from service_core.pki import certificates
 from service_core.pki.identity import Identity, Kind, identity_of
 from service_core.pki.roster import Member, renewal_link
 from service_core.version import PROTOCOL
-from silo.cli.service import run as run_command
+from silo.cli.main import run as run_command
 from silo.identity.identity import SiloIdentity
 from silo.reports.questions import PolicyAndLedger, Question
 from silo.storage.home import Home

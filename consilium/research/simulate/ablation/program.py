@@ -1,22 +1,17 @@
-"""Run the grid of the privacy ablation in parallel and report on it.
-
-python -m consilium.research.simulate.ablation scale=small
-
-Finished runs are kept in `runs.csv` under the hash of all that decides them, so an interrupted grid goes on. Noise is
-seeded, with the same seeds in all cells: differences between cells are paired.
-"""
+"""`coordinator ablation`: run the grid of the privacy ablation in parallel and report on it."""
 
 from __future__ import annotations
 
 import json
 import math
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
@@ -30,11 +25,12 @@ from consilium.research.simulate.sweep import in_processes
 from coordinator.config.hydra_config import CONFIGS, compose_spec
 from coordinator.config.run_spec import RunSpec
 from fl_core.converter import read_options
-from fl_core.errors import ConfigError, FederationError
+from fl_core.errors import ConfigError
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
-from service_core.console import ERR, error_text, show, span
+from service_core.command_line import command
+from service_core.console import ERR, Reply, span
 from service_core.storage.private_files import write_public
 from service_core.version import software, version
 
@@ -94,22 +90,25 @@ def composed(words: Sequence[str]) -> Plan:
     return plan
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the ablation; the exit status is 1 when a check does not hold, 2 on a wrong word."""
-    if {"--help", "-h"} & set(words):
-        scales = "|".join(sorted(file.stem for file in (CONFIGS / "ablation" / "scale").glob("*.yaml")))
-        keys = ", ".join(f"{f.name}=" for f in fields(Plan))
-        for line in f"{__doc__}\nWords: scale={scales} (small where none is named), and over it {keys}".splitlines():
-            show(line)
-        return 0
-    try:
-        found = ablate(composed(words), ERR.print)
-    except FederationError as error:
-        sys.stderr.write(f"{error_text(error)}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    for check in found:
-        show(f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}")
-    return 0 if all(check.holds for check in found) else 1
+_SCALES = "|".join(sorted(file.stem for file in (CONFIGS / "ablation" / "scale").glob("*.yaml")))
+_KEYS = ", ".join(f"{field.name}=" for field in fields(Plan))
+
+
+@command
+def ablation(
+    words: Annotated[
+        list[str] | None, typer.Argument(help=f"scale={_SCALES} (small where none is named), and over it {_KEYS}.")
+    ] = None,
+) -> Reply:
+    """Compare methods over privacy budgets: run a grid of simulations in parallel, and check what it must show.
+
+    Finished runs are kept in `runs.csv` under the hash of all that decides them, so an interrupted grid goes on. Noise
+    is seeded, with the same seeds in all cells: differences between cells are paired. The exit status is 1 where a
+    check does not hold.
+    """
+    checks = ablate(composed(words or ()), ERR.print)
+    lines = [f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}" for check in checks]
+    return Reply([asdict(check) for check in checks], lines, status=int(not all(check.holds for check in checks)))
 
 
 def ablate(plan: Plan, report_progress: Callable[[str], None]) -> list[Check]:

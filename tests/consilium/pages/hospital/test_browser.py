@@ -14,7 +14,7 @@ import pytest
 from consilium.pages.hospital.site import HospitalPage
 from consilium.pages.web.rendering import size
 from consilium.pages.web.serve import PageServer
-from silo.cli.service import run as silo
+from silo.cli.main import run as silo
 from silo.storage.home import Home
 from silo.storage.store import Store
 from tests.support import until

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from silo.cli import foreground
+from consilium.pages.hospital.command import show_beside
 from tests.support import until
 from tests.support.fake_coordinator import enrolled
 from tests.support.hospital import spent
@@ -58,7 +58,7 @@ def test_the_command_serves_until_it_is_told_to_stop_and_needs_no_torch(tmp_path
 def test_the_page_of_a_service_is_there_as_long_as_the_service_and_opens_by_its_file(tmp_path) -> None:
     home = enrolled(tmp_path / "home")
     with ExitStack() as beside:
-        file = foreground._show_page(home, beside)
+        file = show_beside(home, beside)
         assert file == home.path / "page.html"
         link = re.findall(r'href="([^"]+)"', file.read_text())[0]
         assert opened(link).status == 200

@@ -16,7 +16,7 @@ from consilium.pages.web.serve import PageServer
 from service_core.audit_log.lines import Entry
 from service_core.audit_log.log import FOLDER, AuditLog, LogFolder
 from service_core.audit_log.verification import last_lines, verify
-from silo.cli.service import run as silo
+from silo.cli.main import run as silo
 from silo.storage.home import Home, Served
 from silo.storage.store import Store
 from tests.support.fake_coordinator import enrolled, manifest

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from consilium.research.simulate import runner
 from consilium.research.simulate.expectation import Expectation, expect
-from coordinator.cli.main import build
+from coordinator.cli.main import program
 from coordinator.config.hydra_config import compose_spec
 from fl_core import datasets
 from fl_core.errors import ConfigError
@@ -23,7 +23,7 @@ CLOSED = (*WORDS, "method=analytic", "model=random_features", "model.width=64", 
 
 
 def asked(*words: str) -> str:
-    result = CliRunner().invoke(build(["privacy"]), ["privacy", "preview", *words], catch_exceptions=False)
+    result = CliRunner().invoke(program().build(["privacy"]), ["privacy", "preview", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     number = int(words[words.index("--expect") + 1]) if "--expect" in words else 0
     assert result.stderr.splitlines() == [f"simulation {k + 1} of {number} done" for k in range(number)]

@@ -1,0 +1,51 @@
+"""`silo page`, and the page of `silo serve --page`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from consilium.pages.command import Bind, Browser, serve_until_told
+from service_core.command_line import Json, command
+from service_core.console import Facts
+from silo.cli.options import SiloHome
+from silo.identity.identity import SiloIdentity
+from silo.storage.home import Home
+
+
+@command
+def page(
+    bind: Bind = None,
+    browser: Browser = True,
+    audit: Annotated[
+        Path | None, typer.Option("--audit", help="Also show what `silo audit --out FOLDER` wrote.", metavar="FOLDER")
+    ] = None,
+    as_json: Json = False,
+    *,
+    home: SiloHome,
+) -> None:
+    """Show this hospital's page until Ctrl-C: what leaves it, what was spent, and what waits for a decision.
+
+    It works beside a running service and without one. Only this user of this machine reaches it: through a link that
+    works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
+    """
+    from consilium.pages.hospital.site import HospitalPage
+
+    SiloIdentity(home.path).load()  # before anything is made in a home that is none
+    with closing(HospitalPage(home.make(), audit)) as shown:
+        shown.data.start_if_new()
+        serve_until_told(shown.site(), home.path, bind, browser, as_json, lambda facts: [Facts(facts)])
+
+
+def show_beside(home: Home, beside: ExitStack) -> Path:
+    """Serve the hospital's page until `beside` is closed; return the file that opens it."""
+    from consilium.pages.hospital.site import FILE, HospitalPage
+    from consilium.pages.web.serve import PageServer
+
+    shown = beside.enter_context(closing(HospitalPage(home)))
+    server = beside.enter_context(PageServer(shown.site(), home.path, FILE))
+    shown.data.start_if_new()
+    return server.file

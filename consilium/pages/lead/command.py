@@ -1,0 +1,34 @@
+"""`coordinator page`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from consilium.pages.command import Bind, Browser, serve_until_told
+from coordinator.cli.options import Place
+from coordinator.lead.client import LeadClient, credentials_of
+from service_core.command_line import Json, command
+
+
+@command
+def page(bind: Bind = None, browser: Browser = True, as_json: Json = False, *, home: Place) -> None:
+    """Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models to download.
+
+    It asks the running service as any other command does, as the lead that CONSILIUM_LEAD names, and goes on showing
+    the last answers where the service is away. Only this user of this machine reaches it, through a link that works
+    once; the file always holds a fresh one. Everything that its buttons do is a command, too.
+    """
+    from consilium.pages.lead.exports import Exporter
+    from consilium.pages.lead.service_watch import ServiceWatch
+    from consilium.pages.lead.site import LeadPage, own_certificates
+
+    own, consortium = own_certificates(credentials_of(home))
+    connect = partial(LeadClient.open, home, own.lead)
+    watch, exporter = ServiceWatch(connect), Exporter(home, connect)
+    site = LeadPage(watch, connect, exporter, own, consortium).site()
+    watch.start()
+    try:
+        serve_until_told(site, home, bind, browser, as_json, lambda facts: [f"{n:<8} {v}" for n, v in facts])
+    finally:
+        watch.stop()
+        exporter.close()

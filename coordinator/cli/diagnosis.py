@@ -1,0 +1,48 @@
+"""`coordinator logs` and `explain`: how a run went, and what an error code means."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from coordinator.cli.options import Place
+from coordinator.cli.runs import Client
+from coordinator.lead import run_log
+from fl_core.errors.catalogue import EXPLANATIONS, explain_text
+from service_core.command_line import Json, command
+from service_core.console import make_table, print_json, show
+
+
+@command
+def logs(
+    run: Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")] = "latest",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    as_json: Json = False,
+    *,
+    home: Place,
+    client: Client,
+) -> None:
+    """Show what happened in a run, oldest first: its events, and the lines of the audit log that name it."""
+    rounds = client.show(run).info.rounds
+    try:
+        for line in run_log.run_lines(client, home, run, follow):
+            if as_json:
+                print_json(run_log.line_json(line))
+            else:
+                show(run_log.line_text(line, rounds))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@command
+def explain(
+    code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-01; none lists all.")] = None,
+) -> None:
+    """Explain an error code: what it means, why it happens, what to do. Works offline."""
+    if code is None:
+        rows = [(c, e.title) for c, e in sorted(EXPLANATIONS.items())]
+        show(make_table("Error codes", ("code", "meaning"), rows))
+        return
+    for line in explain_text(code).splitlines():
+        show(line)
