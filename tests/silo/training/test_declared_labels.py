@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ def images(root: Path, records: Mapping[str, int]) -> str:
     return f"folder:{root}"
 
 
+@cache
 def asks(classes: Sequence[str]) -> RunManifest:
     schema = datasets.schema_of("folder", datasets.DataRequest(classes=classes, image_size=32))
     model, terms = NamedOptions("lenet", {}), NamedOptions("dp_record", {"rng": "test", "epsilon": 8.0})
