@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.house import code_lines, measure
+import pytest
+
+from tests.house import code_lines, measure, walk
 
 MODULE = '''"""A docstring
 of two lines."""
@@ -37,3 +39,14 @@ def test_the_table_counts_source_and_tests_apart() -> None:
     assert measured["files that name TaskKind"] == 2
     assert measured["class names taken twice"] == 1
     assert measured["test lines"] == MODULE.count("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "strategy", "other"), [("secagg=off", "plain", "masked"), ("secagg=on", "masked", "plain")]
+)
+def test_an_update_walks_through_the_rounds_of_its_own_kind_alone(words: str, strategy: str, other: str) -> None:
+    files = walk(words).files
+    assert {"silo/connection/transfer.py", "coordinator/api/transfer.py", "coordinator/runs/run.py"} <= set(files)
+    assert f"coordinator/runs/{strategy}_rounds.py" in files
+    assert f"coordinator/runs/{other}_rounds.py" not in files

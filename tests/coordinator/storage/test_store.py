@@ -230,6 +230,39 @@ def test_the_closing_evaluation_finishes_the_run(store: Store) -> None:
     assert (run.state, run.state_object) == (RunState.FINISHED, "0" * 64)
 
 
+ALLOWED = {
+    ("waiting", "running"), ("waiting", "paused"), ("waiting", "failed"), ("waiting", "aborted"),
+    ("running", "running"), ("running", "paused"), ("running", "failed"), ("running", "aborted"),
+    ("running", "finished"),
+    ("paused", "waiting"), ("paused", "aborted"),
+    ("failed", "waiting"), ("failed", "aborted"),
+}  # fmt: skip
+"""A run that is running begins again after a restart."""
+
+
+@pytest.mark.parametrize("after", RunState)
+@pytest.mark.parametrize("before", RunState)
+def test_a_run_moves_between_its_states_as_the_decision_says_and_no_otherwise(
+    store: Store, before: RunState, after: RunState
+) -> None:
+    opened(store)
+    with store.database.write() as db:
+        db.exec_driver_sql("UPDATE runs SET state = ?", (before.value,))
+    moves = {
+        RunState.WAITING: lambda: store.runs.resume("run-0001"),
+        RunState.RUNNING: lambda: store.runs.begin("run-0001", "0" * 64, 5),
+        RunState.FINISHED: lambda: store.runs.close_round("run-0001", record(kind=TaskKind.EVALUATE), None, "model"),
+    }
+    move = moves.get(after, lambda: store.runs.end("run-0001", after, "why"))
+    if (before.value, after.value) in ALLOWED:
+        move()
+        assert store.runs.get("run-0001").state is after
+        return
+    with pytest.raises(StateError, match="E-RUN-11"):
+        move()
+    assert store.runs.get("run-0001").state is before
+
+
 def test_an_announced_object_is_fixed_once_it_is_taken(store: Store) -> None:
     opened(store)
     assert store.contributions.announce(update()) == (update(), True)
