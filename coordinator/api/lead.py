@@ -17,7 +17,7 @@ from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.lineage import Line
 from coordinator.runs.scheduler import RunScheduler
-from coordinator.runs.withdrawal import Touched, Withdrawals
+from coordinator.runs.withdrawal import AffectedRun, Withdrawals
 from coordinator.storage.records import Contribution, Run
 from coordinator.storage.store import Store
 from coordinator.storage.weights import WeightsUploads
@@ -226,7 +226,7 @@ class LeadService(rpc.LeadServicer):
         self._dispatcher.changes.notify()
         return pb.WithdrawReply(withdrawals=self._signed(found))
 
-    def _signed(self, found: list[Touched]) -> list[pb.Withdrawal]:
+    def _signed(self, found: list[AffectedRun]) -> list[pb.Withdrawal]:
         if not found:
             return []
         own = self._own()

@@ -11,7 +11,7 @@ from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunTasks
 from coordinator.storage.records import RoundRow, Steering
 from fl_core.errors import FederationError, RefusedError, UnavailableError
-from fl_core.rounds.closing import Attendance, Awaited, ClosingRule, Decision, Verdict
+from fl_core.rounds.closing import Attendance, ClosingRule, Decision, PendingSilo, Verdict
 from fl_core.rounds.manifest import RunManifest
 from service_core.console import span
 
@@ -185,7 +185,7 @@ class OpenRound:
         text = f"{len(self._answered)} of {self._rule.needed} updates that are needed; waits for {whom}"
         self._tasks.event("waiting", self.number, text=text)
 
-    def _state(self, silo: Awaited) -> str:
+    def _state(self, silo: PendingSilo) -> str:
         alone = f"; nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
         return self._where(silo.name) + alone
 
@@ -196,7 +196,7 @@ class OpenRound:
         said = self._dispatcher.last_word(name)
         return f"offline {span(offline)}" + (f", {said}" if said else "")
 
-    def _loss(self, lost: Awaited) -> str:
+    def _loss(self, lost: PendingSilo) -> str:
         return (
             f"closed without {lost.name} ({self._where(lost.name)}). Nobody else holds {', '.join(lost.classes)}: the "
             "model is forgetting it. Wait (coordinator extend RUN --hours H), or go on without it?"

@@ -173,7 +173,7 @@ class RunScheduler:
                 "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
             )
         left = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
-        least = CompiledRun(RunManifest.from_json(run.manifest)).updates.smallest_sum
+        least = max(1, CompiledRun(RunManifest.from_json(run.manifest)).updates.sums_of)
         if len(left) < least and not readmit:
             raise ConfigError(
                 "E-CFG-02",

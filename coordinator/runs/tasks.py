@@ -220,7 +220,8 @@ class RunTasks:
             yield pending
         finally:
             with self._lock:
-                self._pending.pop(task.silo, None)
+                if self._pending.get(task.silo) is pending:
+                    del self._pending[task.silo]
 
     def offer(self, pending: PendingTask) -> None:
         """Offer an open task to its silo; without a session it gets it with its next one, after `interrupt` never."""

@@ -36,7 +36,7 @@ Submit = Callable[[RunManifest, str, str, str], Run]
 
 
 @dataclass(frozen=True, slots=True)
-class Touched:
+class AffectedRun:
     """A run that a hospital has withdrawn from, or would.
 
     given: its updates that the model has   by: the run that takes its sums out   reason: why they cannot be taken out
@@ -102,30 +102,30 @@ class Withdrawals:
     def _line(self) -> Line:
         return Line(self.store.runs)
 
-    def withdraw(self, silo: str, lead: str, preview: bool = False) -> list[Touched]:
+    def withdraw(self, silo: str, lead: str, preview: bool = False) -> list[AffectedRun]:
         """Note that a hospital has withdrawn from every run whose model has its updates, and begin what takes them out.
 
         preview: do neither. Again is harmless, and begins what could not be begun before. Raises ConfigError (E-RUN-05)
         on a hospital without an update in any model, or as `RunScheduler.submit`.
         """
-        touched = self._touched(silo)
-        if not touched:
+        affected = self._affected(silo)
+        if not affected:
             raise ConfigError(
                 "E-RUN-05",
                 f"expected a hospital with an update in a model, found none of {silo[:60]!r} in any run: correct the "
                 "name (coordinator silos)",
             )
         if preview:
-            return touched
-        for found in touched:
+            return affected
+        for found in affected:
             self.store.runs.withdraw(found.run.id, silo, f"{silo} has withdrawn, as {lead} ordered")
         self._drop_halves(silo)
-        for found in touched:
+        for found in affected:
             if not found.reason and found.by is None:
                 self._begin(found, lead)
-        return self._touched(silo)
+        return self._affected(silo)
 
-    def of(self, run: Run) -> list[Touched]:
+    def of(self, run: Run) -> list[AffectedRun]:
         """Return the withdrawals from a run and from those that it goes on from."""
         line = self._line
         return [
@@ -141,8 +141,8 @@ class Withdrawals:
                 self.store.runs.drop_state(run.id, silo, "the run was aborted before its sums were whole: deleted here")
                 self.delete_unused(run.id)
 
-    def _touched(self, silo: str) -> list[Touched]:
-        line, found = self._line, list[Touched]()
+    def _affected(self, silo: str) -> list[AffectedRun]:
+        line, found = self._line, list[AffectedRun]()
         for run in reversed(self.store.runs.all()):
             if _is_half(run) or (lineage.taken_out(run) and silo in run.members):
                 continue
@@ -151,14 +151,14 @@ class Withdrawals:
                 found.append(self._about(run, silo, given))
         return found
 
-    def _about(self, run: Run, silo: str, given: Sequence[Given]) -> Touched:
+    def _about(self, run: Run, silo: str, given: Sequence[Given]) -> AffectedRun:
         read = self.store.runs.events_of(run.id, FETCHED)
         noted = next((e for e in self.store.runs.events_of(run.id, WITHDRAWN) if e.silo == silo), None)
         left = sorted(set(self._line.updates_in(run)) - {silo})
         by = self._taking_out(run, silo)
         reason = "" if by is not None else self._obstacle(run, silo, given, left)
         fetched = [f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(e.at))} UTC {e.text}" for e in read]
-        return Touched(silo, run, 0.0 if noted is None else noted.at, given, by, reason, left, fetched)
+        return AffectedRun(silo, run, 0.0 if noted is None else noted.at, given, by, reason, left, fetched)
 
     def _taking_out(self, run: Run, silo: str = "") -> Run | None:
         """Return the run that takes a hospital's sums, or any one's, out of those of a run, unless it was aborted."""
@@ -192,7 +192,7 @@ class Withdrawals:
             return f"{other.id} is taking out another hospital's sums: once it has ended, ask again"
         return ""
 
-    def _begin(self, found: Touched, lead: str) -> None:
+    def _begin(self, found: AffectedRun, lead: str) -> None:
         manifest, spec = self._manifest(found, lead), found.run.spec
         attempt = 0
         while True:
@@ -205,7 +205,7 @@ class Withdrawals:
                 return
             attempt += 1
 
-    def _manifest(self, found: Touched, lead: str) -> RunManifest:
+    def _manifest(self, found: AffectedRun, lead: str) -> RunManifest:
         """Describe the run that takes a hospital's sums out: they come alone, on the grid on which they were added."""
         manifest = RunManifest.from_json(found.run.manifest)
         origin = RunManifest.from_json(self.store.runs.get(found.given[0].run).manifest)

@@ -52,7 +52,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class PendingSilo:
     """A silo that the round waits for. until: seconds after the opening   classes: that nobody else has brought."""
 
     name: str
@@ -65,8 +65,8 @@ class Decision:
     """A verdict, who is awaited, and who is given up though nobody else has brought its classes."""
 
     verdict: Verdict
-    awaited: tuple[Awaited, ...] = ()
-    lost: tuple[Awaited, ...] = ()
+    awaited: tuple[PendingSilo, ...] = ()
+    lost: tuple[PendingSilo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,11 @@ class ClosingRule:
         if len(there) < self.needed:
             if len(there) + len(waiting) < self.needed or now >= end:
                 return Decision(Verdict.PAUSE)
-            return Decision(Verdict.WAIT, tuple(Awaited(s.name, end, _alone(s, brought)) for s in waiting))
+            return Decision(Verdict.WAIT, tuple(PendingSilo(s.name, end, _alone(s, brought)) for s in waiting))
         h = max(self._half(silos), self.patience / 2)
         limits = [
-            Awaited(s.name, min(self._limit(s, brought, h) + self.extension, end), _alone(s, brought)) for s in waiting
+            PendingSilo(s.name, min(self._limit(s, brought, h) + self.extension, end), _alone(s, brought))
+            for s in waiting
         ]
         awaited = tuple(a for a in limits if now < a.until)
         lost = tuple(a for a in limits if now >= a.until and a.classes)

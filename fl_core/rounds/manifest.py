@@ -227,8 +227,9 @@ class EvaluationTerms:
             if not self.beside:
                 raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name the run of that model")
             self.other.require_possible()
-        if self.by_hospital and (run.secagg is not None or run.privacy.name != "none"):
-            hidden = "masks, which open sums alone" if run.secagg is not None else f"privacy={run.privacy.name}"
+        hidden = "" if run.privacy.name == "none" else f"privacy={run.privacy.name}"
+        hidden = hidden if run.secagg is None else "masks, which open sums alone"
+        if self.by_hospital and hidden:
             raise ConfigError(
                 "E-CFG-08",
                 f"expected secagg=off and privacy=none beside by_hospital=true, found {hidden}: leave by_hospital out, "
@@ -302,7 +303,7 @@ class RunManifest:
         for name, default in (("columns", ()), ("window", None), ("multi_label", False)):
             if raw["schema"][name] == default:
                 del raw["schema"][name]
-        if self.secagg is not None and not self.secagg.census:
+        if not raw.get("secagg", {}).get("census", True):
             del raw["secagg"]["census"]
         if self.aggregator == NamedOptions(aggregators.DEFAULT):
             del raw["aggregator"]

@@ -34,7 +34,7 @@ from fl_core.rounds.silo_round import Masking, class_rows, require_expected, rou
 from fl_core.training.evaluation import METRICS
 from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Method
-from fl_core.types.secagg import EACH, MASKS, Secagg, shapes_beside
+from fl_core.types.secagg import EACH, MASKS, Secagg, bytes_beside, shapes_beside
 from fl_core.types.values import Bundle, Layout, PartRule, PartSpec, RoundContext, State
 
 Sizes = Mapping[str, DeclaredSize]
@@ -132,8 +132,10 @@ class PlainUpdates:
     """What leaves out rows of classes that few hospitals have; None where any number is enough."""
     class_rows: ClassVar[frozenset[str]] = frozenset()
     """Parts of sums whose rows tell of single classes, but for what an evaluation measures."""
-    smallest_sum: ClassVar[int] = 1
-    """Updates that a sum has at least."""
+    sums_of: ClassVar[int] = 0
+    """Updates in the smallest sum that is read; 0 where each is read by itself."""
+    beside: ClassVar[int] = 0
+    """Bytes of what an update has beside its numbers, so that others can open sums of them."""
     covered: ClassVar[Mapping[TaskKind, Layout]] = {}
     """The layouts of what silos upload where no number of it can be read; empty where each can."""
     counts: ClassVar[bool] = True
@@ -204,14 +206,10 @@ class MaskedUpdates:
 
     manifest: RunManifest
     method: Method
+    terms: Secagg
 
     hidden: ClassVar[bool] = True
     counts_in_preflight: ClassVar[bool] = False
-
-    @property
-    def terms(self) -> Secagg:
-        assert self.manifest.secagg is not None
-        return self.manifest.secagg
 
     @cached_property
     def layouts(self) -> Mapping[TaskKind, FlatLayout]:
@@ -235,8 +233,12 @@ class MaskedUpdates:
         return ContributorFloor(self.class_rows, len(self.manifest.schema.classes), least)
 
     @property
-    def smallest_sum(self) -> int:
+    def sums_of(self) -> int:
         return self.terms.smallest_sum(self.manifest.cohort_size)
+
+    @property
+    def beside(self) -> int:
+        return bytes_beside(self.manifest.cohort_size)
 
     @property
     def counts(self) -> bool:
@@ -316,4 +318,5 @@ class MaskedUpdates:
 
 def updates_of(manifest: RunManifest, method: Method) -> PlainUpdates | MaskedUpdates:
     """Say how the updates of a run leave and are summed."""
-    return PlainUpdates(manifest, method) if manifest.secagg is None else MaskedUpdates(manifest, method)
+    terms = manifest.secagg
+    return PlainUpdates(manifest, method) if terms is None else MaskedUpdates(manifest, method, terms)

@@ -49,17 +49,17 @@ _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
 class UpdateContents:
     """What an update of a run may hold, by its manifest: numbers of each part, and tensors in all.
 
-    masked: bytes of a number under a mask, and of what opens sums of them beside; None where updates leave in clear
-    word: bytes of a number in clear, at most: 8 of sums that stay exact; what earlier versions noted has 4.
+    word: bytes of a number, at most: under a mask, or 8 of sums that stay exact; what earlier versions noted has 4
+    beside: bytes of what opens sums of masked updates, in each; 0 where updates leave in clear.
     """
 
     parts: Mapping[str, int]
     tensors: int
-    masked: tuple[int, int] | None = None
     word: int = FLOAT_BYTES
+    beside: int = 0
 
     def to_json(self) -> str:
-        masked = {} if self.masked is None else {"masked": self.masked}
+        masked = {"masked": (self.word, self.beside)} if self.beside else {}
         return json.dumps(
             {"parts": dict(self.parts), "tensors": self.tensors, "word": self.word, **masked}, sort_keys=True
         )
@@ -70,10 +70,9 @@ class UpdateContents:
         if not text:
             return None
         raw = json.loads(text)
-        word, beside = raw.get("masked") or (0, 0)
-        masked = (int(word), int(beside)) if word else None
+        word, beside = raw.get("masked") or (raw.get("word", FLOAT_BYTES), 0)
         parts = {str(k): int(v) for k, v in raw["parts"].items()}
-        return cls(parts, int(raw["tensors"]), masked, int(raw.get("word", FLOAT_BYTES)))
+        return cls(parts, int(raw["tensors"]), int(word), int(beside))
 
     @property
     def numbers(self) -> int:
@@ -81,14 +80,13 @@ class UpdateContents:
 
     @property
     def most_bytes(self) -> int:
-        word, beside = self.masked or (self.word, 0)
-        return word * self.numbers + beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
+        return self.word * self.numbers + self.beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
 
     def words(self) -> list[str]:
         words = {**WORDS, **{part: text for kind in kinds.kinds() for part, text in kind.parts.items()}}
         covered = (
             []
-            if self.masked is None
+            if not self.beside
             else [
                 "all of it under masks: only sums over several hospitals are read",
                 "of a class that this hospital alone has, these sums are its own, without its name",

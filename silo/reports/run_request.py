@@ -100,8 +100,8 @@ class RunRequest:
         extensions: code that is not of this software
         charges: (noise, rate, steps) of all rounds, by split, at most; None where this hospital is no member
         parts, tensors, word: as `UpdateContents` has them
-        masked, sums_of, others: of a run whose updates are masked: as `UpdateContents.masked`, hospitals in the
-            smallest sum, the other members
+        masked, sums_of, others: of a run whose updates are masked: bytes of a number and beside them, hospitals in
+            the smallest sum, the other members
         shared: what noise that hospitals share out comes to; None where all of it is the hospital's own
         survey: what would leave of a survey; None of other runs
         models: that are measured on this hospital's test images, exactly
@@ -158,9 +158,7 @@ class RunRequest:
 
     @property
     def leaves(self) -> UpdateContents:
-        return UpdateContents(
-            self.parts, self.tensors, (self.masked[0], self.masked[1]) if self.masked else None, self.word
-        )
+        return UpdateContents(self.parts, self.tensors, *(self.masked or (self.word, 0)))
 
     def mechanisms(self) -> dict[str, list[Mechanism]]:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}

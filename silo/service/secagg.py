@@ -176,7 +176,7 @@ class SecaggMember:
 
         A coordinator that lies ends this hospital's part in masked runs, and nothing else.
         """
-        if seen <= (own := self.store.answers.masked()):
+        if seen <= (own := self.store.answers.masked_answers()):
             return
         lost = self.store.secagg.forget()
         self.store.answers.catch_up(seen)
@@ -230,7 +230,7 @@ class SecaggMember:
                 kind=key.wire_kind,
                 seal_hash=confirmed.seal_hash,
                 signature=confirmed.signature,
-                masked_answers=self.store.answers.masked(),
+                masked_answers=self.store.answers.masked_answers(),
             )
             self.send(pb.SiloMessage(secagg_confirm=answer))
 

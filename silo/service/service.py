@@ -340,7 +340,7 @@ class Service:
             roster_version=self._pinned,
             instance=self._instance.id,
             previous_instance=self._instance.previous,
-            masked_answers=self.store.answers.masked(),
+            masked_answers=self.store.answers.masked_answers(),
         )
 
     def _declared_data(self) -> pb.DataOffer:

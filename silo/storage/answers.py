@@ -75,7 +75,7 @@ class AnswerMemory:
         with self._database.read() as db:
             return _measured(db, self._clock())
 
-    def masked(self) -> int:
+    def masked_answers(self) -> int:
         """Count the answers in masked runs, which only grow; nothing of it follows from records."""
         with self._database.read() as db:
             return _masked(db)

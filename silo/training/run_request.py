@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
-from fl_core.types.secagg import bytes_beside
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
 from silo.reports.leaving import NO_PRIVACY, READ_ALONE, UpdateContents
@@ -23,8 +22,8 @@ def leaves_of(run: CompiledRun) -> UpdateContents:
         name: sum(math.prod(shape) for shape in spec.shapes.values()) + math.prod(spec.weight_shape)
         for name, spec in manifest.layout.items()
     }
-    masked = None if manifest.secagg is None else (word, bytes_beside(manifest.cohort_size))
-    return UpdateContents(parts, sum(1 + len(spec.shapes) for spec in manifest.layout.values()), masked, word)
+    tensors = sum(1 + len(spec.shapes) for spec in manifest.layout.values())
+    return UpdateContents(parts, tensors, word, run.updates.beside)
 
 
 def privacy_of(run: CompiledRun) -> str:
@@ -92,9 +91,9 @@ def request_of(
         tensors=leaves.tensors,
         word=leaves.word,
         charges=charges,
-        masked=leaves.masked or (),
-        sums_of=0 if manifest.secagg is None else manifest.secagg.smallest_sum(manifest.cohort_size),
-        others=() if manifest.secagg is None else tuple(m.name for m in manifest.members if m.name != silo),
+        masked=(leaves.word, leaves.beside) if leaves.beside else (),
+        sums_of=run.updates.sums_of,
+        others=tuple(m.name for m in manifest.members if m.name != silo and run.updates.sums_of),
         shared=shared,
         survey=survey,
         models=manifest.rounds + 1 if manifest.kind.measures and TEST not in profile.protected else 0,

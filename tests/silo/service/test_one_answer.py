@@ -332,7 +332,7 @@ def test_a_home_that_was_put_back_as_a_whole_gives_its_masked_runs_up_and_says_s
     hospital.start()
     assert "behind" not in hospital.events()
     hospital.send_seal(sealed(hospital, offer).seal)
-    assert hospital.confirmed().masked_answers == hospital.service.store.answers.masked()
+    assert hospital.confirmed().masked_answers == hospital.service.store.answers.masked_answers()
     hospital.stop()
     shutil.rmtree(hospital.folder)
     shutil.move(tmp_path / "copy", hospital.folder)
