@@ -41,6 +41,7 @@ SPINE = [
     "coordinator/api",
     "coordinator/storage",
     "coordinator/config",
+    "silo/admission",
     "silo/service",
     "silo/connection",
     "silo/training",

@@ -11,33 +11,33 @@ if TYPE_CHECKING:
     from fl_core.types.values import SurveySums
 
 
-class Manifest(Protocol):
+class ManifestFacts(Protocol):
     """What kinds read of a run's manifest (`fl_core.rounds.manifest`)."""
 
     @property
     def personal(self) -> bool: ...
 
     @property
-    def privacy(self) -> Named: ...
+    def privacy(self) -> _Named: ...
 
     @property
-    def aggregator(self) -> Named: ...
+    def aggregator(self) -> _Named: ...
 
     @property
-    def train(self) -> Schedule: ...
+    def train(self) -> _Schedule: ...
 
     @property
     def start(self) -> Any: ...  # noqa: ANN401
 
 
-class Named(Protocol):
+class _Named(Protocol):
     """What a manifest names of a registry."""
 
     @property
     def name(self) -> str: ...
 
 
-class Schedule(Protocol):
+class _Schedule(Protocol):
     """Of local training."""
 
     @property
@@ -79,10 +79,10 @@ class RunKind:
         """Return the command that shows a run's answers; empty of one with a model."""
         return ""
 
-    def check(self, manifest: Manifest) -> None:
+    def check(self, manifest: ManifestFacts) -> None:
         """Raise ConfigError on what no manifest of this kind says."""
 
-    def check_start(self, manifest: Manifest) -> None:
+    def check_start(self, manifest: ManifestFacts) -> None:
         """Raise ConfigError (E-CFG-02) where a run cannot begin with what it begins with."""
 
     def question(self, method: Any, n_classes: int) -> SurveySums | None:  # noqa: ANN401, ARG002

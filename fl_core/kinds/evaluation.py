@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_core.errors import ConfigError
-from fl_core.kinds.base import Manifest, RunKind
+from fl_core.kinds.base import ManifestFacts, RunKind
 
 
 class EvaluationRun(RunKind):
@@ -20,7 +20,7 @@ class EvaluationRun(RunKind):
     def length(self, rounds: int) -> str:  # noqa: ARG002
         return "an evaluation, nobody trains"
 
-    def check(self, manifest: Manifest) -> None:
+    def check(self, manifest: ManifestFacts) -> None:
         if manifest.personal or manifest.privacy.name != "none":
             raise ConfigError(
                 "E-CFG-08",
@@ -29,7 +29,7 @@ class EvaluationRun(RunKind):
                 "measures its last model by itself",
             )
 
-    def check_start(self, manifest: Manifest) -> None:
+    def check_start(self, manifest: ManifestFacts) -> None:
         start = manifest.start
         fresh = () if start is None or start.run or start.weights is None else start.weights.fresh
         if start is None or fresh:

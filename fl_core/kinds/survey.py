@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fl_core.aggregation.options import Mean
 from fl_core.errors import ConfigError
-from fl_core.kinds.base import Manifest, RunKind
+from fl_core.kinds.base import ManifestFacts, RunKind
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import FEATURES
 
@@ -34,7 +34,7 @@ class SurveyRun(RunKind):
     def how_to_read(self, run: str) -> str:
         return f"coordinator survey --of {run}"
 
-    def check(self, manifest: Manifest) -> None:
+    def check(self, manifest: ManifestFacts) -> None:
         chosen, freeze = manifest.aggregator.name, manifest.train.freeze
         if freeze == FEATURES or chosen != Mean.name:
             raise ConfigError(

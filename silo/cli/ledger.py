@@ -183,7 +183,7 @@ def restore(
     """
     from privacy.ledger.ledger import Ledger
     from privacy.ledger.recovery import LastSeen, charge_unknown_spending
-    from silo.training.hospital_controls import HospitalControls
+    from silo.admission.controls import HospitalControls
 
     if not acknowledge:
         raise ConfigError(
@@ -233,7 +233,7 @@ def place_ledger(
 
 
 def _seen(home: Home) -> ChainHead:
-    from silo.training.hospital_controls import HospitalControls
+    from silo.admission.controls import HospitalControls
 
     with open_store(home.database) as store:
         seen = HospitalControls(home, store).latest_attestation()

@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml
 @command
 def show_policy(home: SiloHome) -> Reply:
     """Show the policy in force, and the digest that goes with every update."""
-    from silo.training.policy_in_force import in_force
+    from silo.admission.policy_in_force import in_force
 
     policy = in_force(home)
     facts = [("file", str(home.policy) if policy.digest else f"{home.policy}: none, the defaults hold")]
@@ -61,7 +61,7 @@ def check(
 ) -> Reply:
     """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
     from privacy.policy import Policy, closed
-    from silo.training.policy_in_force import in_force
+    from silo.admission.policy_in_force import in_force
 
     place = file or home.policy
     policy = in_force(home) if file is None else Policy.read(file)

@@ -11,11 +11,12 @@ from fl_core.types.class_coverage import ClassCoverage
 from service_core.command_line import command
 from service_core.console import Facts, Reply, Rows, counted, local_time
 from service_core.pki.identity import PeerCertificate, colons
+from silo.admission import policy_in_force
 from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import UpdateContents, leaving
 from silo.storage.store import RunRecord, Store, TaskRecord
-from silo.training import evaluation_summary, policy_in_force
+from silo.training import evaluation_summary
 
 SHOWN = 3
 """Names of broken records of a run; all are in the JSON."""

@@ -176,7 +176,7 @@ class Examination:
     def _private_runs(self) -> Iterator[Finding]:
         """List everything that a private run would still lack here, each with the command that brings it."""
         from privacy.policy import Policy
-        from silo.training.private_readiness import lacking
+        from silo.admission.private_readiness import lacking
 
         with self._ledger_copy() if self.home.ledger.exists() else nullcontext() as ledger:
             found = lacking(Policy.read(self.home.policy), ledger, self.classes or ())

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fl_core.errors import ConfigError, FederationError, RefusedError
+from silo.admission.policy_in_force import in_force
 from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import UpdateContents
 from silo.reports.run_request import Comparison, RunRequest, SurveyPreview
 from silo.reports.spending import Preview, preview
 from silo.storage.approvals import Approval
 from silo.storage.home import Home
-from silo.training.policy_in_force import in_force
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger

@@ -21,13 +21,13 @@ from service_core.pki.roster import SignedRoster
 from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
 from service_core.tls.causes import Diagnosis
+from silo.admission.policy_in_force import accepts_new_peers
 from silo.connection.channel import Connect, Connection, ConnectionManager, connect_with, diagnose_channel
 from silo.connection.retry import to_federation_error
 from silo.events import EmitEvent, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.identity.pinned_peers import PinnedPeers
 from silo.storage.home import Home
-from silo.training.policy_in_force import accepts_new_peers
 
 CALL_TIMEOUT_S = 60.0
 

@@ -34,6 +34,8 @@ from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import private_folder
 from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, software
+from silo.admission.controls import HospitalControls
+from silo.admission.policy_in_force import accepts_new_peers
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken
@@ -52,8 +54,6 @@ from silo.storage.outbox import Outbox
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation
 from silo.training.data_source import DataSource
-from silo.training.hospital_controls import HospitalControls
-from silo.training.policy_in_force import accepts_new_peers
 from silo.training.trainer import RunRound, Trainer
 
 if TYPE_CHECKING:  # a web server is loaded where metrics are asked for

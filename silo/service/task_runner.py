@@ -18,7 +18,6 @@ from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
-from fl_core.types import tensor_maps
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.account import ATTEMPTS
@@ -28,6 +27,8 @@ from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
 from service_core.console import counted
+from silo.admission.controls import AdmissionRequest, HospitalControls, TaskQuestion
+from silo.admission.run_request import leaves_of, privacy_of
 from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, Transfer
@@ -39,8 +40,6 @@ from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary
 from silo.training.data_source import BrokenRecords
-from silo.training.hospital_controls import HospitalControls
-from silo.training.run_request import leaves_of, privacy_of
 from silo.training.trainer import PreparedRun, Trainer
 
 MAX_S = 86_400.0
@@ -197,7 +196,6 @@ class TaskRunner:
     def _require_ready(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
         """Return what a run is prepared as; raises RefusedError unless all of it can be done here."""
         run_id = preflight_task.key.run_id
-        self.outbox.store.answers.require_room(run_id, self.controls.runs_a_day(run))
         began = self.outbox.store.run_data.find(run_id)
         prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task), began)
         try:
@@ -332,13 +330,15 @@ class TaskRunner:
         return pending
 
     def _claim(self, task: Task, prepared: PreparedRun, model: State) -> None:
-        """Note which model a task is about; raises as `AnswerMemory.claim`. A private round is charged instead."""
-        run, key, offer = prepared.run, task.key, task.offer
-        if run.private and key.kind.trains:
-            return
-        tensors = {f"{group}/{name}": v for group, values in model.items() for name, v in values.items()}
-        content, most = tensor_maps.digest(tensors) if run.masked else "", self.controls.runs_a_day(run)
-        self.outbox.store.answers.claim(key, offer.base_digest, content, offer.incarnation, most)
+        """Ask the hospital whether it answers a task about a model; raises as `HospitalControls.admit`."""
+        asked = TaskQuestion(task.key, task.offer.base_digest, model, task.offer.incarnation)
+        self._admitted(AdmissionRequest(task.key.run_id, prepared.run.manifest, self.trainer.device, task=asked))
+
+    def _admitted(self, request: AdmissionRequest) -> CompiledRun:
+        answer = self.controls.admit(request)
+        if not answer.decided:
+            raise _AwaitingApprovalError
+        return answer.run
 
     def _fetch_base(self, task: Task, prepared: PreparedRun) -> State:
         """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""
@@ -471,10 +471,9 @@ class TaskRunner:
                 "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
         path = self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING))
-        run = self.controls.admit(run_id, _read_manifest(path, digest), self.trainer.device, self.trainer.data_of)
-        if run is None:
-            raise _AwaitingApprovalError
-        return run
+        return self._admitted(
+            AdmissionRequest(run_id, _read_manifest(path, digest), self.trainer.device, self.trainer.data_of)
+        )
 
     def _fetch_weights(self, task: Task | PreflightTask) -> Callable[[Weights], Tensors]:
         def fetch(weights: Weights) -> Tensors:

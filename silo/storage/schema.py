@@ -166,7 +166,7 @@ secagg_rounds = Table(  # of open rounds: the one update that was masked, and th
     Column("inside", String, nullable=False, default="[]"),  # members of that set, as JSON
 )
 
-surveys = Table(  # answered without noise, for ever (`silo.storage.surveys`): a version of the data each
+surveys = Table(  # answered without noise, for ever (`silo.admission.survey_history`): a version of the data each
     "surveys",
     metadata,
     Column("number", Integer, primary_key=True, autoincrement=True),
@@ -187,7 +187,7 @@ survey_people = Table(  # everybody who was ever counted in an answer without no
     Column("counts", String, nullable=False),  # question -> how, as JSON
 )
 
-answers = Table(  # the models that this hospital answered about, for ever (`silo.storage.answers`)
+answers = Table(  # the models that this hospital answered about, for ever (`silo.admission.memory`)
     "answers",
     metadata,
     Column("run_id", String, primary_key=True),

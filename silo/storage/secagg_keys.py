@@ -25,7 +25,7 @@ from privacy.secagg.keys import OwnKeys, RunKeys
 from privacy.secagg.terms import SecaggError, SecaggRun
 from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
-from silo.storage.answers import keep_to_one_set
+from silo.admission.memory import keep_to_one_set
 from silo.storage.schema import secagg_rounds, secagg_runs
 from silo.storage.tasks import OutboxEntry
 

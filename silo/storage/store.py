@@ -37,8 +37,8 @@ from protos.wire.receipts import shortened, whole
 from protos.wire.tasks import TaskKey
 from service_core.storage.object_store import count_objects
 from service_core.storage.sqlite import Database
+from silo.admission.memory import AnswerMemory
 from silo.storage import secagg_keys
-from silo.storage.answers import AnswerMemory
 from silo.storage.approvals import Approvals, forget_undecided
 from silo.storage.home import OBJECTS
 from silo.storage.run_data import RunDataStore
@@ -60,7 +60,6 @@ from silo.storage.schema import (
     unprotected,
 )
 from silo.storage.secagg_keys import SecaggStore
-from silo.storage.surveys import SurveyMemory
 from silo.storage.tasks import (
     Attestation,
     Evaluation,
@@ -147,7 +146,6 @@ class Store:
         )
         self.approvals = Approvals(self.database, clock)
         self.secagg = SecaggStore(self.database)
-        self.surveys = SurveyMemory(self.database, clock)
         self.answers = AnswerMemory(self.database, clock)
         self.run_data = RunDataStore(self.database)
         self._clock = clock

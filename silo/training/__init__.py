@@ -1,5 +1,1 @@
-"""A task at the hospital: policy and budget first, then training.
-
-`trainer` prepares a run once and trains its rounds; `hospital_controls` asks policy and ledger; `preflight` answers
-before round 1 whether the hospital can do its whole part.
-"""
+"""A task at the hospital, once `silo.admission` has admitted it: `trainer` prepares a run once and does its rounds."""

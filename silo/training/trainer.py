@@ -26,13 +26,13 @@ from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
 from fl_core.training import memory
 from fl_core.training.broken_records import UNREADABLE, EmptyWhereBroken, require_few, unreadable, without
-from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL, WithoutFew, names_of_few
+from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL
 from fl_core.training.frozen_features import with_rows
 from fl_core.training.local_data import eval_batch, has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
 from fl_core.types.enums import Coupling, Split, TaskKind
-from fl_core.types.interfaces import DataFactory, LocalData, RoundData
+from fl_core.types.interfaces import LocalData, RoundData
 from fl_core.types.values import Bundle, Examples, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.release_plan import TEST, TRAIN
@@ -40,12 +40,12 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import MadeUpStep
 from protos.wire.tasks import TaskKey
 from service_core.version import version
+from silo.admission.controls import Access, HospitalControls, check_dictionary
 from silo.connection.retry import CancelledError
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey, KeptFeatures
 from silo.storage.outbox import TrainingResult
 from silo.storage.run_data import RunData
 from silo.training.data_source import BrokenRecords, DataSource
-from silo.training.hospital_controls import HospitalControls, check_dictionary
 from silo.training.own_evaluation import measure_exactly, own_evaluation
 
 if TYPE_CHECKING:
@@ -72,22 +72,23 @@ def state_bytes(model: nn.Module) -> int:
 class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
-    ledger: of a private run   submits: prototypes leave   broadcast: names, shapes and types of what the server sends
-    data_version: see `DataSource.version`   device: where the model is   least_tested: of a class with fewer test
-    examples nothing that is measured leaves.
+    access: what the hospital lets the run work with   submits: prototypes leave   broadcast: names, shapes and types of
+    what the server sends   data_version: see `DataSource.version`   device: where the model is.
     """
 
     run: CompiledRun
     index: int
     dataset: SiloDataset
     runtime: SiloRuntime
-    data_factory: DataFactory
-    ledger: RunLedger | None
+    access: Access
     submits: bool
     broadcast: Mapping[str, object]
     data_version: str
     device: torch.device
-    least_tested: int = 0
+
+    @property
+    def ledger(self) -> RunLedger | None:
+        return self.access.ledger
 
     def model_of(self, msg: State) -> State:
         """Return what the method's server sent, without the settings of guards."""
@@ -255,26 +256,22 @@ class Trainer:
             width, (train, test) = run.schema.shape[0], self._data.examples
             declared = run.views(True) * train + test or run.views(True) * self._data.nominal_size
             self._features.require_room(declared, width)
-        runtime = replace(run.silo_runtime(), withholds=self._controls.withheld_parts())
+        runtime = run.silo_runtime()
         if dataset.coarse and runtime.masking is not None:  # told or not: see `Member.coarse`
             runtime = replace(runtime, masking=replace(runtime.masking, signs=False))
         runtime.model.to(self.device)
         with _hide_details(run.private, ConfigError, RefusedError):
             size, typed = self._data.nominal_size, self._data.typed
-            factory, ledger, submits = self._controls.access(run, index, dataset, size, typed)
-            submits = self._prototypes and submits and manifest.members[index].prototypes
+            access = self._controls.access(run, index, dataset, size, typed)
+            submits = self._prototypes and access.submits and manifest.members[index].prototypes
             try:
                 run.profile.require_submission(submits)
             except RefusedError as error:
                 self._controls.record_refusal(manifest.name, error)
                 raise
         broadcast = tensor_maps.signature(run.method.broadcast(run.initial_state()))
-        exact = self._controls.exact_results(run)
-        least_tested = 0 if exact is None else exact.min_examples
-        self._few = ()
-        prepared = PreparedRun(
-            run, index, dataset, runtime, factory, ledger, submits, broadcast, data_version, self.device, least_tested
-        )
+        runtime, self._few = replace(runtime, withholds=access.floors.parts), ()
+        prepared = PreparedRun(run, index, dataset, runtime, access, submits, broadcast, data_version, self.device)
         self._prepared = (policy, prepared)
         return prepared
 
@@ -361,7 +358,7 @@ class Trainer:
         """Return the positions of the classes that this silo's records train, as far as no rule here hides them."""
         manifest, dataset = prepared.run.manifest, prepared.dataset
         context = _context_of(prepared, manifest.rounds, len(manifest.members))
-        data = prepared.data_factory(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
+        data = prepared.access.factory(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
         return torch.nonzero(data.contributes()).flatten().tolist()
 
     def _attempt(
@@ -383,7 +380,7 @@ class Trainer:
         sent = self._sent_of(prepared, test)
         try:
             opened = RoundData(train, test, prepared.run.manifest.train, context, self.device, progress)
-            data = prepared.data_factory(replace(opened, test=sent))
+            data = prepared.access.factory(replace(opened, test=sent))
         except RefusedError as error:
             self._controls.record_refusal(key.run_id, error)
             raise
@@ -403,12 +400,13 @@ class Trainer:
     def _sent_of(self, prepared: PreparedRun, test: Examples) -> Examples:
         """Return the test examples of which something leaves: without classes that have too few of them."""
         classes = prepared.run.manifest.schema.classes
-        names = tuple(names_of_few(test.labels, classes, prepared.least_tested))
+        floors = prepared.access.floors
+        names = floors.too_few(test, classes)
         if names and names != self._few:
             self._few = names
             text = "%s: of test images of %s nothing is sent: there are fewer than %d (evaluation.min_examples)"
-            log.warning(text, prepared.run.manifest.name, ", ".join(names), prepared.least_tested)
-        return WithoutFew(test, len(classes), prepared.least_tested) if names else test
+            log.warning(text, prepared.run.manifest.name, ", ".join(names), floors.tested)
+        return floors.sent(test, classes)
 
     def _examples(self, prepared: PreparedRun, progress: Progress, broken: BrokenRecords) -> list[Examples]:
         """Return the training and test examples of a run, without its broken ones: with a frozen body their features.

@@ -49,9 +49,9 @@ from service_core.pki.invitation import InvitationToken
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import SignedRoster
 from service_core.storage.generation import Generation, GenerationFile
+from silo.admission.controls import HospitalControls
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.training.hospital_controls import HospitalControls
 from tests.fuzz.limits import MEMORY
 from tests.support import pki
 from tests.support.federations import manifest

@@ -38,13 +38,13 @@ from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
+from silo.admission.controls import AdmissionRequest, HospitalControls
+from silo.admission.run_request import leaves_of, privacy_of
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, Served
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import Store
 from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
-from silo.training.hospital_controls import HospitalControls
-from silo.training.run_request import leaves_of, privacy_of
 from tests.support import until
 from tests.support.coordinator import World, channel, fetch, ready, send
 from tests.support.fake_coordinator import authority, enrolled, manifest
@@ -345,7 +345,7 @@ def asks(home: Home, run: RunManifest, run_id: str) -> None:
     """Let a run ask this hospital, as its service does."""
     store = Store(home.database)
     try:
-        HospitalControls(home, store).admit(run_id, run)
+        HospitalControls(home, store).admit(AdmissionRequest(run_id, run))
     finally:
         store.close_database()
 

@@ -20,11 +20,11 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
 from service_core.pki.identity import identity_of
 from service_core.pki.invitation import InvitationToken
+from silo.admission.controls import AdmissionRequest, HospitalControls
 from silo.cli.status import status
 from silo.identity.identity import SiloIdentity
 from silo.service import enrolment
 from silo.storage.home import Home
-from silo.training.hospital_controls import HospitalControls
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, hospitals, online
 from tests.support.federations import manifest
@@ -107,7 +107,7 @@ def test_its_silo_refuses_to_train_whatever_the_coordinator_says(
 ) -> None:
     controls = HospitalControls(world[1][name].home, world[1][name].service.store)
     with pytest.raises(RefusedError, match=r"E-POLICY-18.*trains nothing"):
-        controls.admit("run-of-a-liar", manifest(rounds=1, names=("north", name)))
+        controls.admit(AdmissionRequest("run-of-a-liar", manifest(rounds=1, names=("north", name))))
 
 
 def test_a_coordinator_that_forgets_is_refused_before_round_1(

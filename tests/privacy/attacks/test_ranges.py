@@ -25,9 +25,9 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import SiloDpConfig
+from silo.admission.controls import AdmissionRequest, HospitalControls
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.training.hospital_controls import HospitalControls
 from tests.support.fake_coordinator import manifest
 from tests.support.privacy import hospital_level, private
 
@@ -159,7 +159,7 @@ def test_a_silo_refuses_before_its_data_are_opened_and_the_ledger_has_the_record
     store = Store(home.database)
     controls = HospitalControls(home, store)
     with pytest.raises(RefusedError, match=r"E-PRIV-20.*privacy\.clip"):
-        controls.admit("run-1", with_terms(private(), clip=1e-30))
+        controls.admit(AdmissionRequest("run-1", with_terms(private(), clip=1e-30)))
     store.close_database()
     assert "E-PRIV-20" in [detail for _, _, state, detail, _ in controls.ledger.events() if state == "REFUSED"]
 

@@ -44,9 +44,9 @@ from privacy.policy_terms import Floors
 from privacy.profiles.prototype_filter import Withheld
 from privacy.release_log import InMemoryReleaseLog
 from privacy.secagg.terms import SecaggError, SecaggRun
+from silo.admission.run_request import request_of
 from silo.cli.ledger import collection_json
 from silo.reports.run_request import RunRequest
-from silo.training.run_request import request_of
 from tests.privacy.mechanisms.record.test_moments import WIDTH, query
 from tests.support.federations import NAMES, Given, manifest, shares
 from tests.support.privacy import DATA, NoNoise, budgeted, examples, extreme_records, records

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from silo.cli.main import program
-from tests.silo.training.test_surveys import write_images
+from tests.silo.admission.test_surveys import write_images
 
 
 @pytest.mark.parametrize(("named", "said"), [(True, "groups 10"), (False, "none: patients are not named")])

@@ -9,10 +9,10 @@ import pytest
 from service_core.pki import certificates
 from service_core.pki.identity import colons, identity_of
 from service_core.pki.roster import renewal_link
+from silo.admission.policy_in_force import accepts_new_peers
 from silo.cli.main import run
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
-from silo.training.policy_in_force import accepts_new_peers
 from tests.support.pki import authority, certified, join, member, roster, today
 
 

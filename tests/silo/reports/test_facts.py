@@ -21,6 +21,7 @@ from privacy.policy import Policy
 from privacy.policy_terms import PRIVATE_PROFILES
 from privacy.profiles import PROFILES
 from protos.wire.codec import pack_bundle
+from silo.admission.run_request import leaves_of, privacy_of, request_of
 from silo.reports.leaving import UpdateContents
 from silo.reports.questions import PolicyAndLedger, Question
 from silo.reports.run_request import RunRequest
@@ -28,7 +29,6 @@ from silo.reports.spending import preview, spending, unprotected, version_of
 from silo.storage.approvals import Approval
 from silo.storage.home import Home
 from silo.storage.tasks import UnprotectedUpdate
-from silo.training.run_request import leaves_of, privacy_of, request_of
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import RUN, spent
 from tests.support.privacy import DATA, TEST, TRAIN, budgeted, hospital_level, private

@@ -25,11 +25,11 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from protos.wire.tasks import TaskKey
+from silo.admission.controls import HospitalControls
 from silo.storage.feature_cache import FeatureCache
 from silo.storage.run_data import RunData
 from silo.storage.store import Store
 from silo.training.data_source import BrokenRecords, DataSource
-from silo.training.hospital_controls import HospitalControls
 from silo.training.trainer import TRIES, Trainer
 from tests.support import until
 from tests.support.fake_coordinator import MEMBERS, enrolled, manifest

@@ -15,10 +15,10 @@ from fl_core.errors import ConfigError, FederationError, RefusedError
 from fl_core.extensions import loading, registry
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.admission.controls import AdmissionRequest, HospitalControls, describe_request
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training.data_source import DataSource
-from silo.training.hospital_controls import HospitalControls, describe_request
 from tests.support.extensions import Installed, install
 
 ALLOWED = "[runs]\nextensions = ['mine-package']\n"
@@ -67,7 +67,7 @@ def test_code_that_the_policy_does_not_name_is_refused_and_not_imported(
     tmp_path: Path, mine: Installed, run: RunManifest, policy: str | None
 ) -> None:
     with pytest.raises(RefusedError) as caught:
-        controls(tmp_path, policy).admit("run-1", run)
+        controls(tmp_path, policy).admit(AdmissionRequest("run-1", run))
     assert caught.value.code in ("E-POLICY-15", "E-POLICY-01", "E-POLICY-02")
     assert not mine.imported
 
@@ -75,8 +75,9 @@ def test_code_that_the_policy_does_not_name_is_refused_and_not_imported(
 def test_code_that_the_policy_names_is_run_and_asked_about_with_its_identity(
     tmp_path: Path, mine: Installed, run: RunManifest
 ) -> None:
-    admitted = controls(tmp_path, ALLOWED).admit("run-1", run)
-    assert admitted is not None
+    answer = controls(tmp_path, ALLOWED).admit(AdmissionRequest("run-1", run))
+    assert answer.decided
+    admitted = answer.run
     assert type(admitted.method).__module__ == "mine_package.method"
     said = describe_request(admitted)
     assert "Mine_Package 1.2" in said
@@ -87,12 +88,12 @@ def test_a_permission_that_is_withdrawn_ends_although_the_code_is_loaded(
     tmp_path: Path, mine: Installed, run: RunManifest
 ) -> None:
     hospital = controls(tmp_path, ALLOWED)
-    hospital.admit("run-1", run)
+    hospital.admit(AdmissionRequest("run-1", run))
     hospital.home.policy.write_text("")
     with pytest.raises(RefusedError, match="none is"):
-        hospital.admit("run-1", run)
+        hospital.admit(AdmissionRequest("run-1", run))
     with pytest.raises(FederationError) as caught:  # nor does a manifest that hides what it uses open it again
-        hospital.admit("run-2", replace(run, extensions=()))
+        hospital.admit(AdmissionRequest("run-2", replace(run, extensions=())))
     assert caught.value.code == "E-CFG-08"
 
 
@@ -102,7 +103,7 @@ def test_a_manifest_that_names_no_code_or_more_than_it_uses_imports_nothing(
     more = replace(run.extensions[0], kind="partition")
     for lie in ((), (*run.extensions, more), (more,)):
         with pytest.raises(FederationError):
-            controls(tmp_path, ALLOWED).admit("run-1", replace(run, extensions=lie))
+            controls(tmp_path, ALLOWED).admit(AdmissionRequest("run-1", replace(run, extensions=lie)))
     assert not mine.imported
 
 

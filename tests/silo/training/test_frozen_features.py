@@ -23,13 +23,13 @@ from fl_core.types.values import Examples
 from privacy.compiled_run import CompiledRun
 from privacy.release_log import InMemoryReleaseLog
 from protos.wire.tasks import TaskKey
+from silo.admission.controls import HospitalControls
+from silo.admission.run_request import request_of
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
 from silo.storage.store import Store
 from silo.training import trainer
 from silo.training.data_source import DataSource
-from silo.training.hospital_controls import HospitalControls
-from silo.training.run_request import request_of
 from silo.training.trainer import Trainer
 from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
 from tests.support.hospital import rounds_equal

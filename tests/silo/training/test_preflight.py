@@ -23,8 +23,8 @@ from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.record import release_plan
 from privacy.profiles.silo import silo_releases
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.admission.controls import describe_request
 from silo.training import trainer
-from silo.training.hospital_controls import describe_request
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first

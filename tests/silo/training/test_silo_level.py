@@ -27,9 +27,9 @@ from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
 from protos.wire.codec import BundleFile
+from silo.admission.controls import describe_request
 from silo.reports.leaving import leaving
 from silo.storage.home import Home
-from silo.training.hospital_controls import describe_request
 from tests.support import some, until
 from tests.support.hospital import Watched, rounds_equal
 from tests.support.privacy import HOSPITAL, SEEDED_POLICY, TEST, TRAIN, budgeted, examples, hospital_level, private

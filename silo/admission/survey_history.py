@@ -17,15 +17,13 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, insert, select
 
-from service_core.storage.sqlite import Database
 from silo.storage.schema import survey_people, surveys
 
 _BYTES = 16
@@ -69,26 +67,6 @@ Told = dict[str, frozenset[str]]
 """Question -> the cells that may leave; a question that is not there is held back as a whole."""
 
 
-class SurveyMemory:
-    """The surveys that were answered without noise, for ever. Each method is one transaction."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database, self._clock = database, clock
-
-    def answerable(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
-        """Name the cells whose numbers tell of no fewer than `least` people beside all that was answered."""
-        with self._database.read() as db:
-            return _History(db).decide(patients, questions, least)
-
-    def claim(self, run: str, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
-        """Note that those that `answerable` names are answered, and name them: before any number leaves."""
-        with self._database.write() as db:
-            history = _History(db)
-            told = history.decide(patients, questions, least)
-            history.write(db, told, run, self._clock())
-        return told
-
-
 class _Keys(NamedTuple):
     """What somebody is known by again, each in as many copies as the data have."""
 
@@ -119,7 +97,7 @@ class _Person:
         return {"number": number, "keys": b"".join(sorted(self.keys)), **texts}
 
 
-class _History:
+class SurveyHistory:
     """What was answered so far, read in one transaction."""
 
     def __init__(self, db: Connection) -> None:

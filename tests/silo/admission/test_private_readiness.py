@@ -8,8 +8,8 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
+from silo.admission.private_readiness import lacking, with_all
 from silo.storage.home import Home
-from silo.training.private_readiness import lacking, with_all
 from tests.support import until
 from tests.support.privacy import DATA, SEEDED_POLICY, TEST, TRAIN, private
 

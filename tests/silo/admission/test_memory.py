@@ -6,7 +6,7 @@ import pytest
 
 from fl_core.errors import FederationError
 from fl_core.types.enums import TaskKind
-from silo.storage.answers import DAY_S, AnswerMemory, keep_to_one_set
+from silo.admission.memory import DAY_S, AnswerMemory, keep_to_one_set
 from silo.storage.store import Store
 from tests.support.hospital import key
 

@@ -19,13 +19,13 @@ from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
+from silo.admission.controls import _warn_of_few
+from silo.admission.policy_in_force import in_force
+from silo.admission.run_request import privacy_of
 from silo.reports.leaving import leaving
 from silo.reports.spending import unprotected
 from silo.storage.home import Home
 from silo.training import evaluation_summary
-from silo.training.hospital_controls import _warn_of_few
-from silo.training.policy_in_force import in_force
-from silo.training.run_request import privacy_of
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 from tests.support.hospital import Watched, first, upload

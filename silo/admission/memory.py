@@ -1,4 +1,4 @@
-"""Which models this hospital answered about: so that one question has one answer, whoever asks, also after a restart.
+"""What this hospital answered: so that one question has one answer, whoever asks, also after a restart.
 
 Two sums about one model over different hospitals differ by these hospitals' updates. So the sum of a model is opened
 for one set of hospitals in a masked run: `keep_to_one_set`. Each model that is measured on the test images says
@@ -9,7 +9,7 @@ answers in masked runs it has seen of this hospital; a home that knows of fewer 
 
 A model is known by the digest of what was sent and, where this hospital read it, by its numbers: other bytes of the
 same numbers are the same model. Nearly equal models are not. Rows stay for ever; a home that is put back lacks the
-newest.
+newest. What was told of records in surveys, `survey_history` holds a new answer to.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fl_core.errors import RefusedError
 from privacy.secagg.terms import SecaggError
 from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
+from silo.admission.survey_history import Countable, SurveyedPatients, SurveyHistory, Told
 from silo.storage.schema import answers
 
 DAY_S = 86_400.0
@@ -32,7 +33,7 @@ _MOST = 1 << 53
 
 
 class AnswerMemory:
-    """The models that were answered about. Each method is one transaction, on the disk when it returns."""
+    """What was answered about models and people. Each method is one transaction, on the disk when it returns."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
@@ -62,6 +63,19 @@ class AnswerMemory:
                 _require_room(db, self._clock(), most)
             noted = {"content": content, "coordinator": coordinator, "counted": counted, "at": self._clock()}
             db.execute(insert(answers).values(**_place(key), base_digest=base_digest, **noted))
+
+    def answerable(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
+        """Name the cells of a survey whose numbers tell of no fewer than `least` people beside all earlier answers."""
+        with self._database.read() as db:
+            return SurveyHistory(db).decide(patients, questions, least)
+
+    def claim_cells(self, run: str, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
+        """Note that those that `answerable` names are answered, and name them: before any number leaves."""
+        with self._database.write() as db:
+            history = SurveyHistory(db)
+            told = history.decide(patients, questions, least)
+            history.write(db, told, run, self._clock())
+        return told
 
     def require_room(self, run_id: str, most: int) -> None:
         """Raise RefusedError (E-POLICY-19) where a run would be one more than may measure models in a day."""

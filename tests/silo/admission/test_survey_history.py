@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from sqlalchemy import insert
 
 from fl_core.survey.answers import held_back
+from silo.admission.memory import AnswerMemory
+from silo.admission.survey_history import Countable, SurveyedPatients, _digest
 from silo.storage.schema import surveys
 from silo.storage.store import Store
-from silo.storage.surveys import Countable, SurveyedPatients, SurveyMemory, _digest
 
 FLOOR = 10
 
@@ -26,7 +27,7 @@ FLOOR = 10
 @pytest.fixture
 def memory(tmp_path):
     store = Store(tmp_path / "silo.sqlite")
-    yield store.surveys
+    yield store.answers
     store.close_database()
 
 
@@ -78,11 +79,11 @@ class Version:
 Released = dict[str, frozenset[int]]
 
 
-def ask(memory: SurveyMemory, version: Version, *words: str, floor: int = FLOOR) -> dict[str, Released]:
+def ask(memory: AnswerMemory, version: Version, *words: str, floor: int = FLOOR) -> dict[str, Released]:
     """Ask, and return by question whom each number that left is about; "rest": those of all that was held back."""
     asked = [version.asked(word) for word in words]
     expected = memory.answerable(version.people, asked, floor)
-    assert memory.claim("run", version.people, asked, floor) == expected
+    assert memory.claim_cells("run", version.people, asked, floor) == expected
     answers = {}
     for question in asked:
         if question.name in expected:
@@ -102,7 +103,7 @@ def classes(**counts: int) -> dict[int, str]:
     return found
 
 
-def numbers(memory: SurveyMemory, version: Version, *words: str, floor: int = FLOOR) -> dict[str, dict[str, int]]:
+def numbers(memory: AnswerMemory, version: Version, *words: str, floor: int = FLOOR) -> dict[str, dict[str, int]]:
     answers = ask(memory, version, *words, floor=floor)
     return {form: {c: len(p) for c, p in sets.items() if c != "rest"} for form, sets in answers.items()}
 
@@ -220,9 +221,9 @@ def test_data_that_0_1_0_surveyed_are_not_surveyed_again_without_noise(tmp_path)
     row = {"salt": salt, "names": _digest(salt, b"name", b"p3"), "contents": b"c" * 16, "questions": "{}"}
     with store.database.write() as db:
         db.execute(insert(surveys).values(**row))
-    assert numbers(store.surveys, Version.of(BEFORE), "classes") == {}
+    assert numbers(store.answers, Version.of(BEFORE), "classes") == {}
     others = Version.of(dict.fromkeys(range(5000, 5020), "a"))
-    assert numbers(store.surveys, others, "classes") == {"classes": {"a": 20}}
+    assert numbers(store.answers, others, "classes") == {"classes": {"a": 20}}
     store.close_database()
 
 
@@ -235,7 +236,7 @@ def test_what_is_held_back_leaves_no_version_behind(memory):
 def test_memory_outlives_the_service_and_names_nobody(tmp_path):
     for n, told in ((50, True), (49, False)):
         store = Store(tmp_path / "silo.sqlite")
-        assert bool(numbers(store.surveys, Version.of(classes(a=n)), "classes")) is told
+        assert bool(numbers(store.answers, Version.of(classes(a=n)), "classes")) is told
         store.close_database()
     files = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
     assert b"p49" not in files
@@ -248,7 +249,7 @@ Images = dict[int, dict[int, str]]
 """Patient -> image -> class."""
 
 
-def told_of(memory: SurveyMemory, data: Images, prefix: str = "p") -> frozenset[str]:
+def told_of(memory: AnswerMemory, data: Images, prefix: str = "p") -> frozenset[str]:
     """Ask for the classes of patients with several images; return the cells that leave."""
     contents = [[f"content {p}-{k}" for k in images] for p, images in data.items()]
     labelled = [[f"content {p}-{k} {label}" for k, label in images.items()] for p, images in data.items()]
@@ -258,7 +259,7 @@ def told_of(memory: SurveyMemory, data: Images, prefix: str = "p") -> frozenset[
     counts = {c: sum(c in one for one in shares) for c in "abc"}
     people = SurveyedPatients([f"{prefix}{p}" for p in data], contents, labelled, grouped=True)
     asked = [Countable("classes", "classes", {c: c for c in "abc"}, shares, counts, free)]
-    return memory.claim("run", people, asked, FLOOR).get("classes", frozenset())
+    return memory.claim_cells("run", people, asked, FLOOR).get("classes", frozenset())
 
 
 def test_a_class_that_few_patients_lost_is_held_back_though_many_left(memory):
@@ -297,7 +298,7 @@ def test_no_difference_of_two_answers_about_several_images_each_is_about_few_pat
                         data = data | {p: {**data[p], max(data[p]): r.choice("abc")} for p in some}
                     case "image":
                         data = data | {p: {**data[p], max(data[p]) + 1: r.choice("abc")} for p in some}
-            if told := data and told_of(store.surveys, data, r.choice(["p", f"export {k} "])):
+            if told := data and told_of(store.answers, data, r.choice(["p", f"export {k} "])):
                 answered.append((data, told))
         store.close_database()
     for (one, first), (other, second) in itertools.combinations(answered, 2):
@@ -361,7 +362,7 @@ def test_no_sum_or_difference_of_answers_is_about_few_people(history):
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "silo.sqlite")
         for version, words in history:
-            for form, sets in ask(store.surveys, version, *words).items():
+            for form, sets in ask(store.answers, version, *words).items():
                 everybody = frozenset().union(*sets.values())
                 released.setdefault(_name(form), []).extend(frozenset(s) for s in (*sets.values(), everybody) if s)
                 released.setdefault("all", []).append(everybody)

@@ -17,9 +17,9 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from privacy.policy import Policy
 from protos.wire.codec import BundleFile
+from silo.admission.surveys import surveyed_patients
 from silo.reports.run_request import HELD_BACK, LEAVES, NOT_ANSWERED, RunRequest
 from silo.storage.home import Home
-from silo.training.surveys import surveyed_patients
 from tests.support import until
 from tests.support.fake_coordinator import MEMBERS
 from tests.support.hospital import first, upload

@@ -38,8 +38,8 @@ from privacy.ledger.registration import content_names
 from privacy.mechanisms.record.survey import sensitivity
 from privacy.profiles.prototype_filter import Withheld
 from privacy.profiles.record import RecordProfile
+from silo.admission.survey_history import Countable, SurveyedPatients, Told
 from silo.reports.run_request import HELD_BACK, LEAVES, NOT_ANSWERED, SurveyPreview, SurveyRow
-from silo.storage.surveys import Countable, SurveyedPatients, Told
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,41 +17,81 @@ from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
-from fl_core.survey.facts import names_patients
-from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED, names_of_few
 from fl_core.training.memory import CPU
-from fl_core.types.clinical import CLINICAL
+from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, RoundData
 from fl_core.types.targets import classes_in
-from fl_core.types.values import SurveySums, Tensors
+from fl_core.types.values import State, SurveySums, Tensors
 from privacy.accounting.accountant import Filter
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.event_chain import ChainHead
 from privacy.policy import Policy, check_labels, validates_only
-from privacy.policy_terms import ACCURACY, BY_HAND, NOTHING, Evaluation
-from privacy.profiles.prototype_filter import Withheld
+from privacy.policy_terms import BY_HAND
 from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
+from protos.wire.tasks import TaskKey
 from service_core.console import counted
 from service_core.storage import private_files
+from silo.admission import policy_in_force, private_readiness
+from silo.admission.floors import ReleaseFloors
+from silo.admission.run_request import request_of
+from silo.admission.survey_history import Countable, SurveyedPatients, Told
+from silo.admission.surveys import RememberedSurvey, remembered_answers, survey_preview
 from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import READ_ALONE
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
 from silo.storage.store import Store
-from silo.storage.surveys import Countable, SurveyedPatients, Told
 from silo.storage.tasks import Attestation, ledger_position
-from silo.training import policy_in_force, private_readiness
-from silo.training.run_request import request_of
-from silo.training.surveys import RememberedSurvey, remembered_answers, survey_preview
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
     from privacy.ledger.run_ledger import RunLedger
 
 log = logging.getLogger(__name__)
+
+
+class TaskQuestion(NamedTuple):
+    """A task of a run, about a model. incarnation: of the coordinator, which has one model for each round of training.
+
+    base_digest: of what was sent   model: that, as this hospital read it.
+    """
+
+    key: TaskKey
+    base_digest: str
+    model: State
+    incarnation: str
+
+
+class AdmissionRequest(NamedTuple):
+    """What a coordinator asks of this hospital: to take part in a run, and with a task to answer about a model.
+
+    device: where it would train   data_of: loads what the run would be about, for whoever decides about it.
+    """
+
+    run_id: str
+    manifest: RunManifest
+    device: torch.device = CPU
+    data_of: Callable[[CompiledRun], SiloDataset] | None = None
+    task: TaskQuestion | None = None
+
+
+class Access(NamedTuple):
+    """What a run that was admitted works with here. ledger: of a private one   submits: prototypes may leave."""
+
+    factory: DataFactory
+    ledger: RunLedger | None
+    submits: bool
+    floors: ReleaseFloors
+
+
+class AdmissionDecision(NamedTuple):
+    """What the hospital says to a question that it does not refuse. decided: else it waits for a person's decision."""
+
+    run: CompiledRun
+    decided: bool
 
 
 @dataclass(slots=True)
@@ -172,23 +212,42 @@ class HospitalControls:
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
-    def admit(
-        self,
-        run_id: str,
-        manifest: RunManifest,
-        device: torch.device = CPU,
-        data_of: Callable[[CompiledRun], SiloDataset] | None = None,
-    ) -> CompiledRun | None:
-        """Hold a run against the policy and return what it is; None while the hospital has not decided about it.
+    def admit(self, request: AdmissionRequest) -> AdmissionDecision:
+        """AdmissionDecision a question of any kind of run: the one door to what this hospital does.
 
-        device: where it would train   data_of: loads what it would be about, for whoever decides about a survey.
-
+        A run is held against the policy, the hospital's decision and the day's room for runs that measure models; a
+        task beside that against what was answered before, which is noted before any record is read: one question has
+        one answer. A private round of training is charged instead. What leaves, `ReleaseFloors` bound.
         Code of another distribution is imported here, and only here, once the policy has allowed it (E-POLICY-15).
+
         Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot be trained there), which the
-        ledger records, and as `CompiledRun.of`. No data is near but for a survey that waits for a decision.
+        ledger records, and as `CompiledRun.of`; as `AnswerMemory.claim` and `AnswerMemory.require_room`. No data is
+        near but for a run that waits for a decision.
         """
+        policy = self._policy_for(request.run_id)
+        run, decided = self._taking_part(request, policy)
+        if not decided:
+            return AdmissionDecision(run, decided=False)
+        memory, a_day = self.store.answers, ReleaseFloors.of(policy, run).a_day
+        if (task := request.task) is None:
+            memory.require_room(request.run_id, a_day)
+        elif not (run.private and task.key.kind.trains):
+            tensors = {f"{group}/{name}": v for group, values in task.model.items() for name, v in values.items()}
+            content = tensor_maps.digest(tensors) if run.masked else ""
+            memory.claim(task.key, task.base_digest, content, task.incarnation, a_day)
+        return AdmissionDecision(run, decided=True)
+
+    def _policy_for(self, run_id: str) -> Policy:
         try:
-            policy = self.policy()
+            return self.policy()
+        except RefusedError as error:
+            self.record_refusal(run_id, error)
+            raise
+
+    def _taking_part(self, request: AdmissionRequest, policy: Policy) -> tuple[CompiledRun, bool]:
+        """Return what a run is, and whether the hospital takes part in it; raises RefusedError where it does not."""
+        run_id, manifest = request.run_id, request.manifest
+        try:
             if manifest.kind.trains and self.home.validation_only:
                 raise validates_only(manifest.rounds, "it joined for validation alone")
             policy.check_request(manifest)
@@ -199,20 +258,20 @@ class HospitalControls:
             registry.require_named(manifest.method.name, manifest.model.name, manifest.extensions)
             for extension in manifest.extensions:
                 loading.load_allowed(extension, policy.runs.extensions)
-            require_memory(manifest.method, manifest.model, manifest.schema, manifest.train, device)
+            require_memory(manifest.method, manifest.model, manifest.schema, manifest.train, request.device)
             run = self._compiled(manifest)
             policy.check(run)
             if policy.budgets and run.private:
                 policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
-                return run
-            decided = self._decision(run_id, run, policy, data_of)
+                return run, True
+            decided = self._decision(run_id, run, policy, request.data_of)
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
             self.record_refusal(run_id, error)
             raise
-        return run if decided else None
+        return run, bool(decided)
 
     def _decision(
         self, run_id: str, run: CompiledRun, policy: Policy, data_of: Callable[[CompiledRun], SiloDataset] | None
@@ -222,12 +281,11 @@ class HospitalControls:
         if known := self.store.approvals.find(run_id, digest):
             return known.decided
         silo = SiloIdentity(self.home.path).load().identity.name
-        survey, few = None, []
+        survey, few = None, tuple[str, ...]()
         if data_of is not None and run.question is not None:
             survey = self._survey_preview(run, data_of(run), policy)
-        elif data_of is not None and (said := self.exact_results(run)) is not None and said.min_examples:
-            names = run.manifest.schema.classes
-            few = names_of_few(data_of(run).test.labels, names, said.min_examples)
+        elif data_of is not None and (floors := ReleaseFloors.of(policy, run)).tested:
+            few = floors.too_few(data_of(run).test, run.manifest.schema.classes)
         request = request_of(run, silo, policy.prototypes.submit, survey, few).to_json()
         return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
 
@@ -238,21 +296,22 @@ class HospitalControls:
 
     def access(
         self, run: CompiledRun, index: int, dataset: SiloDataset, size: float = 0.0, typed: bool = True
-    ) -> tuple[DataFactory, RunLedger | None, bool]:
-        """Return what opens the examples to a run, the ledger of a private one, and whether prototypes may leave.
+    ) -> Access:
+        """Open the examples to a run that was admitted, within the floors.
 
         size: of this hospital, `typed` or counted. Raises RefusedError: E-POLICY-05 on a part that the policy does
         not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
         """
         policy, profile = self.policy(), run.profile
-        withheld = _withheld(policy, run, dataset)
+        floors = ReleaseFloors.of(policy, run, dataset)
+        withheld = floors.counted
         if not run.private:
             factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
             if run.question is not None:
-                factory = self._remembered(run, dataset, factory, policy)
+                factory = self._remembered(run, floors, factory, policy)
             else:
                 _warn_of_few(run, len(dataset.train))
-            return factory, None, policy.prototypes.submit
+            return Access(factory, None, policy.prototypes.submit, floors)
         from privacy.ledger.registration import unit_of
         from privacy.ledger.run_ledger import RunLedger
 
@@ -268,15 +327,15 @@ class HospitalControls:
         except RefusedError as error:
             self.record_refusal(run.manifest.name, error)
             raise
-        return factory, ledger, policy.prototypes.submit
+        return Access(factory, ledger, policy.prototypes.submit, floors)
 
-    def _remembered(self, run: CompiledRun, dataset: SiloDataset, factory: DataFactory, policy: Policy) -> DataFactory:
+    def _remembered(self, run: CompiledRun, floors: ReleaseFloors, factory: DataFactory, policy: Policy) -> DataFactory:
         """Hold a survey without noise to what was answered before, and to what was approved."""
-        name, digest, least = run.manifest.name, run.manifest.digest(), policy.survey.min_patients
-        withheld, classes = _withheld(policy, run, dataset), run.manifest.schema.classes
+        name, digest, withheld = run.manifest.name, run.manifest.digest(), floors.counted
+        classes = run.manifest.schema.classes
 
         def claim(patients: SurveyedPatients, asked: Sequence[Countable]) -> Told:
-            return self.store.surveys.claim(name, patients, asked, least)
+            return self.store.answers.claim_cells(name, patients, asked, withheld.least_patients)
 
         def approved() -> frozenset[str] | None:
             if policy.runs.approve != BY_HAND:
@@ -294,11 +353,12 @@ class HospitalControls:
 
     def _survey_preview(self, run: CompiledRun, dataset: SiloDataset, policy: Policy) -> SurveyPreview:
         """Compute what would leave of a survey; nothing is noted as answered."""
+        withheld = ReleaseFloors.of(policy, run, dataset).counted
 
         def decide(patients: SurveyedPatients, asked: Sequence[Countable]) -> Told:
-            return self.store.surveys.answerable(patients, asked, policy.survey.min_patients)
+            return self.store.answers.answerable(patients, asked, withheld.least_patients)
 
-        return survey_preview(run, dataset, _withheld(policy, run, dataset), decide)
+        return survey_preview(run, dataset, withheld, decide)
 
     def require_labels(self, run: CompiledRun, declared: Iterable[str]) -> None:
         """Hold a private run's label space against the declared one, and never against records.
@@ -329,26 +389,6 @@ class HospitalControls:
                 f"expected records of the declared classes {sorted(allowed)} in {dataset.origin}, found {undeclared}: "
                 "declare these as well in policy.toml ([privacy] labels), or take them out",
             )
-
-    def withheld_parts(self) -> frozenset[str]:
-        """Name the parts of evaluations that the policy keeps here; of a policy that cannot be read all of them."""
-        try:
-            found = self.policy().evaluation
-        except RefusedError:
-            found = Evaluation(NOTHING)
-        less = frozenset({CLINICAL_PART, PAIRED})
-        kept = {CLINICAL: frozenset[str](), ACCURACY: less, NOTHING: METRIC_PARTS}[found.send]
-        return kept if found.by_hospital else kept | {BY_HOSPITAL}
-
-    def exact_results(self, run: CompiledRun) -> Evaluation | None:
-        """Return what the policy says of evaluations; None where nothing that a run measures leaves without noise."""
-        said, exact = self.policy().evaluation, run.manifest.kind.measures and TEST not in run.profile.protected
-        return said if exact and said.send != NOTHING else None
-
-    def runs_a_day(self, run: CompiledRun) -> int:
-        """Return how many runs may measure models here in a day; 0: any number."""
-        said = self.exact_results(run)
-        return 0 if said is None else said.runs_a_day
 
     def record_refusal(self, run: str, error: FederationError) -> None:
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
@@ -428,21 +468,3 @@ def _warn_of_few(run: CompiledRun, examples: int) -> None:
             how,
             who,
         )
-
-
-def _withheld(policy: Policy, run: CompiledRun, dataset: SiloDataset) -> Withheld:
-    least, survey = policy.prototypes, policy.survey
-    return Withheld(
-        _hidden_classes(policy, run.manifest),
-        least.min_count,
-        least.min_examples,
-        answered=survey.answered(bool(run.method.unsummed_parts)),
-        least_patients=survey.min_patients,
-        named=names_patients(dataset.train, dataset.test),
-        records_are_patients=survey.records_are_patients,
-    )
-
-
-def _hidden_classes(policy: Policy, manifest: RunManifest) -> frozenset[int]:
-    names = manifest.schema.classes
-    return frozenset(k for k, name in enumerate(names) if name in policy.prototypes.hidden)

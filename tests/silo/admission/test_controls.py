@@ -1,0 +1,117 @@
+"""The one door: whatever kind of run asks, a question is held to the policy, the decision, the day and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coordinator.cli.survey import survey_words
+from coordinator.config.hydra_config import compose_spec
+from coordinator.config.manifest_builder import manifest_from
+from fl_core.errors import RefusedError
+from fl_core.rounds.manifest import RunManifest, StartPoint
+from fl_core.training.evaluation import METRICS
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import State
+from protos.wire.tasks import TaskKey
+from silo.admission.controls import AdmissionDecision, AdmissionRequest, HospitalControls, TaskQuestion
+from silo.storage.store import Store
+from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
+from tests.support.headcount import headcounts
+
+MODEL: State = {"w": {"v": torch.ones(2)}}
+
+
+def evaluation() -> RunManifest:
+    trained = manifest()
+    layout = {METRICS: trained.layout[METRICS]}
+    return replace(trained, rounds=0, layout=layout, start=StartPoint("run-0", 1))
+
+
+def counting(*words: str) -> RunManifest:
+    return manifest_from(compose_spec([*words, "data=digits", "model=digits_linear", "secagg=off"]), MEMBERS)
+
+
+def of_kind(kind: str) -> RunManifest:
+    if kind == "training":
+        return manifest()
+    if kind == "evaluation":
+        return evaluation()
+    if kind == "survey":
+        return counting(*survey_words(["classes"]))
+    spec = compose_spec(["data=digits", "model=digits_linear", "secagg=off", "aggregator=mean"])
+    return manifest_from(replace(spec, method={"name": "headcount"}, rounds=1), MEMBERS)
+
+
+KINDS = ("training", "evaluation", "survey", "headcount")
+
+
+@pytest.fixture
+def controls(tmp_path) -> Iterator[HospitalControls]:
+    home = enrolled(tmp_path / "home")
+    store = Store(home.database)
+    with headcounts():
+        yield HospitalControls(home, store)
+    store.close_database()
+
+
+def asked(run: RunManifest, base: str = "a", incarnation: str = "c1", model: State = MODEL) -> AdmissionRequest:
+    task = TaskKind.TRAIN if run.kind.updates else TaskKind.EVALUATE
+    key = TaskKey("run-1", 0, task)
+    return AdmissionRequest("run-1", run, task=TaskQuestion(key, base * 64, model, incarnation))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_of_any_kind_is_about_one_model(controls: HospitalControls, kind: str) -> None:
+    run = of_kind(kind)
+    assert run.kind.name == kind
+    for _ in range(2):
+        assert controls.admit(asked(run)).decided
+    with pytest.raises(RefusedError, match="E-RUN-33"):
+        controls.admit(asked(run, "b"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_of_any_kind_is_held_to_the_policy_as_it_is_when_it_comes(controls: HospitalControls, kind: str) -> None:
+    run = of_kind(kind)
+    assert controls.admit(AdmissionRequest("run-1", run)).decided
+    controls.home.policy.write_text('[runs]\nmethods = ["moon"]\n')
+    with pytest.raises(RefusedError, match="E-POLICY-02"):
+        controls.admit(asked(run))
+    controls.home.policy.write_text("")
+    assert controls.admit(asked(run, "b")).decided  # nothing was noted of the refused one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_of_any_kind_waits_for_the_decision_and_is_not_noted_before(
+    controls: HospitalControls, kind: str
+) -> None:
+    run = of_kind(kind)
+    controls.home.policy.write_text('[runs]\napprove = "by hand"\n')
+    waiting: AdmissionDecision = controls.admit(asked(run))
+    assert not waiting.decided
+    controls.store.approvals.decide("run-1", approved=True)
+    assert controls.admit(asked(run, "b")).decided
+
+
+@pytest.mark.parametrize(("kind", "measures"), [(kind, kind in ("training", "evaluation")) for kind in KINDS])
+def test_a_day_is_full_for_runs_that_measure_models_and_for_no_others(
+    controls: HospitalControls, kind: str, measures: bool
+) -> None:
+    controls.home.policy.write_text("[evaluation]\nruns_a_day = 1\n")
+    assert controls.admit(replace_id(asked(manifest()), "earlier")).decided
+    run = of_kind(kind)
+    for request in (AdmissionRequest("run-1", run), asked(run)):
+        if measures:
+            with pytest.raises(RefusedError, match="E-POLICY-19"):
+                controls.admit(request)
+        else:
+            assert controls.admit(request).decided
+
+
+def replace_id(request: AdmissionRequest, run_id: str) -> AdmissionRequest:
+    assert request.task is not None
+    return request._replace(run_id=run_id, task=request.task._replace(key=request.task.key._replace(run_id=run_id)))
