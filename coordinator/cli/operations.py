@@ -21,7 +21,7 @@ from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
 from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import Side, make_app
-from service_core.audit_log.log import FOLDER, copy_log, mark_restored
+from service_core.audit_log.log import LOG_FILE, mark_restored
 from service_core.command_line import AcceptLoss, BackupFolder, command
 from service_core.console import Reply, local_time
 from service_core.operations import checks
@@ -38,16 +38,15 @@ AUTHORITY_KEY = "pki/ca.key"
 
 
 def _layout(authority_key: bool) -> backups.HomeLayout:
-    left_out = ("service.json", _PARTIAL, FOLDER)
+    left_out = ("service.json", _PARTIAL)
     return backups.HomeLayout(
         side="coordinator",
         database=FILE,
         objects=OBJECTS,
-        databases=(),
+        databases=(LOG_FILE,),
         left_out=left_out if authority_key else (*left_out, AUTHORITY_KEY),
         referenced=_referenced,
         place=lambda digest: f"{digest[:2]}/{digest}",
-        copy_log=copy_log,
     )
 
 

@@ -6,7 +6,8 @@ import queue
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.lead.as_json import event_json
@@ -14,8 +15,8 @@ from coordinator.lead.client import LeadClient, is_live
 from coordinator.lead.tables import place
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.audit_log.lines import ALLOWED, MAX_LINE, Line
-from service_core.audit_log.log import FOLDER, LogFolder
+from service_core.audit_log.lines import ALLOWED, Line
+from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.console import local_time, printable
 
 _LOOK_S = 0.5
@@ -38,39 +39,24 @@ class AuditTail:
     """Reads the lines of the audit log of a home that name a run, each once. names: the run's id, and its name.
 
     Left out is when a lead only looked at it, unless that was refused.
-    A line that is still being written is read when it is whole; what is no line is passed over: `log verify` tells.
+    What is no line is passed over: `log verify` tells.
     """
 
     home: Path
     names: frozenset[str]
     since: float = 0.0
-    _file: int = 0
-    _offset: int = field(default=0)
+    _last: int = 0
 
     def fresh(self) -> Iterator[Line]:
-        folder = LogFolder(self.home / FOLDER)
-        for number in folder.numbers():
-            if number < self._file:
-                continue
-            if number > self._file:
-                self._file, self._offset = number, 0
-            with folder.file(number).open("rb") as file:
-                file.seek(self._offset)
-                while (raw := file.readline(MAX_LINE)).endswith(b"\n"):
-                    self._offset = file.tell()
-                    if (line := self._read(raw)) is not None:
-                        yield line
-
-    def _read(self, raw: bytes) -> Line | None:
-        if b"run=" not in raw and b"run_id=" not in raw:
-            return None
-        try:
-            line = Line.decode(raw)
-        except ValueError:
-            return None
-        named = self.names.intersection(_ABOUT.findall(line.entry.about))
-        looked = line.entry.what in _LOOKS and line.entry.outcome == ALLOWED
-        return line if named and not looked and line.at >= self.since else None
+        if not (self.home / FOLDER).is_dir():
+            return
+        with closing(AuditLog(self.home / FOLDER)) as log:
+            for line in log.lines(self._last):
+                self._last = line.number
+                named = self.names.intersection(_ABOUT.findall(line.entry.about))
+                looked = line.entry.what in _LOOKS and line.entry.outcome == ALLOWED
+                if named and not looked and line.at >= self.since:
+                    yield line
 
 
 def run_lines(client: LeadClient, home: Path, run: str, follow: bool) -> Iterator[RunLine]:

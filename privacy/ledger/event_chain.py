@@ -1,7 +1,6 @@
 """An append-only SQLite file whose events are chained by HMAC-SHA256 under a key outside it.
 
-Uses sqlite3 itself, unlike the services' databases: the schema is SQL for auditors, with triggers that keep it
-append-only, and every connection waits for the disk (synchronous=EXTRA).
+The chain is that of `service_core.storage.chain`; every connection waits for the disk (synchronous=EXTRA).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -23,7 +21,7 @@ from typing import NamedTuple
 
 from fl_core.errors import StateError
 from privacy.ledger import key as ledger_key
-from service_core.storage.disk import disk_error
+from service_core.storage.chain import BUSY_S, PASSING, BrokenChainError, Chain, ChainHead, disk_taken, transaction
 from service_core.storage.migration import migrate, statements
 from service_core.storage.private_files import sync_folder
 from service_core.storage.unfinished import require_finished
@@ -33,12 +31,9 @@ _CHAIN_VERSION = "2"
 """Of how events are chained, part of the chain's key; a later version of the schema leaves it as it is."""
 _TABLES = ("meta", "event", "unit_digest")
 GENESIS = "0" * 64
+START = ChainHead(0, GENESIS)
 _FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
 """What `meta` holds. unkeyed: events of version 1, without a key. The chain's key is made of all but the version."""
-_BUSY_S = 60.0
-_OF_DISK = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")
-_PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", *_OF_DISK)
-"""Errors that say nothing against the file."""
 Snapshot = Callable[[sqlite3.Connection, str], str]
 
 
@@ -51,20 +46,6 @@ class Event(NamedTuple):
     state: str
     detail: str
     created_at: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChainHead:
-    """The end of the chain of events: number of the last one and its hash."""
-
-    seq: int
-    hash: str
-
-    def __str__(self) -> str:
-        return f"{self.seq} {self.hash}"
-
-
-START = ChainHead(0, GENESIS)
 
 
 class EventChain:
@@ -99,6 +80,10 @@ class EventChain:
             self.unkeyed = int(facts["unkeyed"])
             self._mac_key = derived(self.secret, facts)
 
+    @property
+    def events(self) -> Chain:
+        return Chain(Event._fields[1:], lambda previous, row: self._hash(previous, Event(*row)), START)
+
     def changed(self, what: str) -> StateError:
         return StateError(
             "E-BUDGET-07",
@@ -111,23 +96,15 @@ class EventChain:
 
         Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-08 when the head itself is gone.
         """
-        if after.seq:
-            row = db.execute("SELECT hash FROM event WHERE seq=?", (after.seq,)).fetchone()
-            if row is None or row[0] != after.hash:
-                raise rolled_back(after.seq, head_of(db).seq)
-        rows = db.execute(
-            "SELECT seq, entry, subject, state, detail, created_at, prev_hash, hash FROM event WHERE seq>? "
-            "ORDER BY seq",
-            (after.seq,),
-        )
+        if after.seq and not self.events.holds(db, after):
+            raise rolled_back(after.seq, self.events.head(db).seq)
         head = after
-        for *fields, previous, found in rows:
-            event = Event(*fields)
-            right = self._hash(head.hash, event) if event.seq == head.seq + 1 else None
-            if previous != head.hash or found != right:
-                raise self.changed(f"event {head.seq + 1} does not follow from event {head.seq}")
-            head = ChainHead(event.seq, found)
-            yield event, head
+        try:
+            for row, head in self.events.follow(db, after):
+                yield Event(*row), head
+        except BrokenChainError as broken:
+            last = broken.after.seq
+            raise self.changed(f"event {last + 1} does not follow from event {last}") from None
         if 0 < self.unkeyed >= head.seq:
             raise self.changed(f"it ends at event {head.seq}, before it came under its key")
 
@@ -140,12 +117,7 @@ class EventChain:
         self, db: sqlite3.Connection, entry: str | None, subject: str, state: str, detail: str, time: str = ""
     ) -> None:
         """Append an event within a transaction; entry: what it moves, None where it is about no entry."""
-        head = head_of(db)
-        event = Event(head.seq + 1, entry, subject, state, detail, time or now())
-        db.execute(
-            "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",
-            (*event, head.hash, keyed_hash(self._mac_key, head.hash, event)),
-        )
+        self.events.append(db, (entry, subject, state, detail, time or now()))
 
     # ---- the file -----------------------------------------------------------------------------------------------
 
@@ -179,9 +151,9 @@ class EventChain:
 
     def _bring_under(self, db: sqlite3.Connection, key: Path, snapshot: Snapshot) -> None:
         said = snapshot(db, self.file.name)
-        head = head_of(db)
+        self.unkeyed = self.events.head(db).seq
         _rebuild(db)
-        db.execute("INSERT INTO meta VALUES('unkeyed',?)", (str(head.seq),))
+        db.execute("INSERT INTO meta VALUES('unkeyed',?)", (str(self.unkeyed),))
         if said:
             facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
             self._mac_key = derived(ledger_key.require(key), facts)
@@ -193,13 +165,13 @@ class EventChain:
         try:
             yield
         except (sqlite3.DatabaseError, KeyError, ValueError) as error:
-            if getattr(error, "sqlite_errorname", "").startswith(_PASSING):
+            if getattr(error, "sqlite_errorname", "").startswith(PASSING):
                 raise
             raise self.changed(f"SQLite cannot read it ({error})") from error
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self.file, timeout=_BUSY_S, isolation_level=None)
+        db = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None)
         try:
             db.execute("PRAGMA synchronous=EXTRA")
             yield db
@@ -209,25 +181,8 @@ class EventChain:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Open a transaction; raises UnavailableError (E-STATE-63) when the disk takes nothing: nothing was written."""
-        with self._disk(), self.reading() as db:
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                yield db
-            except BaseException:
-                if db.in_transaction:  # SQLite ends it itself when the disk is full
-                    db.execute("ROLLBACK")
-                raise
-            db.execute("COMMIT")
-
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.OperationalError as error:
-            name = str(getattr(error, "sqlite_errorname", ""))
-            if not name.startswith(_OF_DISK):
-                raise
-            raise disk_error(self.file, name == "SQLITE_FULL", f"{name}: {error}") from error
+        with disk_taken(self.file), self.reading() as db, transaction(db, self.file):
+            yield db
 
 
 def keyed_hash(key: bytes, previous: str, event: Event) -> str:
@@ -239,11 +194,6 @@ def unkeyed_hash(previous: str, event: Event) -> str:
     """Return the hash that events of version 1 have."""
     fields = [previous, event.entry or "", event.subject, event.state, event.detail, event.created_at]
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
-
-
-def head_of(db: sqlite3.Connection) -> ChainHead:
-    row = db.execute("SELECT seq, hash FROM event ORDER BY seq DESC LIMIT 1").fetchone()
-    return ChainHead(int(row[0]), str(row[1])) if row else START
 
 
 def derived(secret: bytes, facts: dict[str, str]) -> bytes:

@@ -37,15 +37,14 @@ from privacy.ledger.account import (
 )
 from privacy.ledger.event_chain import (
     START,
-    ChainHead,
     Event,
     EventChain,
-    head_of,
     now,
     rolled_back,
     schema_differences,
 )
 from privacy.ledger.sealed import Figures, seal
+from service_core.storage.chain import ChainHead
 
 __all__ = ["ATTEMPTS", "Ledger", "LedgerTask", "PlannedRelease", "Status"]
 
@@ -95,7 +94,7 @@ class Ledger:
 
     def head(self) -> ChainHead:
         with self.chain.reading() as db:
-            return head_of(db)
+            return self.chain.events.head(db)
 
     def events(self) -> list[tuple[int, str, str, str, str]]:
         """List (seq, subject, state, detail, time) in order."""
@@ -136,8 +135,7 @@ class Ledger:
         if not 0 <= head.seq < _SEQUENCES:  # what a coordinator says may be any number
             return False
         with self.chain.reading() as db:
-            row = db.execute("SELECT hash FROM event WHERE seq=?", (head.seq,)).fetchone()
-        return row is not None and row[0] == head.hash
+            return self.chain.events.holds(db, head)
 
     def account_at(self, seq: int) -> Account:
         """Return the account as it was after an event: a copy, read from the beginning."""

@@ -17,9 +17,10 @@ from fl_core.errors import StateError
 from privacy.accounting.accountant import Filter, Mechanism, rdp
 from privacy.ledger import owners
 from privacy.ledger.account import ATTEMPTS, Account, Entry
-from privacy.ledger.event_chain import ChainHead, now
+from privacy.ledger.event_chain import now
 from privacy.ledger.ledger import Ledger, PlannedRelease
 from privacy.ledger.sealed import Figures, largest_of, most_expensive, unseal
+from service_core.storage.chain import ChainHead
 
 
 class LastSeen(NamedTuple):

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from privacy.accounting.accountant import ORDERS, Filter, Mechanism, rdp
 from privacy.ledger.account import Account, PlannedRelease, plain, planned_of
-from privacy.ledger.event_chain import ChainHead
+from service_core.storage.chain import ChainHead
 
 PAD, MAX_BYTES, _NONCE = 1024, 65536, 12
 _ORDER = ORDERS[30]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,11 +15,12 @@ import typer
 
 from fl_core.errors import ConfigError
 from service_core.audit_log.lines import REFUSED, Line
-from service_core.audit_log.log import FOLDER, LogFolder
-from service_core.audit_log.verification import heads_in, read_lines, verify
+from service_core.audit_log.log import FOLDER, AuditLog
+from service_core.audit_log.verification import heads_in, verify
 from service_core.command_line import command
 from service_core.console import OUT, Facts, Reply, local_time, print_parts, printable
 
+_LOOK_S = 0.5
 Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines; of `show` the lines as they are.")]
 
@@ -26,12 +29,13 @@ Who = Annotated[str | None, typer.Option("--who", help="Lines whose caller conta
 What = Annotated[str | None, typer.Option("--what", help="Lines whose call or event contains this.")]
 Last = Annotated[int | None, typer.Option("--last", min=1, max=10_000, help="Only the newest so many lines of these.")]
 Refused = Annotated[bool, typer.Option("--refused", help="Only what was refused.")]
+Follow = Annotated[bool, typer.Option("--follow", help="Go on with the lines that are added, until it is stopped.")]
 Against = Annotated[
     Path | None,
     typer.Option("--against", help="Lines of the other side: what `log show --what head --json` prints there."),
 ]
 Archived = Annotated[
-    bool, typer.Option("--archived", help="The oldest files were moved away: begin where the log begins.")
+    bool, typer.Option("--archived", help="Files of 0.1.0 were moved away: begin where the log begins.")
 ]
 Restored = Annotated[
     list[int] | None,
@@ -52,9 +56,8 @@ class Side:
     identity: Callable[[], str]
     authority_pem: Callable[[], bytes]
 
-    @property
-    def folder(self) -> LogFolder:
-        return LogFolder(self.home / FOLDER)
+    def log(self) -> AuditLog:
+        return AuditLog.existing(self.home / FOLDER)
 
 
 def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
@@ -69,6 +72,7 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         what: What = None,
         refused: Refused = False,
         last: Last = None,
+        follow: Follow = False,
         home: Home = None,
         as_json: Json = False,
     ) -> None:
@@ -80,7 +84,8 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
             asked = (who or "") in entry.who and (what or "") in entry.what and line.at >= from_time
             return asked and not (refused and entry.outcome != REFUSED)
 
-        _show(side(home).folder, fits, as_json, last)
+        with closing(side(home).log()) as log:
+            _show(log, fits, as_json, last, follow)
 
     @app.command("verify")
     @command
@@ -97,7 +102,8 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         """
         own = side(home)
         heads = [] if against is None else heads_in(against, own.identity(), own.authority_pem())
-        found = verify(own.folder, heads, archived, restored or ())
+        with closing(own.log()) as log:
+            found = verify(log, heads, archived, restored or ())
         value = {"lines": found.lines, "first": found.first, "last": found.last, "hash": found.hash}
         facts = [
             ("lines", f"{found.first} to {found.last}, unbroken"),
@@ -110,29 +116,30 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
     return app
 
 
-def _show(folder: LogFolder, fits: Callable[[Line], bool], as_json: bool, last: int | None) -> None:
-    newest: deque[tuple[Line, bytes]] = deque(maxlen=last)
-    for name, place, raw in read_lines(folder):
-        try:
-            line = Line.decode(raw)
-        except ValueError:
-            typer.echo(f"line {place} of {name} is no line of an audit log: log verify", err=True)
-            continue
-        if not fits(line):
-            continue
-        if last is None:
-            _print(line, raw, as_json)
-        else:
-            newest.append((line, raw))
-    for line, raw in newest:
-        _print(line, raw, as_json)
+def _show(log: AuditLog, fits: Callable[[Line], bool], as_json: bool, last: int | None, follow: bool) -> None:
+    after, shown = 0, deque[tuple[Line, str]](maxlen=last)
+    while True:
+        for number, text in log.texts(after):
+            after = number
+            try:
+                line = Line.decode(text)
+            except ValueError:
+                typer.echo(f"line {number} is no line of an audit log: log verify", err=True)
+                continue
+            if fits(line):
+                shown.append((line, text))
+            while shown and last is None:
+                _print(*shown.popleft(), as_json)
+        while shown:
+            _print(*shown.popleft(), as_json)
+        if not follow:
+            return
+        last = None
+        time.sleep(_LOOK_S)
 
 
-def _print(line: Line, raw: bytes, as_json: bool) -> None:
-    if as_json:
-        typer.echo(raw.rstrip(b"\n"))
-    else:
-        _show_line(line)
+def _print(line: Line, text: str, as_json: bool) -> None:
+    typer.echo(text) if as_json else _show_line(line)
 
 
 def _time(text: str | None) -> float:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from threading import Lock
+from dataclasses import dataclass, replace
 
 from fl_core.errors import FederationError, RefusedError
 from service_core.pki import certificates
 from service_core.pki.identity import identity_of, parse_certificate
-from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
 
 CONTEXT = "consilium audit head v1"
@@ -106,30 +103,3 @@ class SignedHead:
             raise TypeError("no head of an audit log")
         signed = bytes.fromhex(str(signature)), str(certificate).encode()
         return cls(str(of), number, str(hash), *signed, restored, str(restored_hash))
-
-
-@dataclass(slots=True)
-class KeptHeads:
-    """The newest head of each other side, in a file, so that a restart forgets none. Thread-safe."""
-
-    file: Path
-    _lock: Lock = field(default_factory=Lock)
-
-    def newest(self) -> dict[str, SignedHead]:
-        """Read all of them; none from a file that is missing or damaged: the log's own lines have them too."""
-        try:
-            found = json.loads(self.file.read_text(encoding="utf-8"))
-            return {str(of): SignedHead.from_json(raw) for of, raw in found.items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return {}
-
-    def keep(self, head: SignedHead) -> SignedHead | None:
-        """Keep a head; return the one before it if that is of lines that a log with this end lacks."""
-        with self._lock:
-            known = self.newest()
-            before = known.get(head.of)
-            if before == head:
-                return None
-            text = {of: found.to_json() for of, found in (known | {head.of: head}).items()}
-            private_files.write_private(self.file, json.dumps(text).encode())
-        return before if before is not None and head.lacks(before) else None

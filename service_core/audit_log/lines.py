@@ -58,37 +58,37 @@ class Line:
     entry: Entry
     salt: str = field(default_factory=lambda: secrets.token_hex(16))
 
-    def encode(self) -> bytes:
-        """Write the line, with its newline: ASCII, all control characters escaped, fields without content left out."""
+    def encode(self) -> str:
+        """Write the line: ASCII, all control characters escaped, fields without content left out."""
         found = self.entry
         fields: dict[str, Any] = {"number": self.number, "at": _time_text(self.at)}
         fields |= {name: getattr(found, name)[:MAX_TEXT] for name in _TEXTS if getattr(found, name)}
         fields |= {"bytes": found.bytes} if found.bytes else {}
         fields |= {"times": found.times} if found.times != 1 else {}
         fields |= {"head": found.head.to_json()} if found.head is not None else {}
-        return json.dumps(fields | {"salt": self.salt, "before": self.before}, separators=(",", ":")).encode() + b"\n"
+        return json.dumps(fields | {"salt": self.salt, "before": self.before}, separators=(",", ":"))
 
     @classmethod
-    def decode(cls, raw: bytes) -> Line:
+    def decode(cls, raw: str | bytes) -> Line:
         """Read a line; raises ValueError on anything else. Fields that a later version adds are left out."""
         try:
-            fields = json.loads(raw.decode("ascii"))
+            fields = json.loads(raw.decode("ascii") if isinstance(raw, bytes) else raw)
             texts = {name: _typed(fields, name, str, "") for name in _TEXTS}
             counts = {"bytes": _typed(fields, "bytes", int, 0), "times": _typed(fields, "times", int, 1)}
             head = None if "head" not in fields else SignedHead.from_json(fields["head"])
             number, before = _typed(fields, "number", int, 0), _typed(fields, "before", str, None)
             salt = _typed(fields, "salt", str, "")
             at = datetime.fromisoformat(_typed(fields, "at", str, None)).timestamp()
-        except (RecursionError, TypeError, KeyError, OverflowError) as error:
+        except (RecursionError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"no line of an audit log: {error!r}") from None
-        if number < 1:
+        if not 0 < number < 2**63:
             raise ValueError("a line without a number")
         return cls(number, at, before, Entry(**texts, **counts, head=head), salt)
 
 
-def line_hash(raw: bytes) -> str:
-    """Hash a line without its newline; the same as `sha256sum` of these bytes."""
-    return hashlib.sha256(raw.removesuffix(b"\n")).hexdigest()
+def line_hash(text: str) -> str:
+    """Hash a line; the same as `sha256sum` of what `log show --json` prints of it, without the newline."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _time_text(at: float) -> str:

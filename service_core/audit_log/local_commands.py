@@ -15,7 +15,6 @@ import typer
 from fl_core.errors import FederationError
 from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
 from service_core.audit_log.log import FOLDER, AuditLog
-from service_core.storage.disk import disk_errors
 from service_core.storage.unfinished import marker_of
 
 Command = Callable[..., Any]
@@ -122,5 +121,5 @@ def _user() -> str:
 
 
 def _append(home: Path, entry: Entry) -> None:
-    with disk_errors(home), closing(AuditLog(home / FOLDER)) as log:
+    with closing(AuditLog(home / FOLDER)) as log:
         log.append(entry)

@@ -1,31 +1,43 @@
-"""Appending to an audit log: safe between threads, processes and power cuts."""
+"""The file of an audit log: rows in a chain, appended by threads and processes, and what others signed of theirs."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
-from io import FileIO
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from fl_core.errors import StateError
+from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import Entry, Line, line_hash
 from service_core.storage import private_files
-from service_core.storage.digests import write_all
+from service_core.storage.chain import BUSY_S, Chain, ChainHead, Row, disk_taken, transaction
+from service_core.storage.disk import disk_errors
+from service_core.storage.generation import untouched
+from service_core.storage.migration import migrate, statements
 
 FOLDER = "audit"
-FILE_BYTES = 16 << 20
+LOG_FILE = f"{FOLDER}/log.sqlite"
+"""In a home."""
 RESTORED = "restored"
-_RESTORED = "restored.json"
 OWN = "this log"
 """Who speaks in lines about the log itself."""
+_READ = 1000
+_SCHEMA = """
+CREATE TABLE event (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, text TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL) STRICT;
+CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
+"""
+_APPEND_ONLY = """
+CREATE TRIGGER event_noupd BEFORE UPDATE ON event BEGIN SELECT RAISE(ABORT,'event is append-only'); END;
+CREATE TRIGGER event_nodel BEFORE DELETE ON event BEGIN SELECT RAISE(ABORT,'event is append-only'); END;
+"""
 
 
 class RestoredAt(NamedTuple):
@@ -35,257 +47,244 @@ class RestoredAt(NamedTuple):
     hash: str = ""
 
 
-class Position(NamedTuple):
-    """A line's place: its file's number, where it begins and ends there, its number and its hash."""
+def _hash(previous: str, row: Row) -> str:
+    """Hash a line; nothing where it does not name its own number and the line before."""
+    number, text = row
+    try:
+        line = Line.decode(text)
+    except ValueError:
+        return ""
+    return line_hash(text) if (line.number, line.before) == (number, previous) else ""
 
-    file: int = 1
-    start: int = 0
-    end: int = 0
-    number: int = 0
-    hash: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class LogFolder:
-    """The files of a log, by name."""
-
-    path: Path
-
-    def file(self, number: int) -> Path:
-        return self.path / f"{number:06d}.jsonl"
-
-    def numbers(self) -> list[int]:
-        return sorted(int(p.stem) for p in self.path.glob("*.jsonl") if p.stem.isdecimal() and len(p.stem) < 10)
-
-    @property
-    def anchor_file(self) -> Path:
-        return self.path / "anchor.json"
-
-    def anchor(self) -> Position | None:
-        """Return the newest line that was on the disk for certain; None where the file is missing or damaged."""
-        try:
-            raw = json.loads(self.anchor_file.read_text(encoding="ascii"))
-            found = Position(raw["file"], raw["start"], raw["end"], raw["number"], raw["hash"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return None
-        sound = all(type(v) is int and v >= 0 for v in found[:4]) and isinstance(found.hash, str)
-        return found if sound else None
-
-    def restored(self) -> RestoredAt:
-        try:
-            raw = json.loads((self.path / _RESTORED).read_text(encoding="ascii"))
-            found = RestoredAt(raw["number"], raw["hash"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return RestoredAt()
-        return found if type(found.number) is int and _is_hash(found.hash) else RestoredAt()
-
-    @contextmanager
-    def locked(self, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, mode)
-            yield
-        finally:
-            os.close(descriptor)
+CHAIN = Chain(("text",), _hash, ChainHead(0, ""))
 
 
 class AuditLog:
     """An append-only, hash-chained log in a folder, usable from every thread and beside other processes.
 
-    Guarantees: a line is in the file when `append` returns, so a crash of the process loses none; it survives a power
-    cut once `sync` has returned. What a cut leaves of a line is moved aside, and a line says so.
+    Guarantees: a line is there when `append` returns, so a crash of the process loses none; it survives a power cut
+    once `sync` has returned, and a cut loses whole lines only. Lines of 0.1.0 are taken over when it is opened first.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time, file_bytes: int = FILE_BYTES) -> None:
-        self.folder = LogFolder(private_files.private_folder(folder))
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open or make the log; raises StateError: E-STATE-42, E-STATE-80 on a file that is none."""
+        with disk_errors(folder):
+            self.file = private_files.private_folder(folder) / Path(LOG_FILE).name
         self._clock = clock
-        self._file_bytes = file_bytes
-        self._mutex = RLock()
-        self._at = Position()
-        self._anchored = Position()
-        self._least = 0
-        self._file: FileIO | None = None
-        self._file_number = 0
-        with self._mutex, self.folder.locked():
+        self._lock = RLock()
+        self._synced = 0
+        self._db: sqlite3.Connection | None = None
+        with self._lock, self._errors():
             self._open()
 
+    @classmethod
+    def existing(cls, folder: Path) -> Self:
+        """Open a log that is there; raises StateError (E-STATE-80) where there is none."""
+        if not (folder / Path(LOG_FILE).name).exists() and not _files_of_0_1_0(folder):
+            raise StateError("E-STATE-80", f"expected an audit log in {folder}, found none")
+        return cls(folder)
+
     def append(self, *entries: Entry) -> None:
-        """Write one line for each entry; raises OSError, with nothing written, when the disk takes none."""
-        with self._mutex, self.folder.locked():
-            self._catch_up()
+        """Write one line for each entry; raises as `transaction`, E-STATE-80 on a damaged file: nothing is written."""
+        with self._writing() as db:
             for entry in entries:
-                self._write(entry)
+                self._write(db, entry)
 
     def mark_restored(self, about: str) -> int:
         """Write that the log was put back, on the disk on return; return the line's number."""
-        with self._mutex:
-            with self.folder.locked():
-                self._catch_up()
-                self._write(Entry(OWN, RESTORED, about, outcome="noticed"))
-                mark = {"number": self._at.number, "hash": self._at.hash}
-            self.sync()
-            private_files.write_private(self.folder.path / _RESTORED, json.dumps(mark).encode())
-        return self._at.number
+        with self._writing() as db:
+            line = self._write(db, Entry(OWN, RESTORED, about, outcome="noticed"))
+            _keep(db, RESTORED, json.dumps(line))
+        self.sync()
+        return line.seq
 
-    def head(self) -> tuple[int, str]:
+    def keep(self, head: SignedHead) -> SignedHead | None:
+        """Keep the end of another side's log; return the one before it if a log with this end lacks lines up to it."""
+        with self._writing() as db:
+            before = self._kept(db, head.of)
+            _keep(db, head.of, json.dumps(head.to_json()))
+        return before if before is not None and head.lacks(before) else None
+
+    def kept(self, of: str) -> SignedHead | None:
+        """Return the newest end of another side's log; None without one that can be read: its line has it, too."""
+        with self.reading() as db:
+            return self._kept(db, of)
+
+    def head(self) -> ChainHead:
         """Return number and hash of the newest line; 0 and nothing before the first."""
-        with self._mutex, self.folder.locked():
-            self._catch_up()
-            return self._at.number, self._at.hash
+        with self.reading() as db:
+            return CHAIN.head(db)
+
+    def restored(self) -> RestoredAt:
+        with self.reading() as db, suppress(ValueError, TypeError):
+            return RestoredAt(*json.loads(_value(db, RESTORED)))
+        return RestoredAt()
+
+    def texts(self, after: int = 0) -> Iterator[tuple[int, str]]:
+        """Yield number and text of the lines after one, as they are."""
+        rows = [(after, "")]
+        while rows:
+            with self.reading() as db:
+                query = "SELECT seq, text FROM event WHERE seq > ? ORDER BY seq LIMIT ?"
+                rows = db.execute(query, (rows[-1][0], _READ)).fetchall()
+            yield from rows
+
+    def lines(self, after: int = 0) -> Iterator[Line]:
+        """Yield the lines after one; what is none is left out: `verify` tells."""
+        for _, text in self.texts(after):
+            with suppress(ValueError):
+                yield Line.decode(text)
 
     def sync(self) -> None:
-        """Bring all lines to the disk, and anchor the newest; while it waits for the disk, others may append."""
-        with self._mutex:
-            at = self._at
-            if at == self._anchored or self._file is None:
+        """Bring all lines to the disk; while it waits for that, others may append. Raises as `append`."""
+        with self._lock:
+            changes = 0 if self._db is None else self._db.total_changes
+            if changes == self._synced:
                 return
-            descriptor = os.dup(self._file.fileno())
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        aside = self._anchor_aside(at)
-        with self._mutex, self.folder.locked():
-            known = self.folder.anchor()
-            if known is None or known.number < at.number:
-                aside.replace(self.folder.anchor_file)
-            else:
-                aside.unlink()
-            self._anchored = max(at, self._anchored, key=lambda p: p.number)
+        with self._errors(), closing(sqlite3.connect(self.file, timeout=BUSY_S)) as db:
+            busy, logged, moved = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        if not busy and logged == moved:  # else somebody reads or does the same: the next one
+            self._synced = changes
 
     def close(self) -> None:
-        with self._mutex:
-            self.sync()
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+        """Bring all lines to the disk; one that is written later opens the file again."""
+        self.sync()
+        with self._lock:
+            if self._db is not None:
+                self._db.close()
+                self._db, self._synced = None, 0
 
-    # ---- inside, with both locks held --------------------------------------------------------------------------
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Give the connection to read from, at one moment."""
+        with self._lock, self._errors():
+            db = self._open()
+            db.execute("BEGIN")
+            try:
+                yield db
+            finally:
+                db.execute("ROLLBACK")
 
-    def _open(self) -> None:
-        """Find the end of the log, from the anchor on; say it where the anchored line is not where it was."""
-        anchor, numbers = self.folder.anchor(), self.folder.numbers()
-        if anchor is not None and self._holds(anchor):
-            self._at = self._anchored = anchor
-            self._catch_up()
-            return
-        if anchor is None and not numbers:
-            self._anchor_aside(self._at).replace(
-                self.folder.anchor_file
-            )  # a crash before the first `sync` is no damage
-            self._use(1)
-            return
-        self._at = Position(file=numbers[-1] if numbers else 1)
-        self._least = anchor.number if anchor is not None else 0  # the gap in the numbers stays, for all who look later
-        self._catch_up()
-        expected = f"line {anchor.number} with hash {anchor.hash}" if anchor is not None else "the log's anchor"
-        self._write(Entry(OWN, "damaged", f"expected {expected}, found it changed or gone", outcome="noticed"))
+    # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _anchor_aside(self, at: Position) -> Path:
-        aside = self.folder.path / f".anchor.{os.getpid()}.{id(self)}"
-        with aside.open("wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(json.dumps(at._asdict()).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        return aside
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._errors():
+            db = self._open()
+            with transaction(db, self.file):
+                yield db
 
-    def _holds(self, anchor: Position) -> bool:
-        if anchor == Position():
-            return True
+    def _open(self) -> sqlite3.Connection:
+        if self._db is None:
+            if not self.file.exists():
+                os.close(os.open(self.file, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+            db = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            db.text_factory = lambda raw: raw.decode(errors="replace")  # an edit that is no text is found like others
+            try:
+                for pragma in ("journal_mode = WAL", "synchronous = NORMAL"):  # `sync` waits for the disk, no line does
+                    db.execute(f"PRAGMA {pragma}")
+                migrate(db, self._create, (), ("event", "kept"))
+            except BaseException:
+                db.close()
+                raise
+            self._db, self._synced = db, db.total_changes
+        return self._db
+
+    def _create(self, db: sqlite3.Connection) -> None:
+        for statement in statements(_SCHEMA):
+            db.execute(statement)
+        self._take_over(db, self.file.parent)
+        for statement in statements(_APPEND_ONLY):
+            db.execute(statement)
+
+    def _write(self, db: sqlite3.Connection, entry: Entry) -> ChainHead:
+        before = CHAIN.head(db)
+        number = max(before.seq, last_number(db)) + 1  # where the end was cut off, the gap stays for `verify`
+        return CHAIN.append(db, (Line(number, self._clock(), before.hash, entry).encode(),), number)
+
+    def _kept(self, db: sqlite3.Connection, of: str) -> SignedHead | None:
         try:
-            with self.folder.file(anchor.file).open("rb") as file:
-                file.seek(anchor.start)
-                raw = file.read(anchor.end - anchor.start)
-        except (OSError, ValueError):
-            return False
-        return raw.endswith(b"\n") and line_hash(raw) == anchor.hash
+            return SignedHead.from_json(json.loads(_value(db, of)))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
 
-    def _catch_up(self) -> None:
-        """Read what other processes appended, and move aside what a power cut left of a line."""
-        newest = max(self.folder.numbers(), default=self._at.file)
-        while True:
-            path = self.folder.file(self._at.file)
-            size = path.stat().st_size if path.exists() else 0
-            if size > self._at.end:
-                self._read_from(path)
-            if self._at.file >= newest:
-                break
-            self._at = self._at._replace(file=self._at.file + 1, start=0, end=0)
-        self._use(self._at.file)
-
-    def _read_from(self, path: Path) -> None:
-        with path.open("rb") as file:
-            file.seek(self._at.end)
-            for raw in file:
-                if not raw.endswith(b"\n") or b"\0" in raw:
-                    self._repair(path, raw + file.read())
-                    return
-                end = self._at.end + len(raw)
-                try:
-                    number, hash = Line.decode(raw).number, line_hash(raw)
-                except ValueError:  # somebody's edit: it stays for `verify` to find
-                    number, hash = self._at.number, self._at.hash
-                self._at = Position(self._at.file, self._at.end, end, number, hash)
-
-    def _repair(self, path: Path, torn: bytes) -> None:
-        """Move aside what a power cut left of the last lines, and say so in the next."""
-        aside = self.folder.path / f"torn-{self._at.number + 1}-{hashlib.sha256(torn).hexdigest()[:8]}"
-        private_files.write_private(aside, torn)
-        os.truncate(path, self._at.end)
-        self._use(self._at.file)
-        about = f"{len(torn)} bytes of a line that was never finished; they are kept in {aside.name}"
-        self._write(Entry(OWN, "repaired", about, outcome="noticed"))
-
-    def _write(self, entry: Entry) -> None:
-        number = max(self._at.number, self._least) + 1
-        raw = Line(number, self._clock(), self._at.hash, entry).encode()
-        if self._at.end and self._at.end + len(raw) > self._file_bytes:
-            assert self._file is not None
-            os.fsync(self._file.fileno())
-            self._at = self._at._replace(file=self._at.file + 1, start=0, end=0)
-        self._use(self._at.file)
-        assert self._file is not None
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            write_all(self._file, raw)
-        except OSError:
-            os.ftruncate(self._file.fileno(), self._at.end)
-            raise
-        end = self._at.end + len(raw)
-        self._at = Position(self._at.file, self._at.end, end, number, line_hash(raw))
+            with disk_errors(self.file), disk_taken(self.file):
+                yield
+        except sqlite3.DatabaseError as error:
+            raise StateError(
+                "E-STATE-80",
+                f"expected an audit log in {self.file}, found a file that SQLite cannot use ({error}): restore it from "
+                "a backup, or move it away; a new one begins with line 1, which the other side notices",
+            ) from error
 
-    def _use(self, number: int) -> None:
-        """Have this file open; a new one is private, and its name is on the disk."""
-        if self._file is not None and self._file_number == number:
+    def _take_over(self, db: sqlite3.Connection, folder: Path) -> None:
+        """Copy the lines of 0.1.0, byte for byte, from its files, which stay. What was edited there is found here."""
+        if not (files := _files_of_0_1_0(folder)):
             return
-        if self._file is not None:
-            self._file.close()
-        path = self.folder.file(number)
-        new = not path.exists()
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._file, self._file_number = FileIO(descriptor, "a"), number
-        if new:
-            private_files.sync_folder(self.folder.path)
+        count = lost = 0
+        for raw in (raw for file in files for raw in file.read_bytes().splitlines()):
+            try:
+                line, text = Line.decode(raw), raw.decode()
+            except ValueError:
+                lost += 1
+                continue
+            row = (line.number, text, line.before, line_hash(text))
+            new = db.execute("INSERT OR IGNORE INTO event VALUES (?,?,?,?)", row).rowcount
+            count, lost = count + new, lost + 1 - new
+            if (line.entry.who, line.entry.what) == (OWN, RESTORED):
+                _keep(db, RESTORED, json.dumps(RestoredAt(line.number, line_hash(text))))
+        for of, head in _json(folder / "heads.json").items():
+            _keep(db, of, json.dumps(head))
+        about = f"{count} lines of {len(files)} files of 0.1.0, which may be moved away"
+        if lost:
+            about += f"; {lost} more lines of them are torn, edited or stand there twice"
+        anchor = _json(folder / "anchor.json")
+        number, hash = anchor.get("number"), anchor.get("hash")
+        if isinstance(number, int) and 0 < number < 2**63 and isinstance(hash, str):
+            db.execute("UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = 'event'", (number,))
+            db.execute("UPDATE event SET hash = ? WHERE seq = ?", (hash, number))  # another one then does not fit
+        self._write(db, Entry(OWN, "taken over", about, outcome="noticed"))
 
 
-def _is_hash(text: object) -> bool:
-    return isinstance(text, str) and len(text) == 64 and set(text) <= set("0123456789abcdef")
+def last_number(db: sqlite3.Connection) -> int:
+    """Return the number of the newest line that was ever written, there or not."""
+    row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'event'").fetchone()
+    return int(row[0]) if row else 0
 
 
-def copy_log(home: Path, target: Path) -> None:
-    """Copy the log of a home into another folder, as it is at one moment: whole lines, and an end that is there."""
-    folder = LogFolder(home / FOLDER)
-    if not folder.path.is_dir():
-        return
-    with folder.locked(fcntl.LOCK_SH):  # nobody appends: a millisecond
-        kept = [path for path in folder.path.iterdir() if path.suffix == ".json" or path.name.startswith("torn-")]
-        contents = {path.name: path.read_bytes() for path in kept if path.is_file()}
-        sizes = {folder.file(number): folder.file(number).stat().st_size for number in folder.numbers()}
-    place = private_files.private_folder(target / FOLDER)
-    for path, size in sizes.items():
-        private_files.write_private(place / path.name, _beginning(path, size))
-    for name, content in contents.items():
-        private_files.write_private(place / name, content)
+def last_lines(home: Path, most: int) -> list[Line]:
+    """Return the newest lines of a home that can be read, oldest first. No file is made or changed."""
+    newest = list[Line]()
+    with suppress(OSError, sqlite3.Error), closing(untouched(home / LOG_FILE)) as db:
+        for (text,) in db.execute("SELECT text FROM event ORDER BY seq DESC LIMIT ?", (most,)):
+            with suppress(ValueError):
+                newest.insert(0, Line.decode(text))
+    return newest
+
+
+def _keep(db: sqlite3.Connection, name: str, value: str) -> None:
+    db.execute("INSERT INTO kept VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", (name, value))
+
+
+def _value(db: sqlite3.Connection, name: str) -> str:
+    row = db.execute("SELECT value FROM kept WHERE name = ?", (name,)).fetchone()
+    return str(row[0]) if row else ""
+
+
+def _files_of_0_1_0(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.glob("*.jsonl") if p.stem.isdecimal()), key=lambda p: int(p.stem))
+
+
+def _json(file: Path) -> dict[str, object]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def mark_restored(home: Path, at: float) -> int:
@@ -296,8 +295,3 @@ def mark_restored(home: Path, at: float) -> int:
     when = datetime.fromtimestamp(at, UTC)
     with closing(AuditLog(home / FOLDER)) as log:
         return log.mark_restored(f"from a backup of {when:%Y-%m-%d %H:%M:%S} UTC: what was written since then is lost")
-
-
-def _beginning(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(size)

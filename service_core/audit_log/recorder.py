@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from service_core.audit_log.heads import KeptHeads, SignedHead
+from fl_core.errors import FederationError
+from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import ALLOWED, Entry
 from service_core.audit_log.log import OWN, AuditLog
 from service_core.storage.private_files import Credentials
@@ -49,7 +50,6 @@ class Recorder:
     def __init__(self, audit_log: AuditLog, own: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.own = own
         self._log = audit_log
-        self._heads = KeptHeads(audit_log.folder.path / "heads.json")
         self._clock = clock
         self._lock = threading.RLock()
         self._repeated: dict[_Key, _Repeated] = {}
@@ -82,11 +82,11 @@ class Recorder:
     def signed_head(self, own: Credentials) -> SignedHead | None:
         """Return the end of this log, signed; None before its first line, or where it cannot be read."""
         try:
-            number, hash = self._log.head()
-        except OSError as error:
+            head, restored = self._log.head(), self._log.restored()
+        except FederationError as error:
             log.error("the audit log cannot be read: %s", error)
             return None
-        return SignedHead.sign(self.own, number, hash, own, *self._log.folder.restored()) if number else None
+        return SignedHead.sign(self.own, *head, own, *restored) if head.seq else None
 
     def keep(self, head: SignedHead) -> str | None:
         """Keep the other side's head as its newest, and once an hour as a line; return what is wrong if it went back.
@@ -94,8 +94,8 @@ class Recorder:
         A head vouches for all lines before it, so that of many the last one is enough; where a log went back, both are.
         """
         try:
-            before = self._heads.keep(head)
-        except OSError as error:
+            before = self._log.keep(head)
+        except FederationError as error:
             log.error("the end of the audit log of %s cannot be kept: %s", head.of, error)
             before = None
         with self._lock:
@@ -147,7 +147,7 @@ class Recorder:
             self._write_heads(0.0, list(self._unwritten))
             self._write(Entry(self.own, "service stopped"))
         self._sync()
-        with suppress(OSError):  # said already
+        with suppress(FederationError):  # said already
             self._log.close()
 
     def _run(self) -> None:
@@ -165,16 +165,16 @@ class Recorder:
                 self._log.append(Entry(OWN, "lost", f"{self._lost} lines could not be written", outcome="noticed"))
                 self._lost = 0
             self._log.append(entry)
-        except OSError as error:
+        except FederationError as error:
             if not self._lost:
-                log.error("E-STATE-63: the audit log cannot be written, and the service goes on: %s", error)
+                log.error("%s: the audit log cannot be written, and the service goes on: %s", error.code, error.message)
             self._lost += 1
 
     def _sync(self) -> None:
         try:
             self._log.sync()
-        except OSError as error:
-            log.error("E-STATE-63: the audit log cannot be brought to the disk: %s", error)
+        except FederationError as error:
+            log.error("%s: the audit log cannot be brought to the disk: %s", error.code, error.message)
 
 
 def _key(entry: Entry) -> _Key:

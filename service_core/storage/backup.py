@@ -50,7 +50,6 @@ class HomeLayout:
         left_out: files and folders that are made again, or are secrets that belong elsewhere
         referenced: returns the digests that a copy of the database needs
         place: the path of an object in its folder
-        copy_log: copies what grows while it is copied, from the home to the backup; it is left out above
         strip: takes out of a copy of the database what no backup may hold
     """
 
@@ -61,7 +60,6 @@ class HomeLayout:
     left_out: tuple[str, ...]
     referenced: Callable[[Path], Collection[str]]
     place: Callable[[str], str]
-    copy_log: Callable[[Path, Path], None]
     strip: Callable[[Path], None] = lambda _: None
 
 
@@ -116,7 +114,6 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
                 _copy_database(home / name, target / name)
         for file in _files(home, layout):
             _copy(file, target / file.relative_to(home))
-        layout.copy_log(home, target)
         for object in scratch.iterdir():
             if _copy(object, target / layout.objects / layout.place(object.name)) != object.name:
                 raise StateError(

@@ -26,7 +26,6 @@ from fl_core.types.values import State, SurveySums, Tensors
 from privacy.accounting.accountant import Filter
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
-from privacy.ledger.event_chain import ChainHead
 from privacy.policy import Policy, check_labels, validates_only
 from privacy.policy_terms import BY_HAND
 from privacy.profiles.record import RecordProfile
@@ -34,6 +33,7 @@ from privacy.release_log import InMemoryReleaseLog
 from protos.wire.tasks import TaskKey
 from service_core.console import counted
 from service_core.storage import private_files
+from service_core.storage.chain import ChainHead
 from silo.admission import policy_in_force, private_readiness
 from silo.admission.floors import ReleaseFloors
 from silo.admission.run_request import request_of

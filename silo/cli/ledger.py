@@ -16,10 +16,10 @@ import typer
 from fl_core.errors import ConfigError, StateError
 from privacy.accounting.accountant import replace_one
 from privacy.ledger.account import PlannedRelease
-from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger
 from service_core.command_line import command
 from service_core.console import OUT, Facts, Reply, Rows
+from service_core.storage.chain import ChainHead
 from silo.cli.options import DataRootOption, SiloHome, open_store
 from silo.reports.leaving import Unprotected
 from silo.storage.home import Home

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from service_core.audit_log.log import FOLDER, copy_log, mark_restored
+from service_core.audit_log.log import LOG_FILE, mark_restored
 from service_core.command_line import AcceptLoss, BackupFolder, command
 from service_core.console import Facts, Reply, local_time
 from service_core.operations import checks
@@ -35,11 +35,10 @@ def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
         side="silo",
         database=home.database.name,
         objects=OBJECTS,
-        databases=inside(home.ledger),
-        left_out=("instance.json", FEATURES, *PAGES, FOLDER, *(() if ledger_key else inside(home.ledger_key))),
+        databases=(LOG_FILE, *inside(home.ledger)),
+        left_out=("instance.json", FEATURES, *PAGES, *(() if ledger_key else inside(home.ledger_key))),
         referenced=_referenced,
         place=str,
-        copy_log=copy_log,
         strip=_strip,
     )
 

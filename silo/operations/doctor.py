@@ -25,6 +25,7 @@ from service_core.operations.health import Answer
 from service_core.pki import certificates
 from service_core.pki.identity import Address, identity_of
 from service_core.pki.invitation import InvitationToken
+from service_core.storage.chain import ChainHead
 from service_core.storage.generation import untouched
 from service_core.storage.private_files import Credentials
 from silo.connection.channel import connect_with
@@ -158,8 +159,6 @@ class Examination:
             yield Ledger(copy, None if first_key else key)
 
     def _ledger(self) -> Iterator[Finding]:
-        from privacy.ledger.event_chain import ChainHead
-
         file = self.home.ledger
         seen = self._attested()
         if not file.exists():

@@ -17,12 +17,10 @@ from fl_core.errors import FederationError
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.profiles.record import RecordProfile
-from service_core.audit_log.lines import Line
-from service_core.audit_log.log import LogFolder
-from service_core.audit_log.verification import read_lines
 from tests.chaos.federation import Federation
 from tests.chaos.plan import CHARGING, COORDINATOR, DATA, SILOS, RunPlan
 from tests.support import until
+from tests.support.audit_log import entries
 
 THREADS, FILES = 100, 150
 """Of one process that rests: far above what is usual, and below what a leak per fault makes of it."""
@@ -127,9 +125,7 @@ def _left_behind(federation: Federation, run: str) -> Iterator[str]:
 def _of_masks(federation: Federation, run: str) -> Iterator[str]:
     """No round was opened for two sets, and no key of a closed round is left."""
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
-    folder = federation.folder / COORDINATOR / "audit"
-    for _, _, raw in read_lines(LogFolder(folder)):
-        entry = Line.decode(raw).entry
+    for entry in entries(federation.folder / COORDINATOR):
         if entry.what == "sealed" and entry.about.startswith(f"run={run} "):
             _, round, inside = entry.about.split(" ", 2)
             sets[run, round].add(inside)

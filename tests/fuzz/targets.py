@@ -34,7 +34,6 @@ from privacy.accounting.accountant import Mechanism
 from privacy.compiled_run import CompiledRun
 from privacy.ledger import key
 from privacy.ledger.account import Account
-from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.sealed import Figures, seal, unseal
 from privacy.policy import Policy
@@ -48,6 +47,7 @@ from service_core.pki.identity import Address, identity_of
 from service_core.pki.invitation import InvitationToken
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import SignedRoster
+from service_core.storage.chain import ChainHead
 from service_core.storage.generation import Generation, GenerationFile
 from silo.admission.controls import HospitalControls
 from silo.storage.home import Home

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +19,7 @@ from consilium.pages.web.rendering import moment
 from consilium.pages.web.site import Action, ChangedError, Download, Parameters, Site, View
 from fl_core.errors import FederationError
 from service_core.audit_log.local_commands import recording
-from service_core.audit_log.log import FOLDER, LogFolder
-from service_core.audit_log.verification import last_lines
+from service_core.audit_log.log import LOG_FILE, last_lines
 from service_core.operations import checks
 from service_core.operations.checks import Finding, Level
 from service_core.pki.identity import colons, identity_of
@@ -147,7 +146,8 @@ class HospitalPage:
             home.path / "identity",
             home.path / DATA_CHECK,
             home.path / SERVED,
-            *_newest(LogFolder(home.path / FOLDER)),
+            home.path / LOG_FILE,
+            home.path / f"{LOG_FILE}-wal",
         ]
         with suppress(FederationError):
             files += [home.ledger, home.ledger.with_name(f"{home.ledger.name}-wal")]
@@ -180,8 +180,7 @@ class HospitalPage:
         return False
 
     def _lines(self) -> list[Mapping[str, object]]:
-        folder = LogFolder(self.home.path / FOLDER)
-        found = last_lines(folder, LINES) if folder.path.is_dir() else []
+        found = last_lines(self.home.path, LINES)
         return [{"at": line.at, "number": line.number, "entry": line.entry} for line in reversed(found)]
 
     def _doctor(self) -> list[Finding]:
@@ -216,12 +215,6 @@ def _as_of(health: Health, contact: Contact | None) -> float | None:
     if (health.alive and health.connected) or contact is None:
         return None
     return contact.until or contact.since
-
-
-def _newest(folder: LogFolder) -> Iterator[Path]:
-    numbers = folder.numbers() if folder.path.is_dir() else []
-    if numbers:
-        yield folder.file(numbers[-1])
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -9,13 +9,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import log_heads, receipts
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import Entry, Line
-from service_core.audit_log.log import LogFolder
-from service_core.audit_log.verification import read_lines, verify
+from tests.support.audit_log import entries, texts, verified
 from tests.support.coordinator import (
     CONSORTIUM,
     DATA,
-    World,
     channel,
     fetch,
     open_request,
@@ -25,10 +22,6 @@ from tests.support.coordinator import (
 )
 
 OWN = f"coordinator://{CONSORTIUM}"
-
-
-def entries(world: World) -> list[Entry]:
-    return [Line.decode(raw).entry for _, _, raw in read_lines(LogFolder(world.home / "audit"))]
 
 
 @pytest.mark.fault(
@@ -46,7 +39,7 @@ def test_allowed_and_refused_calls_are_lines_with_who_what_and_outcome(world, tm
     fetch(world.transfer(name), offer.base_digest, tmp_path)
     size = (tmp_path / offer.base_digest).stat().st_size
     world.stop()
-    found = entries(world)
+    found = entries(world.home)
     silo = f"silo://{CONSORTIUM}/{name}"
     refused = [e for e in found if e.what == "Lead/Abort"]
     assert [(e.who, e.outcome, e.code, e.times) for e in refused] == [
@@ -66,9 +59,8 @@ def test_allowed_and_refused_calls_are_lines_with_who_what_and_outcome(world, tm
         assert call in calls
     assert next(e.bytes for e in found if e.what == "Transfer/Get") == size
     assert next(e.bytes for e in found if e.what == "update taken") == len(DATA)
-    folder = LogFolder(world.home / "audit")
-    assert folder.file(1).read_bytes().isascii()
-    assert verify(folder).notes == ()
+    assert all(text.isascii() for text in texts(world.home))
+    assert verified(world.home).notes == ()
 
 
 @pytest.mark.fault(
@@ -91,10 +83,10 @@ def test_the_ends_of_both_logs_cross_and_a_false_one_is_not_kept(world):
     plain.ClearField("log_head")  # what a silo of an earlier version reads
     receipts.verify(plain, world.people[first].ca_pem, CONSORTIUM)
     world.stop()
-    kept = [e for e in entries(world) if e.what == "head"]
+    kept = [e for e in entries(world.home) if e.what == "head"]
     assert [(e.outcome, e.code, e.head and e.head.number) for e in kept] == [
         ("allowed", "", 9),
         ("refused", "E-ID-14", None),
     ]
     heads = [log_heads.of_message(r.log_head, OWN, world.people[first].ca_pem) for r in got.values()]
-    assert verify(LogFolder(world.home / "audit"), heads).agreed == 2
+    assert verified(world.home, *heads).agreed == 2

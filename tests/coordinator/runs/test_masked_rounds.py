@@ -31,11 +31,9 @@ from protos.wire.channel_options import MAX_MESSAGE_BYTES
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
 from service_core.audit_log.lines import REFUSED, Entry
-from service_core.audit_log.lines import Line as AuditLine
-from service_core.audit_log.log import LogFolder
-from service_core.audit_log.verification import read_lines
 from silo.service.secagg import TaskMasks
 from tests.support import until
+from tests.support.audit_log import entries
 from tests.support.coordinator import HELLO, Clock, Line, World, events, fetch, heard, running, send
 from tests.support.federations import NAMES, Failing
 from tests.support.hospital import ScriptedSilo
@@ -107,7 +105,7 @@ def four(tmp_path: Path) -> Iterator[World]:
 
 def recorded(world: World) -> list[Entry]:
     """Read the coordinator's audit log."""
-    return [AuditLine.decode(raw).entry for _, _, raw in read_lines(LogFolder(world.home / "audit"))]
+    return entries(world.home)
 
 
 def refusals(world: World, run_id: str) -> dict[str, str]:

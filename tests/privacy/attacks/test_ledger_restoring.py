@@ -12,10 +12,10 @@ import pytest
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism, aggregated, epsilon_rdp
 from privacy.ledger.account import ATTEMPTS
-from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import LastSeen, charge_unknown_spending
 from privacy.ledger.sealed import MAX_BYTES, PAD, Figures, seal, unseal
+from service_core.storage.chain import ChainHead
 
 SKIN, LUNG = "skin/train", "lung/train"
 SMALL, LARGE = Mechanism(40.0), Mechanism(9.0)

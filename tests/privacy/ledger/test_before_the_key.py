@@ -19,9 +19,10 @@ from fl_core.datasets import TensorExamples
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger import event_chain, key
-from privacy.ledger.event_chain import ChainHead, Event
+from privacy.ledger.event_chain import Event
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import register
+from service_core.storage.chain import ChainHead
 from tests.support.older_homes import older_ledger
 
 TRAIN, TEST = "north/train", "north/test"

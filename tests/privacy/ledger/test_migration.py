@@ -16,8 +16,8 @@ import pytest
 from fl_core.errors import StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger import event_chain
-from privacy.ledger.event_chain import ChainHead
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
+from service_core.storage.chain import ChainHead
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 HEAD = ChainHead(24, "c426ac8f29ae32ff794d58cfd0834576b26287ff8ef5d2091110ee45dfc3c3be")

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from coordinator.cli.main import program
 from fl_core.errors import FederationError
+from service_core.audit_log.commands import _show
 from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import Entry, Line
-from service_core.audit_log.log import AuditLog, LogFolder
-from service_core.audit_log.verification import last_lines, read_lines
+from service_core.audit_log.log import AuditLog, last_lines
 from silo.cli.main import run as silo
+from tests.support.audit_log import entries, tampered, texts
 from tests.support.pki import authority, join, today
 
 
@@ -27,8 +28,7 @@ def coordinator(home: Path, *words: str) -> str:
 
 
 def lines(home: Path) -> list[tuple[str, str, str, str]]:
-    found = [Line.decode(raw).entry for _, _, raw in read_lines(LogFolder(home / "audit"))]
-    return [(e.what, e.about, e.outcome, e.code) for e in found]
+    return [(e.what, e.about, e.outcome, e.code) for e in entries(home)]
 
 
 def test_commands_that_change_something_leave_a_line_however_they_end(tmp_path):
@@ -46,7 +46,7 @@ def test_commands_that_change_something_leave_a_line_however_they_end(tmp_path):
         ("command revoke", "name=nobody reason=x\n\x1b[31m", "refused", "E-RUN-10"),
         ("command leads add", "name=anna", "allowed", ""),
     ]
-    assert token not in (home / "audit" / "000001.jsonl").read_text()
+    assert token not in "".join(texts(home))
     assert "\x1b" not in coordinator(home, "log", "show")
     assert "revoke" in coordinator(home, "log", "show", "--refused")
     assert "invite" not in coordinator(home, "log", "show", "--what", "revoke", "--who", "user")
@@ -84,16 +84,16 @@ def test_a_hospitals_commands_leave_lines_and_its_log_is_held_against_the_coordi
     ]
     with closing(AuditLog(hospital.home / "audit")) as log:
         head = SignedHead.sign("silo://demo/h1", *log.head(), hospital.current_credentials())
-    with closing(AuditLog(tmp_path / "coordinator")) as log:
+    with closing(AuditLog(tmp_path / "coordinator" / "audit")) as log:
         log.append(Entry("silo://demo/h1", "Transfer/Open"), Entry("silo://demo/h1", "head", head=head))
-    kept = str(tmp_path / "coordinator" / "000001.jsonl")
+    (tmp_path / "kept").write_text("\n".join(texts(tmp_path / "coordinator")))
+    kept = str(tmp_path / "kept")
     capsys.readouterr()
     assert silo(["log", "verify", "--against", kept, "--json", *home]) == 0
     assert json.loads(capsys.readouterr().out)["agreed"] == 1
-    file = hospital.home / "audit" / "000001.jsonl"
-    file.write_bytes(file.read_bytes().replace(b"command request", b"command REQUEST"))
+    tampered(hospital.home, "UPDATE event SET text = replace(text, 'command request', 'command REQUEST')")
     assert silo(["log", "verify", "--against", kept, *home]) == 1
-    assert capsys.readouterr().err.startswith("E-STATE-80: expected line 2 (000001.jsonl)")
+    assert capsys.readouterr().err.startswith("E-STATE-80: expected line 1 to follow")
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n", b"[" * 200_000, b"\xff\xfe\n", b'{"head": 1}\n'])
@@ -105,30 +105,49 @@ def test_a_file_without_the_other_sides_lines_is_refused(hospital, tmp_path, cap
     assert silo(["log", "verify", "--against", str(tmp_path / "none"), *home]) == 2
 
 
-def test_the_newest_lines_are_shown_alone_whatever_else_the_files_hold(hospital, capsys):
+def test_the_newest_lines_are_shown_alone_whatever_else_the_file_holds(hospital, capsys):
     folder = hospital.home / "audit"
-    with closing(AuditLog(folder, file_bytes=2000)) as log:
+    with closing(AuditLog(folder)) as log:
         for k in range(40):
             log.append(Entry("silo://demo/h1", f"event {k}", "x" * 300 if k == 39 else ""))
-    assert len(LogFolder(folder).numbers()) > 3
-    with (folder / "000001.jsonl").open("ab") as file:
-        file.write(b"no line\n")
+    tampered(hospital.home, "UPDATE event SET text = 'no line' WHERE seq = 3")
     home = ["--home", str(hospital.home)]
     assert silo(["log", "show", "--last", "3", "--json", *home]) == 0
-    shown = [Line.decode(raw.encode()) for raw in capsys.readouterr().out.splitlines()]
+    said = capsys.readouterr()
+    shown = [Line.decode(raw) for raw in said.out.splitlines()]
     assert [line.entry.what for line in shown] == ["event 37", "event 38", "event 39"]
-    assert last_lines(LogFolder(folder), 3) == shown
+    assert "line 3 is no line" in said.err
+    assert last_lines(hospital.home, 3) == shown
     assert silo(["log", "show", "--last", "1", "--what", "event 1", *home]) == 0
     assert "event 19" in capsys.readouterr().out
     assert silo(["log", "show", "--last", "0", *home]) == 2
 
 
-def test_the_newest_lines_of_no_log_or_of_one_in_pieces_are_those_that_can_be_read(tmp_path):
-    tmp_path.chmod(0o700)
-    assert last_lines(LogFolder(tmp_path), 5) == []
-    with closing(AuditLog(tmp_path)) as log:
+def test_lines_are_followed_as_they_are_added(tmp_path, monkeypatch, capsys):
+    log = AuditLog(tmp_path / "audit")
+    log.append(*(Entry("a", f"event {k}") for k in range(3)))
+    added = iter(("more", "still more"))
+
+    def meanwhile(_: float) -> None:
+        if (what := next(added, None)) is None:
+            raise KeyboardInterrupt
+        log.append(Entry("a", what), Entry("b", "of another"))
+
+    monkeypatch.setattr("service_core.audit_log.commands.time.sleep", meanwhile)
+    with pytest.raises(KeyboardInterrupt):
+        _show(log, lambda line: line.entry.who == "a", as_json=True, last=1, follow=True)
+    shown = [Line.decode(raw).entry.what for raw in capsys.readouterr().out.splitlines()]
+    assert shown == ["event 2", "more", "still more"]
+
+
+def test_the_newest_lines_of_no_log_or_of_a_damaged_one_are_those_that_can_be_read_and_nothing_is_made(tmp_path):
+    assert last_lines(tmp_path, 5) == []
+    with closing(AuditLog(tmp_path / "audit")) as log:
         log.append(Entry("a", "one"), Entry("a", "two"))
-    with (tmp_path / "000001.jsonl").open("ab") as file:
-        file.write(b'{"number": 3, "torn')
-    assert [line.entry.what for line in last_lines(LogFolder(tmp_path), 5)] == ["one", "two"]
-    assert [line.entry.what for line in last_lines(LogFolder(tmp_path), 1)] == ["two"]
+    tampered(tmp_path, "INSERT INTO event VALUES (3, 'no line', '', '')")
+    before = sorted((tmp_path / "audit").iterdir())
+    assert [line.entry.what for line in last_lines(tmp_path, 5)] == ["one", "two"]
+    assert [line.entry.what for line in last_lines(tmp_path, 2)] == ["two"]
+    assert sorted((tmp_path / "audit").iterdir()) == before
+    (tmp_path / "audit/log.sqlite").write_bytes(b"no database" * 100)
+    assert last_lines(tmp_path, 5) == []

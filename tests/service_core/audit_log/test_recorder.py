@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from fl_core.errors import FederationError, RefusedError, StateError
+from fl_core.errors import FederationError, RefusedError, StateError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
-from service_core.audit_log.heads import KeptHeads, SignedHead
-from service_core.audit_log.lines import REFUSED, Entry, Line
-from service_core.audit_log.log import AuditLog, LogFolder
+from service_core.audit_log.heads import SignedHead
+from service_core.audit_log.lines import REFUSED, Entry
+from service_core.audit_log.log import LOG_FILE, AuditLog
 from service_core.audit_log.recorder import WINDOW_S, Recorder
-from service_core.audit_log.verification import heads_in, read_lines, verify
+from service_core.audit_log.verification import heads_in
 from service_core.storage.private_files import Credentials
+from tests.support.audit_log import entries, tampered, texts, verified
 from tests.support.pki import authority, join, today
 
 OWN = "coordinator://demo"
@@ -42,10 +44,6 @@ def recorder(tmp_path, now):
     return Recorder(AuditLog(tmp_path / "audit"), OWN, now)
 
 
-def entries(tmp_path) -> list[Entry]:
-    return [Line.decode(raw).entry for _, _, raw in read_lines(LogFolder(tmp_path / "audit"))]
-
-
 def refusal(who: str, about: str = "", what: str = "Lead/Submit") -> Entry:
     return Entry(who, what, about, REFUSED, "E-ID-11", serial="ab", address="ipv4:10.0.0.1:9")
 
@@ -62,7 +60,7 @@ def test_a_flood_of_refusals_is_counted(tmp_path, recorder, now):
     recorder.close()
     found = [e.times for e in entries(tmp_path) if e.what == "Lead/Submit"]
     assert found == [1, 19_999, *[20_000] * 4]  # the first at once, then a line for each minute
-    assert verify(LogFolder(tmp_path / "audit")).notes == ()
+    assert verified(tmp_path).notes == ()
 
 
 def test_what_differs_is_a_line_of_its_own(tmp_path, recorder):
@@ -78,8 +76,12 @@ def test_what_differs_is_a_line_of_its_own(tmp_path, recorder):
 
 def test_a_full_disk_is_said_and_counted(tmp_path, recorder, monkeypatch, caplog):
     recorder.record(Entry("a", "before"))
+
+    def full(*_: object) -> None:
+        raise UnavailableError("E-STATE-63", "found the disk full")
+
     with monkeypatch.context() as patch:
-        patch.setattr("service_core.audit_log.log.write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        patch.setattr(AuditLog, "_write", full)
         for k in range(10):
             recorder.record(Entry("a", f"lost {k}"))
     recorder.record(Entry("a", "after"))
@@ -87,7 +89,7 @@ def test_a_full_disk_is_said_and_counted(tmp_path, recorder, monkeypatch, caplog
     assert len(said) == 1
     assert "E-STATE-63" in said[0].getMessage()
     assert [e.what for e in entries(tmp_path)] == ["before", "lost", "after"]
-    assert "10 lines" in verify(LogFolder(tmp_path / "audit")).notes[0]
+    assert "10 lines" in verified(tmp_path).notes[0]
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
@@ -104,11 +106,12 @@ def two_sides(tmp_path):
 
 def other_side(tmp_path, heads: list[SignedHead]):
     """The lines of a side that kept these heads."""
-    folder = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
-    with closing(AuditLog(folder)) as log:
+    home = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
+    with closing(AuditLog(home / "audit")) as log:
         for head in heads:
             log.append(Entry(head.of, "head", head=head))
-    return LogFolder(folder).file(1)
+    (tmp_path / f"{home.name}.json").write_text("\n".join(texts(home)))
+    return tmp_path / f"{home.name}.json"
 
 
 @pytest.mark.fault(
@@ -125,29 +128,27 @@ def test_a_log_that_was_replaced_is_found_by_what_the_other_side_holds(tmp_path,
             heads.append(SignedHead.sign(OWN, *log.head(), server))
     kept = other_side(tmp_path, heads[2::3])
     found = heads_in(kept, OWN, authority_pem)
-    assert verify(LogFolder(tmp_path / "audit"), found).agreed == 3
+    assert verified(tmp_path, *found).agreed == 3
 
-    def again(name: str, calls: int, changed: int) -> LogFolder:
-        with closing(AuditLog(tmp_path / name, clock=iter(range(99)).__next__)) as log:
+    def again(name: str, calls: int, changed: int) -> Path:
+        with closing(AuditLog(tmp_path / name / "audit", clock=iter(range(99)).__next__)) as log:
             for k in range(calls):
                 log.append(Entry("silo://demo/h1", f"call {k}{'!' * (k == changed)}"))
-        return LogFolder(tmp_path / name)
+        return tmp_path / name
 
     with pytest.raises(StateError, match=r"line 3 .*the whole log up to there was replaced"):
-        verify(again("other", 9, 0), found)
+        verified(again("other", 9, 0), *found)
     with pytest.raises(StateError, match=r"expected the log to reach line 9, .*found its end at line 2"):
-        verify(again("short", 2, -1), found[2:])
+        verified(again("short", 2, -1), *found[2:])
     with pytest.raises(StateError, match="found none"):
-        verify(LogFolder(tmp_path / "nowhere"), found)
+        verified(tmp_path / "nowhere", *found)
 
-    lines = LogFolder(tmp_path / "audit").file(1).read_bytes().splitlines(keepends=True)
-    forged = AuditLog(tmp_path / "forged")
-    forged.folder.file(1).write_bytes(b"".join(lines[:4]))
-    for k in range(9):
-        forged.append(Entry("silo://demo/h1", f"other {k}"))
-    forged.close()
+    tampered(tmp_path, "DELETE FROM event WHERE seq > 4", "UPDATE sqlite_sequence SET seq = 4 WHERE name = 'event'")
+    with closing(AuditLog(tmp_path / "audit")) as log:
+        log.append(*(Entry("silo://demo/h1", f"other {k}") for k in range(9)))
+    assert verified(tmp_path).lines == 13, "sound by itself"
     with pytest.raises(StateError, match=r"line 6 .*lines 4 to 6 were replaced"):
-        verify(forged.folder, found)
+        verified(tmp_path, *found)
 
 
 def test_an_end_that_this_side_never_signed_is_refused(tmp_path, two_sides):
@@ -223,13 +224,13 @@ def test_a_log_that_went_back_is_noticed(tmp_path, recorder, two_sides):
 def test_damaged_heads_are_begun_anew(tmp_path, two_sides):
     _, _, silo = two_sides
     head = SignedHead.sign("silo://demo/h1", 5, "ab" * 32, silo)
-    kept = KeptHeads(tmp_path / "kept" / "heads.json")
+    log = AuditLog(tmp_path / "audit")
     for text in ("", "[]", "[" * 100_000, '{"a": 1}', json.dumps({"x": {"of": 1}})):
-        kept.keep(head)
-        kept.file.write_text(text)
-        assert kept.newest() == {}
-    assert kept.keep(head) is None
-    assert kept.newest() == {head.of: head}
+        log.keep(head)
+        tampered(tmp_path, f"UPDATE kept SET value = '{text}'")
+        assert log.kept(head.of) is None
+    assert log.keep(head) is None
+    assert log.kept(head.of) == head
 
 
 def test_of_many_heads_of_the_other_side_one_an_hour_and_the_last_are_lines(tmp_path, two_sides):
@@ -244,7 +245,7 @@ def test_of_many_heads_of_the_other_side_one_an_hour_and_the_last_are_lines(tmp_
     heads = [entry.head for entry in entries(tmp_path) if entry.what == "head"]
     assert [head.number for head in heads] == [1, *range(61, 500, 60), 500]
     assert all(head.hash == f"{head.number:064x}" for head in heads)
-    assert sum(file.stat().st_size for file in (tmp_path / "audit").iterdir()) < 40_000
+    assert (tmp_path / LOG_FILE).stat().st_size < 60_000
 
 
 def test_where_a_log_went_back_both_ends_are_lines_at_once(tmp_path, two_sides):

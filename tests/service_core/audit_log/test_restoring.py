@@ -14,12 +14,13 @@ import pytest
 from coordinator.cli import operations as coordinator_cli
 from fl_core.errors import RefusedError, StateError
 from protos.wire import log_heads
-from service_core.audit_log.heads import KeptHeads, SignedHead
-from service_core.audit_log.lines import Entry, Line
-from service_core.audit_log.log import AuditLog, LogFolder, copy_log, mark_restored
+from service_core.audit_log.heads import SignedHead
+from service_core.audit_log.lines import Entry
+from service_core.audit_log.log import LOG_FILE, AuditLog, last_lines, mark_restored
 from service_core.audit_log.recorder import Recorder
-from service_core.audit_log.verification import read_lines, verify
+from service_core.storage.backup import _copy_database
 from service_core.storage.private_files import Credentials
+from tests.support.audit_log import entries, texts, verified
 from tests.support.coordinator import World
 from tests.support.pki import authority, today
 
@@ -31,12 +32,17 @@ def server(tmp_path: Path) -> Credentials:
     return authority(tmp_path / "ca", today()).issue_server()
 
 
+def copy_log(home: Path, target: Path) -> None:
+    """Copy a log as `backup` does, while others write."""
+    _copy_database(home / LOG_FILE, target / LOG_FILE)
+
+
 class Side:
     """A home with a log, the ends that it signs, and what another side says of them."""
 
     def __init__(self, folder: Path, server: Credentials) -> None:
         self.home, self.server, self.heads = folder / "home", server, list[SignedHead]()
-        self._other = Recorder(AuditLog(folder / "other"), OTHER)
+        self._other = Recorder(AuditLog(folder / "other" / "audit"), OTHER)
         self.folder = folder
 
     def write(self, count: int) -> None:
@@ -60,10 +66,10 @@ class Side:
         copy_log(self.home, self.folder / name)
 
     def verify(self, *restored: int) -> tuple[str, ...]:
-        return verify(LogFolder(self.home / "audit"), self.heads, restored=restored).notes
+        return verified(self.home, *self.heads, restored=restored).notes
 
     def said(self) -> list[str]:
-        return [Line.decode(raw).entry.what for _, _, raw in read_lines(LogFolder(self.folder / "other"))]
+        return [entry.what for entry in entries(self.folder / "other")]
 
 
 @pytest.fixture
@@ -135,10 +141,9 @@ def test_an_acknowledged_restore_excuses_no_other_change(side: Side) -> None:
     side.write(5)
     side.cross()
     side.verify(line)
-    log = LogFolder(side.home / "audit")
-    kept = log.file(1).read_bytes().splitlines(keepends=True)
-    shutil.rmtree(log.path)
-    forged = AuditLog(log.path)
+    kept = texts(side.home)
+    shutil.rmtree(side.home / "audit")
+    forged = AuditLog(side.home / "audit")
     forged.append(Entry("x", "another first line"), *(Entry(OTHER, f"call {k}") for k in range(1, 10)))
     forged.mark_restored("from a backup, says who rewrote the lines before it")
     forged.close()
@@ -174,7 +179,7 @@ def test_a_backup_of_a_log_that_is_being_written_is_whole(tmp_path: Path) -> Non
     home, over, begun = tmp_path / "home", threading.Event(), threading.Event()
 
     def write() -> None:
-        with closing(AuditLog(home / "audit", file_bytes=4000)) as log:
+        with closing(AuditLog(home / "audit")) as log:
             while not over.is_set():
                 log.append(Entry(OTHER, "call"))
                 log.sync()
@@ -190,11 +195,10 @@ def test_a_backup_of_a_log_that_is_being_written_is_whole(tmp_path: Path) -> Non
         over.set()
         writer.join()
     for k in range(20):
-        found = verify(LogFolder(tmp_path / f"copy{k}" / "audit"))
-        assert found.notes == ()
+        assert verified(tmp_path / f"copy{k}").notes == ()
         with closing(AuditLog(tmp_path / f"copy{k}" / "audit")) as log:
             log.append(Entry("after", "restore"))
-        assert verify(LogFolder(tmp_path / f"copy{k}" / "audit")).notes == ()
+        assert verified(tmp_path / f"copy{k}").notes == ()
 
 
 def test_the_log_and_the_ends_that_are_kept_are_in_a_backup_and_the_restore_is_a_line(tmp_path: Path, capsys) -> None:
@@ -206,15 +210,16 @@ def test_the_log_and_the_ends_that_are_kept_are_in_a_backup_and_the_restore_is_a
     coordinator_cli.backup(tmp_path / "backup", home=world.home, as_json=True)
     world.stop()
     names = json.loads((tmp_path / "backup/backup.json").read_text())["files"]
-    assert {"audit/000001.jsonl", "audit/anchor.json", "audit/heads.json"} <= set(names)
-    assert "audit/lock" not in names
+    assert [name for name in names if name.startswith("audit/")] == [LOG_FILE]
     capsys.readouterr()
     coordinator_cli.restore(tmp_path / "backup", home=tmp_path / "new", as_json=False)
     told = capsys.readouterr().err
-    folder = LogFolder(tmp_path / "new" / "audit")
-    last = [Line.decode(raw) for _, _, raw in read_lines(folder)][-1]
-    assert last.entry.what == "restored"
-    assert f"--restored {last.number}" in told
-    assert folder.restored().number == last.number
-    assert KeptHeads(folder.path / "heads.json").newest()[OTHER].number == 3
-    assert len(verify(folder).notes) == 1
+    with closing(AuditLog(tmp_path / "new" / "audit")) as log:
+        (last,) = last_lines(tmp_path / "new", 1)
+        assert last.entry.what == "restored"
+        assert f"--restored {last.number}" in told
+        assert log.restored().number == last.number
+        kept = log.kept(OTHER)
+        assert kept is not None
+        assert kept.number == 3
+    assert len(verified(tmp_path / "new").notes) == 1

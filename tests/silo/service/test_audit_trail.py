@@ -7,18 +7,12 @@ import pytest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads, receipts
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import Entry, Line
-from service_core.audit_log.log import LogFolder
-from service_core.audit_log.verification import read_lines, verify
 from service_core.storage.private_files import Credentials
 from tests.support import until
+from tests.support.audit_log import entries, texts, verified
 from tests.support.fake_coordinator import CONSORTIUM, Hospital, authority, receipt_for
 
 SILO, COORDINATOR = f"silo://{CONSORTIUM}/center1", f"coordinator://{CONSORTIUM}"
-
-
-def entries(hospital: Hospital) -> list[Entry]:
-    return [Line.decode(raw).entry for _, _, raw in read_lines(LogFolder(hospital.folder / "audit"))]
 
 
 def round_of(hospital: Hospital, number: int) -> None:
@@ -54,7 +48,7 @@ def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cro
     sent = log_heads.of_message(opened.log_head, SILO, authority().ca_pem)
     (stored,) = hospital.service.store.receipts()
     hospital.stop()
-    found = entries(hospital)
+    found = entries(hospital.folder)
     task = "run=run-1 round=1 kind=train"
     assert [(e.who, e.what, e.about, e.outcome) for e in found if e.what != "connected"] == [
         (SILO, "service started", "", "allowed"),
@@ -69,10 +63,9 @@ def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cro
     kept = pb.Receipt.FromString(stored)
     assert not kept.HasField("log_head")  # it is in the audit log, and not a second time beside every task
     receipts.verify(kept, authority().ca_pem, CONSORTIUM)
-    folder = LogFolder(hospital.folder / "audit")
-    assert verify(folder, [sent]).agreed == 1
+    assert verified(hospital.folder, sent).agreed == 1
     staged = next(n.text for n in hospital.notices if n.event == "staged")
-    assert staged.split(": ")[1][:10] not in folder.file(1).read_text()
+    assert staged.split(": ")[1][:10] not in "".join(texts(hospital.folder))
 
 
 @pytest.mark.fault(
@@ -89,8 +82,8 @@ def test_a_coordinator_whose_log_goes_back_is_noticed(make, monkeypatch):
     round_of(hospital, 1)
     until(lambda: [n for n in hospital.notices if n.facts.get("code") == "E-STATE-80"], "the finding")
     hospital.stop()
-    assert [e.head.number for e in entries(hospital) if e.head] == [41, 40]
-    assert "log went back" in [e.what for e in entries(hospital)]
+    assert [e.head.number for e in entries(hospital.folder) if e.head] == [41, 40]
+    assert "log went back" in [e.what for e in entries(hospital.folder)]
 
 
 @pytest.mark.parametrize("lie", ["another key", "another name", "no signature"])
@@ -107,7 +100,7 @@ def test_an_end_that_the_coordinator_did_not_sign_is_not_kept(make, monkeypatch,
     round_of(hospital, 0)
     until(lambda: [n for n in hospital.notices if n.facts.get("code") == "E-ID-14"], "the finding")
     hospital.stop()
-    assert [e for e in entries(hospital) if e.head] == []
+    assert [e for e in entries(hospital.folder) if e.head] == []
 
 
 @pytest.mark.fault(
@@ -124,7 +117,7 @@ def test_what_a_coordinator_writes_stays_out_of_the_lines(make):
     hospital.control.last.send(run_ended=pb.RunEnded(run_id="run-1", state=evil, reason=evil))
     until(lambda: "ended" in hospital.events(), "the end")
     hospital.stop()
-    raw = LogFolder(hospital.folder / "audit").file(1).read_bytes()
-    assert all(32 <= byte < 127 or byte == 10 for byte in raw)
+    raw = "".join(texts(hospital.folder))
+    assert all(32 <= ord(character) < 127 for character in raw)
     assert len(raw) < 4000
-    assert verify(LogFolder(hospital.folder / "audit")).notes == ()
+    assert verified(hospital.folder).notes == ()

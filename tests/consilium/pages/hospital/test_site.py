@@ -14,11 +14,11 @@ import pytest
 from consilium.pages.hospital.site import HospitalPage
 from consilium.pages.web.serve import PageServer
 from service_core.audit_log.lines import Entry
-from service_core.audit_log.log import FOLDER, AuditLog, LogFolder
-from service_core.audit_log.verification import last_lines, verify
+from service_core.audit_log.log import FOLDER, AuditLog, last_lines
 from silo.cli.main import run as silo
 from silo.storage.home import Home, Served
 from silo.storage.store import Store
+from tests.support.audit_log import verified
 from tests.support.fake_coordinator import enrolled, manifest
 from tests.support.hospital import POLICY, RUN, asks, furnished, took_part
 from tests.support.pages import Browser
@@ -159,12 +159,12 @@ def test_a_button_decides_as_the_command_does_and_the_log_says_that_it_was_the_p
     assert shown.browser.post(action, shown.form(action, ASKS)).status == 303
     assert decisions(home) == {ASKS: decided, "fedavg-digits-90d2": None}
     assert f"skin-study-2 ({ASKS}) is {word}" in shown.text()
-    line = last_lines(LogFolder(home.path / FOLDER), 1)[0]
+    line = last_lines(home.path, 1)[0]
     assert re.fullmatch(r"user \S+, page", line.entry.who)
     assert (line.entry.what, line.entry.outcome) == ("command approve", "allowed")
     assert f"run={ASKS}" in line.entry.about
     assert ("deny=True" in line.entry.about) is not decided
-    assert verify(LogFolder(home.path / FOLDER), []).lines > 0
+    assert verified(home.path).lines > 0
     assert [f["question"] for f in shown.browser.fields(action)] == [
         shown.form(action, "fedavg-digits-90d2")["question"]
     ]
@@ -223,7 +223,7 @@ def test_on_a_full_disk_the_page_is_shown_and_a_button_decides_nothing_and_says_
     assert set(decisions(home).values()) == {None}
     assert shown.browser.post("/approve", shown.form("/approve", ASKS)).status == 303  # and with room it works at once
     assert decisions(home)[ASKS] is True
-    assert verify(LogFolder(home.path / FOLDER), []).lines > 0
+    assert verified(home.path).lines > 0
 
 
 def test_two_clicks_at_once_decide_once(home, show) -> None:
@@ -421,7 +421,7 @@ def test_the_button_checks_the_data_in_another_process_and_the_page_shows_what_i
     text = shown.text()
     assert "Nothing would stop a run" in text
     assert "scans/0041.png" not in text
-    line = last_lines(LogFolder(home.path / FOLDER), 1)[0]
+    line = last_lines(home.path, 1)[0]
     assert (line.entry.what, line.entry.who.endswith(", page")) == ("command data check", True)
 
 

@@ -19,6 +19,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
 from tests.coordinator.lead import test_surveys
 from tests.support import until
+from tests.support.audit_log import entries
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest
 from tests.support.made_up_service import MadeUpService
@@ -213,8 +214,8 @@ def test_a_button_does_what_the_command_does_and_is_in_the_audit_log_as_the_lead
     assert (answer.status, answer.header("location")) == (303, f"/runs/{run}")
     assert world.run(run).state is RunState.ABORTED
     assert f"{run} is aborted" in browser.get(f"/runs/{run}").text
-    lines = [json.loads(line) for file in sorted((world.home / "audit").glob("*.jsonl")) for line in file.open()]
-    assert ("lead://test/lead", f"run_id={run}") in [(x["who"], x["about"]) for x in lines if x["what"] == "Lead/Abort"]
+    said = [(entry.who, entry.about) for entry in entries(world.home) if entry.what == "Lead/Abort"]
+    assert ("lead://test/lead", f"run_id={run}") in said
 
 
 @pytest.mark.fault("a full disk", "meets a button of the lead's page", "nothing is ordered, and it says disk")
