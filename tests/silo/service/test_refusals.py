@@ -25,7 +25,7 @@ def unknown_classes():
 
 def measured_alone():
     schema = manifest().schema
-    return derive_layout(build_method("fedavg", {}), build_model("digits_cnn", {}, schema, 3), schema, trains=False)
+    return derive_layout(build_method("fedavg", {}), build_model("digits_cnn", {}, schema, 3), schema, updates=False)
 
 
 @pytest.mark.parametrize(
