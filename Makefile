@@ -74,9 +74,9 @@ lock: setup  ## Resolve the dependencies anew
 	  --no-emit-index-url -c constraints.txt -o requirements.lock --quiet
 	@$(PYTHON) -m uv pip compile pyproject.toml --extra dev --extra ray --python-version 3.11 --universal \
 	  --generate-hashes --no-emit-index-url -c requirements.lock -o requirements-ray.lock --quiet
-	@$(PYTHON) -m uv pip compile pyproject.toml --python-version 3.11 --universal --generate-hashes \
+	@$(PYTHON) -m uv pip compile pyproject.toml --extra pages --python-version 3.11 --universal --generate-hashes \
 	  --no-emit-index-url -c requirements.lock -o requirements-silo.lock --quiet
-	@$(PYTHON) -m uv pip compile pyproject.toml --python-version 3.11 --universal --generate-hashes \
+	@$(PYTHON) -m uv pip compile pyproject.toml --extra pages --python-version 3.11 --universal --generate-hashes \
 	  --no-emit-index-url -c requirements.lock -o requirements-cpu.lock --quiet \
 	  $$(grep -oE '^(nvidia|cuda|triton|torch)[a-z0-9-]*' requirements-silo.lock | sed 's/^/--no-emit-package /')
 

@@ -21,6 +21,8 @@ _NAMESPACE = uuid.UUID("9d1f5a52-8f0c-4c0e-9d0b-6d6a4a0c6f11")
 """Of serial numbers, which follow from the content: equal bills have one."""
 _DEVELOPMENT = ("dev", "docs", "ray")
 """Extras that no service has; `ray` is locked apart."""
+_SERVICES = ("pages",)
+"""Extras in the locks of services."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def scopes(entries: Sequence[Locked], pyproject: Mapping[str, object]) -> dict[s
             requires.setdefault(name, set()).add(entry.name)
     own = normalized(project["name"])
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    direct = _closure(_names(project["dependencies"], own), requires)
+    services = [*project["dependencies"], *(word for extra in _SERVICES for word in extras[extra])]
+    direct = _closure(_names(services, own), requires)
     wanted = [word for extra, words in extras.items() if extra not in _DEVELOPMENT for word in words]
     optional = _closure(_names(wanted, own), requires)
     return {

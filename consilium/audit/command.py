@@ -71,7 +71,7 @@ def audit(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("E-CFG-02", f"--out: expected a new or empty folder, found {out} in use: name another")
-    require("matplotlib", "plots", "the pictures of an audit")
+    require("matplotlib", "audit", "the pictures of an audit")
     target = _target(data, data_root, classes, image_size)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     out.chmod(0o700)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure in inches; raises ConfigError (E-CFG-08) without matplotlib."""
-    figure: Figure = require("matplotlib.figure", "plots", "pictures").Figure(
+    figure: Figure = require("matplotlib.figure", "audit", "pictures").Figure(
         figsize=(width, height), layout="constrained"
     )
-    require("matplotlib.backends.backend_agg", "plots", "pictures").FigureCanvasAgg(figure)
+    require("matplotlib.backends.backend_agg", "audit", "pictures").FigureCanvasAgg(figure)
     return figure
 
 

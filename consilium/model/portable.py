@@ -7,7 +7,6 @@ resizing are the caller's, for libraries differ in them: the file says how it wa
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import warnings
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_core.datasets.preprocessing import Preprocessing, normalisation
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, extras
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import State
@@ -30,7 +29,6 @@ FORMATS = (ONNX, TORCH)
 SUFFIX: Mapping[str, str] = {ONNX: ".onnx", TORCH: ".pt2"}
 TOLERANCE = 1e-4
 """Within which the written file must give the logits of the model that it was made from."""
-_INSTALL = "pip install 'consilium-fl[onnx]'"
 
 
 class _FromImages(nn.Module):
@@ -159,12 +157,7 @@ def _check(kind: str, network: nn.Module, images: Tensor, file: Path) -> None:
 
 
 def _require(name: str) -> Any:  # noqa: ANN401
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            "E-CFG-08", f"expected {name} for --format onnx, found no such package: {_INSTALL}"
-        ) from error
+    return extras.require(name, "model", "--format onnx")
 
 
 @contextmanager

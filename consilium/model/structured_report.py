@@ -53,7 +53,7 @@ class Reports:
 
 def check(folder: Path) -> None:
     """Raise ConfigError (E-CFG-08, E-CFG-02) where reports cannot be written, before anything is computed."""
-    require("highdicom", "sr", "structured reports")
+    require("highdicom", "model", "structured reports")
     if folder.exists() and not folder.is_dir():
         raise ConfigError("E-CFG-02", f"--sr: expected a folder, found the file {folder}: name another place")
     if not folder.exists() and not folder.parent.is_dir():

@@ -79,7 +79,7 @@ def _name(info: pb.RunInfo) -> str:
 
 def picture(measures: Sequence[str], names: Sequence[str], found: Sequence[dict[str, Curve]], kind: str) -> bytes:
     """Draw a panel for each measure. names, found: of each run, its name and its curves; kind: png or svg."""
-    require("matplotlib", "plots", "pictures of runs")
+    require("matplotlib", "research", "pictures of runs")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.5 + 5.5 * len(measures), 4.2), layout="constrained")
@@ -116,7 +116,7 @@ def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
     A cell that some hospitals held back is hatched, and one that nobody told has a mark and no bar: neither looks like
     a small number. Noise has the bar of its interval.
     """
-    require("matplotlib", "plots", "pictures of surveys")
+    require("matplotlib", "research", "pictures of surveys")
     from matplotlib.figure import Figure
 
     columns = min(3, len(found.answers))

@@ -20,8 +20,10 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
     Raises ConfigError (E-CFG-08) with the command that installs it.
     """
-    with needing(extra, purpose):
+    try:
         return importlib.import_module(module)
+    except ImportError as error:
+        raise _missing(module.partition(".")[0], extra, purpose) from error
 
 
 def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that name
@@ -46,7 +48,10 @@ def needing(extra: str, purpose: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "consilium", *sys.stdlib_module_names):
             raise
-        raise ConfigError(
-            "E-CFG-08",
-            f"expected {package} for {purpose}, found no such package: pip install 'consilium-fl[{extra}]'",
-        ) from error
+        raise _missing(package, extra, purpose) from error
+
+
+def _missing(package: str, extra: str, purpose: str) -> ConfigError:
+    return ConfigError(
+        "E-CFG-08", f"expected {package} for {purpose}, found no such package: pip install 'consilium-fl[{extra}]'"
+    )

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from setuptools import build_meta
 
 from service_core.version import PACKAGES, build, software
-from tests.e2e.test_readme import Machine
+from tests.e2e.test_readme import Machine, images
 from tests.support.processes import free_port
 
 pytestmark = pytest.mark.integration
@@ -131,7 +132,7 @@ def test_a_silo_needs_none_of_the_extras(wheel: Path, tmp_path: Path) -> None:
     found = run(wheel, tmp_path, code)
     assert found.returncode == 2
     assert "E-CFG-08" in found.stderr
-    assert "pip install 'consilium-fl[plots]'" in found.stderr
+    assert "pip install 'consilium-fl[audit]'" in found.stderr
 
 
 IMPORT_ALL = """
@@ -145,27 +146,68 @@ print("all imported")
 NO_REGISTRY = ("Failed to fetch", "error sending request", "Network connectivity is disabled")
 
 
-@pytest.fixture(scope="module")
-def lowest(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel beside the oldest version of everything that it names, and return where its programs are."""
+def installed(place: Path, *packages: Sequence[str]) -> Path:
+    """Make an environment of nothing but packages, and return where its programs are. packages: words of each install.
+
+    Skips the test where there is no uv, or no registry can be reached.
+    """
     places = (None, ROOT / ".venv/.uv/bin", Path(sys.base_prefix) / "bin")  # where `make setup` finds it, or puts it
     uv = next(filter(None, (shutil.which("uv", path=place) for place in places)), None)
     if uv is None:
         pytest.skip("no uv here")
-    place = tmp_path_factory.mktemp("lowest")
+    place.mkdir(exist_ok=True)
     python = place / "bin/python"
-    extras = [word for extra in ("demo", "tables", "onnx", "trackers") for word in ("--extra", extra)]
     install = [uv, "pip", "install", "--quiet", "--python", str(python)]
     for words in (
         [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(place)],
-        [*install, "--resolution", "lowest-direct", "-r", str(ROOT / "pyproject.toml"), *extras],
-        [*install, "--no-deps", str(wheel_file)],
+        *([*install, *words] for words in packages),
     ):
         done = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
         if done.returncode and any(said in done.stderr for said in NO_REGISTRY):
             pytest.skip("no package registry can be reached")
         assert done.returncode == 0, done.stderr
     return python.parent
+
+
+@pytest.fixture(scope="module")
+def lowest(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel beside the oldest version of everything that it names, and return where its programs are."""
+    oldest = ["--resolution", "lowest-direct", "-r", str(ROOT / "pyproject.toml"), "--extra", "all"]
+    return installed(tmp_path_factory.mktemp("lowest"), oldest, ["--no-deps", str(wheel_file)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_over_two_services_needs_the_base_install_alone(wheel_file: Path, tmp_path: Path) -> None:
+    """What a room of `consilium` needs comes with its extra, and a command without it says which."""
+    base = installed(tmp_path / "base", ["--constraint", str(ROOT / "requirements.lock"), str(wheel_file)])
+    listed = subprocess.run(
+        [base / "python", "-c", "from importlib.metadata import distributions as d; print(*(f.name for f in d()))"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert {"starlette", "scikit-learn", "matplotlib", "pandas", "onnx", "highdicom"} & set(listed) == set()
+    here, address = Machine(tmp_path / "here"), f"127.0.0.1:{free_port()}"
+    here.env["PATH"] = f"{base}{os.pathsep}{here.env['PATH'].partition(os.pathsep)[2]}"
+    images(tmp_path / "here/images", {"melanoma": (60, 20, 20), "nevus": (120, 80, 40)})
+    try:
+        here.run(f"coordinator init study --address {address} && coordinator invite north --out north.token")
+        here.serve(f"coordinator serve --bind {address} --metrics {free_port()}")
+        here.run("silo join --token-file north.token && silo doctor")
+        here.serve("silo serve --data folder:images")
+        words = 'data=folder "data.classes=[melanoma,nevus]" data.image_size=32 model=simple_cnn'
+        here.run(f"coordinator run method=fedavg {words} rounds=1 train.epochs=1")
+        assert "finished" in here.run("coordinator show latest && silo status")
+        for command, extra in {
+            "coordinator simulate data=digits federation=p5c2 rounds=1": "research",
+            "coordinator page --no-browser": "pages",
+            "silo page --no-browser": "pages",
+            "silo audit --data folder:images --out audit": "audit",
+            "coordinator export latest --format onnx": "model",
+        }.items():
+            said = here.run(f"{command} || test $? = 2")
+            assert f"pip install 'consilium-fl[{extra}]'" in said, said
+    finally:
+        here.stop()
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def draw(table: SplitTable, file: Path) -> None:
     """Draw training examples by silo (rows) and class (columns), zeros white; raises ConfigError (E-CFG-23)."""
     if file.suffix.lower() != ".png":
         raise ConfigError("E-CFG-23", f"--plot: expected a file that ends in .png, found {file}: rename it")
-    mpl = require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
+    mpl = require("matplotlib", "research", "pictures")  # a second to import: only for those who draw
     mpl.use("Agg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -28,6 +28,7 @@ from coordinator.lead.surveys import answers_of
 from fl_core import datasets
 from fl_core.datasets.partition.by_class import Labels
 from fl_core.errors import ConfigError
+from fl_core.errors.extras import require
 from fl_core.extensions import loading
 from fl_core.extensions.user_data import ArrayData, Split
 from fl_core.extensions.user_partition import OwnPartition, Shares
@@ -362,8 +363,4 @@ class _InMemory(ArrayData):
 
 
 def _pandas() -> Any:  # noqa: ANN401 - pandas has no types of its own
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise ConfigError("E-CFG-08", "expected pandas, found none: pip install 'consilium-fl[tables]'") from error
-    return pd
+    return require("pandas", "research", "data frames")

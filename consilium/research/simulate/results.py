@@ -424,8 +424,8 @@ def typed(row: Mapping[str, str]) -> dict[str, object]:
 
 def left_out() -> dict[str, str]:
     """Name the files that cannot be written here, with the extra that each needs."""
-    needed = {PARQUET: ("pyarrow", "tables"), PLOT: ("matplotlib", "plots")}
-    return {file: f"consilium-fl[{extra}]" for file, (module, extra) in needed.items() if find_spec(module) is None}
+    needed = {PARQUET: "pyarrow", PLOT: "matplotlib"}
+    return {file: "consilium-fl[research]" for file, module in needed.items() if find_spec(module) is None}
 
 
 def model_bytes(result: Result) -> bytes:
@@ -437,7 +437,7 @@ def model_bytes(result: Result) -> bytes:
 
 def draw(result: Result) -> Figure:
     """Draw accuracy and balanced accuracy by round, with the band of privacy's noise where there is one."""
-    require("matplotlib", "plots", "pictures")  # a second to import: only for those who draw
+    require("matplotlib", "research", "pictures")  # a second to import: only for those who draw
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -113,12 +113,12 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     if found is None or found.origin is None:
         raise DataError(
             "E-DATA-02",
-            "expected scikit-learn, whose digits these are, found none: pip install 'consilium-fl[digits]'",
+            "expected scikit-learn, whose digits these are, found none: pip install 'consilium-fl[research]'",
         )
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
         raise DataError(
-            "E-DATA-02", f"expected scikit-learn's digits in {file}, found none: pip install 'consilium-fl[digits]'"
+            "E-DATA-02", f"expected scikit-learn's digits in {file}, found none: pip install 'consilium-fl[research]'"
         )
     rows = np.loadtxt(file, delimiter=",")
     images, digits = rows[:, :-1], rows[:, -1].astype(np.int64)

@@ -70,7 +70,7 @@ def test_an_unknown_format_a_missing_package_and_a_method_without_a_model_are_sa
         return real(name, package)
 
     monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(ConfigError, match=r"E-CFG-08.*pip install 'consilium-fl\[onnx\]'"):
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*pip install 'consilium-fl\[model\]'"):
         export("latest", formats=["onnx"], home=tmp_path)
 
 

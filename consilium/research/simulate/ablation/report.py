@@ -186,10 +186,10 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
     places = {e: math.log2(e) for e in finite}
     if math.inf in grid.epsilons:
         places[math.inf] = (max(places.values()) if places else 0.0) + 1.5
-    figure = require("matplotlib.figure", "plots", "pictures").Figure(
+    figure = require("matplotlib.figure", "research", "pictures").Figure(
         figsize=(3.6 * len(grid.shares) + 1.8, 3.8), layout="constrained"
     )
-    require("matplotlib.backends.backend_agg", "plots", "pictures").FigureCanvasAgg(figure)
+    require("matplotlib.backends.backend_agg", "research", "pictures").FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(grid.shares), sharey=True, squeeze=False)[0]
     for panel, share in zip(axes, grid.shares, strict=True):
         for number, variant in enumerate(grid.variants):

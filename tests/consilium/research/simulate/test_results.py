@@ -250,7 +250,7 @@ def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_
     assert set(place.write(made[1])) == {file.name for file in tmp_path.iterdir()}
     assert not [file for file in tmp_path.iterdir() if file.suffix in (".parquet", ".png")]
     _say_where(tmp_path)
-    assert "without *.parquet, which needs consilium-fl[tables]; without plot.png" in capsys.readouterr().err
+    assert "without *.parquet, which needs consilium-fl[research]; without plot.png" in capsys.readouterr().err
 
 
 def test_a_plot_shows_itself_in_a_notebook_and_leaves_the_backend_alone(made: tuple[Path, Result]) -> None:
