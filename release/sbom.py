@@ -88,7 +88,7 @@ def scopes(entries: Sequence[Locked], pyproject: Mapping[str, object]) -> dict[s
             requires.setdefault(name, set()).add(entry.name)
     own = normalized(project["name"])
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    services = [*project["dependencies"], *(word for extra in _SERVICES for word in extras[extra])]
+    services = [*project["dependencies"], *(word for extra in _SERVICES for word in extras.get(extra, ()))]
     direct = _closure(_names(services, own), requires)
     wanted = [word for extra, words in extras.items() if extra not in _DEVELOPMENT for word in words]
     optional = _closure(_names(wanted, own), requires)
