@@ -165,6 +165,19 @@ class Updates:
 
 
 @dataclass(frozen=True, slots=True)
+class Figure:
+    """A measure beside accuracy and AUC. percent: whether it is a share."""
+
+    name: str
+    label: str
+    share: Share
+    percent: bool = True
+
+    def text(self) -> str:
+        return self.share.text() if self.percent or self.share.point is None else f"{self.share.point:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """Of the last model, on the union of the hospitals' test examples.
 
@@ -190,6 +203,7 @@ class Results:
     labels: tuple[tuple[int, int, int, int], ...] = ()
     reliability: tuple[tuple[float, float, float], ...] = ()
     temperature: float | None = None
+    others: tuple[Figure, ...] = ()
 
     @property
     def sureness(self) -> tuple[float, float] | None:
@@ -348,7 +362,8 @@ class Card:
     def require_possible(self) -> None:
         """Raise ConfigError (E-ID-34) on numbers that no run gives: a lead can sign anything."""
         r, p, n = self.results, self.privacy, len(self.classes)
-        shares = [r.accuracy, r.balanced, r.best, *(c.recognised for c in self.classes)]
+        others = [figure.share for figure in r.others if figure.percent]
+        shares = [r.accuracy, r.balanced, r.best, *(c.recognised for c in self.classes), *others]
         parts = (*(c.specificity for c in self.classes), r.macro_auc_low, r.macro_auc_high, r.calibration_error)
         ranges = (*((c.auc_low, c.auc_high) for c in self.classes), (r.macro_auc_low, r.macro_auc_high))
         of_classes = (v for c in self.classes for v in (c.test_examples, c.trained_at))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from consilium.report.card import (
     Card,
     ClassFacts,
+    Figure,
     Hospital,
     Masks,
     Method,
@@ -42,14 +42,15 @@ from fl_core.methods.fedavg import FedAvg, Traits
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import intervals
 from fl_core.types.class_coverage import ClassCoverage
-from fl_core.types.clinical import CLINICAL, ClinicalMetrics, macro_mean
+from fl_core.types.clinical import CLINICAL, ClinicalMetrics
 from fl_core.types.records import judgements
 from fl_core.types.secagg import withstood
 from privacy import profiles
-from privacy.accounting import uncertainty
+from privacy.accounting import measures, uncertainty
+from privacy.accounting.measures import ACCURACY, BALANCED, MACRO_AUC, EvaluationResult, Measure
 from privacy.accounting.projection import preview
 from privacy.accounting.shared_noise import SharedNoise
-from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise
+from privacy.accounting.uncertainty import NOTHING, Estimate
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import PLACEMENTS
 from protos.consilium.v1 import federation_pb2 as pb
@@ -300,16 +301,17 @@ def _counts(last: pb.RoundInfo) -> bool:
 
 
 def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
-    last, found = _last(rounds), _clinical(rounds)
-    noisy = profiles.result_noise(manifest)
-    noise = noisy.of(last.included)
+    last = _last(rounds)
+    noise = profiles.result_noise(manifest).of(last.included)
+    result = replace(accuracy.result_of(last), noise=noise)
+    found, counts = result.clinical, _counts(last)
     auc = found.macro_auc if found else None
-    exact = noise is None and _counts(last)
+    exact = noise is None and counts
     several = manifest.schema.multi_label
     tested = found.classes_present if found and several else sum(n > 0 for n in last.examples) if exact else 0
     return Results(
-        accuracy=_over_all(last, noise),
-        balanced=_balanced(last, noise),
+        accuracy=_share(ACCURACY, result, counts=counts),
+        balanced=_share(BALANCED, result, counts=counts),
         best=_best(rounds, manifest),
         test_examples=round(sum(last.examples)) if exact and rounds else None,
         level_of_chance=1 / 2 if several else 1 / (tested or len(manifest.schema.classes)),
@@ -323,6 +325,12 @@ def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
         labels=found.labels if found else (),
         reliability=tuple((float(b.examples), float(b.correct), b.confidence) for b in found.bins) if found else (),
         temperature=suggested_temperature(found) if found and (found.calibration_error or 0) > _EXPLAINED else None,
+        others=tuple(
+            Figure(measure.name, measure.label, share, measure.percent)
+            for measure in measures.of_model()
+            if measure not in (ACCURACY, BALANCED, MACRO_AUC)
+            and (share := _share(measure, result, counts=counts)) != Share()
+        ),
     )
 
 
@@ -333,24 +341,15 @@ def suggested_temperature(found: ClinicalMetrics) -> float | None:
     return conformal.estimate_temperature(found.bins, found.alternatives)
 
 
-def _over_all(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
-    if noise is not None:
-        return _noisy(uncertainty.accuracy(last.correct, last.examples, noise))
-    return share_of(math.fsum(last.correct), math.fsum(last.examples)) if _counts(last) else _impossible()
-
-
-def _balanced(last: pb.RoundInfo, noise: EvaluationNoise | None) -> Share:
-    if noise is not None:
-        return _noisy(uncertainty.balanced(last.correct, last.examples, noise))
-    if not _counts(last):
+def _share(measure: Measure, result: EvaluationResult, *, counts: bool) -> Share:
+    """Give a measure with the interval of its noise, or else of sampling. counts: whether its sums can be counts."""
+    value, interval = measure.estimate(result), measure.interval(result)
+    if result.noise is not None or value == NOTHING:
+        return _noisy(value)
+    if not counts or value.point is None:
         return _impossible()
-    rights, ofs, _ = accuracy.balanced_sums(last)
-    counts = [(round(k), round(n)) for k, n in zip(rights, ofs, strict=False) if n > 0]
-    if not counts:
-        return Share()
-    found = intervals.mean_of_shares([k for k, _ in counts], [n for _, n in counts])
-    assert found is not None
-    return Share(macro_mean(k / n for k, n in counts), found.low, found.high, of=SAMPLING)
+    ends = (value.low, value.high) if interval is None else interval
+    return Share(value.point, *ends, of="" if interval is None else SAMPLING)
 
 
 def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> Share:

@@ -33,7 +33,7 @@ from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.training import clinical_report
 from fl_core.types.records import judgements
-from privacy.accounting import uncertainty
+from privacy.accounting.measures import EvaluationResult, plain
 from service_core.command_line import Json, command
 from service_core.console import ERR, Reply, make_table, print_json, show, span
 
@@ -109,7 +109,8 @@ def _shown(result: Result) -> Iterator[str | Table]:
         return
     if text := tables.private_form(result.manifest.to_json()):
         yield text
-    yield tables.aggregator_text(result.aggregator, judgements(result.records))
+    if text := tables.aggregator_text(result.aggregator, judgements(result.records)):
+        yield text
     if result.clinical is not None:
         rows = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)
         yield make_table("By class", clinical_report.class_head(result.clinical), rows)
@@ -122,12 +123,11 @@ def _shown(result: Result) -> Iterator[str | Table]:
     yield from result.coverage.lines()
     yield f"global accuracy {result.estimates[-1].text()}, best {result.best.text()}, model {result.model_digest[:16]}"
     if scores := next((r.personal for r in reversed(result.measured or result.records) if r.personal), None):
-        hidden = result.noise.scores
-        shown = tables.personal_parts(uncertainty.shown_scores(scores, hidden), hidden & set(scores))
+        shown = tables.measured_parts(EvaluationResult(personal=scores, withheld=result.noise.scores & set(scores)))
         whose = "of the last round's silos" if result.privacy else "of all silos"
         yield f"newest personal models {whose}:  {'  '.join(shown)}"
         if result.method.ga_is_personal and "ga" in scores:
-            yield f"their mean accuracy on the whole test set, which papers call GA: {tables.percent(scores['ga'])}"
+            yield f"their mean accuracy on the whole test set, which papers call GA: {plain(scores['ga']).text()}"
 
 
 def _say_where(out: Path) -> None:

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from consilium.research.curves import OF_SUMS, SUMS, Curve, Scores, behind, by_class, curves, text
+from consilium.research.curves import Curve, Scores, behind, by_class, curves
+from coordinator.lead import accuracy
 from coordinator.lead.as_json import run_json
 from fl_core.converter import ConversionError, parse_json, shown
 from fl_core.errors import ConfigError, ProtocolError
-from privacy.accounting import uncertainty
+from privacy.accounting import measures, uncertainty
+from privacy.accounting.measures import BALANCED, EvaluationResult
 from privacy.accounting.uncertainty import LEVEL, NOTHING, Estimate, Sums
 from protos.consilium.v1 import federation_pb2 as pb
 
 MAX_RUNS = 20
-COMPARED = "balanced_accuracy"
+COMPARED = BALANCED.name
 """The measure by which runs are held against each other."""
 BEHIND = "behind the best"
 """The name of the row that says how far each run is behind in it."""
@@ -28,10 +30,10 @@ _GROUPS = ("method", "model", "data", "federation", "privacy", "aggregator")
 
 
 class Evaluated(NamedTuple):
-    """One evaluation of a trained model: where, and what it counted, by measure."""
+    """One evaluation of a trained model: where, and what it counted."""
 
     hospitals: frozenset[str]
-    sums: Mapping[str, Sums]
+    result: EvaluationResult
 
     def differs(self, other: Evaluated) -> str:
         """Say in what the test images differ from another's; empty where nothing shows that they do.
@@ -40,7 +42,7 @@ class Evaluated(NamedTuple):
         """
         if missing := other.hospitals ^ self.hospitals:
             return f"at other hospitals ({', '.join(sorted(missing)[:_SHOWN])} only in one of both)"
-        (_, mine, noise), (_, theirs, other_noise) = (each.sums[COMPARED] for each in (self, other))
+        (_, mine, noise), (_, theirs, other_noise) = (each.result.balanced_sums for each in (self, other))
         if noise is None and other_noise is None and tuple(mine) != tuple(theirs):
             return f"on other test images ({sum(mine):.0f}, there {sum(theirs):.0f}, or others by class)"
         return ""
@@ -142,7 +144,7 @@ class ComparedRun:
             dict(zip(classes, newest, strict=False)),
             str(manifest.get("metrics", "")),
             tuple(
-                Evaluated(frozenset(r.included), {name: sums(r) for name, sums in SUMS.items()})
+                Evaluated(frozenset(r.included), accuracy.result_of(r))
                 for r in detail.rounds
                 if behind(r) and not r.untrained and any(r.examples)
             ),
@@ -195,10 +197,9 @@ def _standing(runs: Sequence[ComparedRun]) -> Standing:
     excluded = {run.id: why for run in runs if run is not first and (why := _excluded(run, first))}
     compared = [run for run in runs if run.id not in excluded]
     last = {run.id: run.evaluated[-1] for run in runs if run.evaluated}
+    compared_measures = [measure for measure in measures.of_model() if measure.json]
     values = {
-        run.id: {
-            name: of(*last[run.id].sums[name], LEVEL) if run.id in last else NOTHING for name, of in OF_SUMS.items()
-        }
+        run.id: {m.name: m.estimate(last[run.id].result) if run.id in last else NOTHING for m in compared_measures}
         for run in runs
     }
     points = {run.id: values[run.id][COMPARED].point for run in compared}
@@ -233,9 +234,9 @@ def _difference(mine: Evaluated, theirs: Evaluated, share: float) -> Difference 
     improved confidence intervals for comparing matched proportions", Statistics in Medicine 2005, by class. None where
     noise hides a number.
     """
-    level, sums = 1 - share / 4, [each.sums[COMPARED] for each in (mine, theirs)]
+    level, sums = 1 - share / 4, [each.result.balanced_sums for each in (mine, theirs)]
     noisy = any(noise is not None for _, _, noise in sums)
-    a, b = (OF_SUMS[COMPARED](*each, level) for each in sums)
+    a, b = (uncertainty.balanced(*each, level) for each in sums)
     if a.point is None or a.low is None or a.high is None or b.point is None or b.low is None or b.high is None:
         return None
     point, centers, variances = a.point - b.point, list[float](), list[float]()
@@ -265,13 +266,11 @@ def _shares(found: Sums) -> list[float | None]:
 def score_rows(found: Comparison) -> list[tuple[str, tuple[str, ...]]]:
     """Write each measure as a row, with a text for each run; below the one that is compared, who is ahead."""
     standing, rows = found.standing, list[tuple[str, tuple[str, ...]]]()
-    for measure in found.measures:
-        if measure in OF_SUMS:
-            values = [standing.values[run.id][measure] for run in found.runs]
-        else:
-            values = [run.curves[measure].scores.final if measure in run.curves else NOTHING for run in found.runs]
-        rows.append((measure, tuple(text(measure, value) for value in values)))
-        if measure == COMPARED:
+    for name in found.measures:
+        values = [run.curves[name].scores.final if name in run.curves else NOTHING for run in found.runs]
+        values = [standing.values[run.id].get(name, value) for run, value in zip(found.runs, values, strict=True)]
+        rows.append((name, tuple(map(measures.named(name).text, values))))
+        if name == COMPARED:
             rows.append((BEHIND, tuple(standing.text(run.id) for run in found.runs)))
     return rows
 
@@ -310,7 +309,7 @@ def _notes(runs: Sequence[ComparedRun], standing: Standing) -> tuple[str, ...]:
             "compared is each run's last evaluation, at the same hospitals on as many test images; the interval is for "
             "the luck of these images and the noise of privacy, and not for that of training: other seeds tell that"
         )
-    if any(e.sums[COMPARED][2] is not None for run in runs for e in run.evaluated[-1:]):
+    if any(e.result.noise is not None for run in runs for e in run.evaluated[-1:]):
         notes.append("counts of test images are noisy: whether runs were measured on equally many cannot be told")
     if moving := [run.id for run in runs if run.info.state in ("waiting", "running")]:
         notes.append(f"not over yet: {', '.join(moving)}")

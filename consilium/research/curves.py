@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from statistics import fmean
 
 from coordinator.lead import accuracy
-from fl_core.types.records import PERSONAL_SCORES
-from privacy.accounting import uncertainty
-from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Measure, Sums
+from privacy.accounting import measures, uncertainty
+from privacy.accounting.measures import ACCURACY, EvaluationResult, Measure
+from privacy.accounting.uncertainty import NOTHING, Estimate, Sums
 from protos.consilium.v1 import federation_pb2 as pb
-
-OF_SUMS: dict[str, Measure] = {"accuracy": uncertainty.accuracy, "balanced_accuracy": uncertainty.balanced}
-"""Measures of the global model that come from the sums per class."""
-SUMS: dict[str, Callable[[pb.RoundInfo], Sums]] = {
-    "accuracy": accuracy.sums,
-    "balanced_accuracy": accuracy.balanced_sums,
-}
-"""Of which sums of a round each of them is."""
-MACRO_AUC = "macro_auc"
-"""The mean over classes of the area under the ROC curve, of runs that measure it; in the middle of its bin."""
-MEASURES = (*OF_SUMS, MACRO_AUC, *PERSONAL_SCORES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +27,15 @@ class Scores:
 class Curve:
     """A measure over a run. rounds: how many training rounds each measured model has behind it, rising.
 
-    first: the least of these that make a trained model: more than one of a closed form that takes several exchanges.
+    first: the least of these that make a trained model: more than one of a closed form that takes several exchanges
+    sums: per round, of a measure of sums, what it was computed from.
     """
 
-    measure: str
+    measure: Measure
     rounds: tuple[int, ...]
     values: tuple[Estimate, ...]
     first: int = 1
+    sums: tuple[Sums, ...] = ()
 
     @property
     def measured(self) -> bool:
@@ -53,36 +44,18 @@ class Curve:
 
     @cached_property
     def scores(self) -> Scores:
-        trained = [v for v, behind in zip(self.values, self.rounds, strict=True) if behind >= self.first]
+        trained = [k for k, behind in enumerate(self.rounds) if behind >= self.first]
         if not trained:
             return Scores()
-        if hidden := next((v for v in trained if v.withheld or v.point is None), None):
-            return Scores(trained[-1], hidden, hidden)
-        points = [v.point for v in trained if v.point is not None]
-        return Scores(trained[-1], _exact(max(points)), _exact(fmean(points[-uncertainty.LAST :])))
-
-
-@dataclass(frozen=True)
-class CurveOfSums(Curve):
-    """A measure of the global model. sums: what it was computed from, per round."""
-
-    sums: tuple[Sums, ...] = ()
-
-    @cached_property
-    def scores(self) -> Scores:
-        measure = OF_SUMS[self.measure]
-        trained = [each for each, behind in zip(self.sums, self.rounds, strict=True) if behind >= self.first]
-        if not trained:
-            return Scores()
-        best = uncertainty.best(trained, measure)
-        return Scores(self.values[-1], best, uncertainty.mean_of_last(trained, measure))
-
-
-def text(measure: str, value: Estimate) -> str:
-    """Write a value as its readers know it: an AUC as a number, all others in percent."""
-    if measure == MACRO_AUC and value.point is not None:
-        return f"{value.point:.3f}"
-    return value.text()
+        final, of_sums = self.values[trained[-1]], self.measure.of_sums
+        if of_sums is not None:
+            sums = [self.sums[k] for k in trained]
+            return Scores(final, uncertainty.best(sums, of_sums), uncertainty.mean_of_last(sums, of_sums))
+        values = [self.values[k] for k in trained]
+        if hidden := next((v for v in values if v.withheld or v.point is None), None):
+            return Scores(final, hidden, hidden)
+        points = [v.point for v in values if v.point is not None]
+        return Scores(final, _exact(max(points)), _exact(fmean(points[-uncertainty.LAST :])))
 
 
 def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
@@ -90,13 +63,17 @@ def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
 
     Raises ProtocolError (E-WIRE-06) on clinical metrics that no evaluation gives.
     """
-    found = [*curves_of_sums(rounds).values(), _auc(rounds), *(_of_silos(name, rounds) for name in PERSONAL_SCORES)]
-    return {curve.measure: curve for curve in found if curve.measured}
-
-
-def curves_of_sums(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
-    """Return the curves of the global model's measures, also where nothing was measured."""
-    return {name: _of_sums(name, rounds, list(map(sums, rounds))) for name, sums in SUMS.items()}
+    results, first = list(map(accuracy.result_of, rounds)), _first(rounds)
+    found = {}
+    for measure in measures.MEASURES:
+        values = tuple(map(measure.estimate, results))
+        sums = tuple(map(measure.sums, results)) if measure.sums else ()
+        kept = [k for k, value in enumerate(values) if sums or value != NOTHING]
+        # Personal models are measured after a round's training: that round is behind them too.
+        done = (rounds[k].round + (rounds[k].kind == pb.TRAIN) if measure.personal else behind(rounds[k]) for k in kept)
+        began = 1 if measure.personal else first
+        found[measure.name] = Curve(measure, tuple(done), tuple(values[k] for k in kept), began, sums)
+    return {name: curve for name, curve in found.items() if curve.measured}
 
 
 def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
@@ -104,13 +81,9 @@ def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
     found: list[Curve] = []
     for c in range(min(most, max((len(r.examples) for r in rounds), default=0))):
         sums = [(tuple(r.correct[c : c + 1]), tuple(r.examples[c : c + 1]), accuracy.noise_of(r)) for r in rounds]
-        found.append(_of_sums("accuracy", rounds, sums))
+        values = tuple(ACCURACY.estimate(EvaluationResult(*each)) for each in sums)
+        found.append(Curve(ACCURACY, tuple(map(behind, rounds)), values, _first(rounds), tuple(sums)))
     return found
-
-
-def _of_sums(name: str, rounds: Sequence[pb.RoundInfo], sums: Sequence[Sums]) -> CurveOfSums:
-    values = tuple(_measured(name, *each) for each in sums)
-    return CurveOfSums(name, tuple(map(behind, rounds)), values, _first(rounds), tuple(sums))
 
 
 def behind(info: pb.RoundInfo) -> int:
@@ -123,28 +96,6 @@ def behind(info: pb.RoundInfo) -> int:
 
 def _first(rounds: Sequence[pb.RoundInfo]) -> int:
     return 1 + max((behind(r) for r in rounds if r.untrained), default=0)
-
-
-@lru_cache(maxsize=1 << 14)
-def _measured(
-    name: str, correct: tuple[float, ...], examples: tuple[float, ...], noise: EvaluationNoise | None
-) -> Estimate:
-    """Measure one round. Closed rounds do not change, and a noisy one takes half a millisecond per class."""
-    return OF_SUMS[name](correct, examples, noise, uncertainty.LEVEL)
-
-
-def _auc(rounds: Sequence[pb.RoundInfo]) -> Curve:
-    found = {behind(r): measured.macro_auc for r in rounds if (measured := accuracy.clinical_of(r)) is not None}
-    values = tuple(NOTHING if area is None else _exact(area.middle) for area in found.values())
-    return Curve(MACRO_AUC, tuple(found), values, _first(rounds))
-
-
-def _of_silos(name: str, rounds: Sequence[pb.RoundInfo]) -> Curve:
-    """Read a score of personal models, which are measured after a round's training: that round is behind them too."""
-    hidden = Estimate(withheld=uncertainty.UNBOUNDED)
-    measured = [r for r in rounds if name in r.personal or name in r.withheld]
-    values = tuple(hidden if name in r.withheld else accuracy.plain(r.personal[name]) for r in measured)
-    return Curve(name, tuple(r.round + (r.kind == pb.TRAIN) for r in measured), values)
 
 
 def _exact(value: float) -> Estimate:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consilium.research.comparison import MAX_RUNS
-from consilium.research.curves import Curve, curves, text
+from consilium.research.curves import Curve, curves
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
+from privacy.accounting import measures
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import printable
 from service_core.storage.private_files import replace_file
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
     from fl_core.types.survey import Answer
 
 FORMATS = ("png", "svg")
-TITLES = {
-    "accuracy": "Accuracy",
-    "balanced_accuracy": "Balanced accuracy (mean over classes)",
-    "macro_auc": "Macro AUC (one class against the rest)",
-    "pa": "Personal models, own test images",
-    "pm_l": "Personal models, all test images, classes as they are at each hospital",
-    "pm_v": "Personal models, all test images",
-}
 LINES = (("#0072b2", "-"), ("#c44a00", "--"), ("#00785a", ":"), ("#7b4f9d", "-."))
 """Colours that are told apart with any eyes, and each with a dash of its own."""
 _NAME_CHARS = 60
@@ -98,7 +91,7 @@ def _draw(axes: Axes, curve: Curve, name: str, number: int) -> None:
         [math.nan if (v := getattr(value, end)) is None else 100 * v for value in curve.values]
         for end in ("low", "point", "high")
     )
-    label = f"{name}: {text(curve.measure, curve.scores.final)} at the end"
+    label = f"{name}: {curve.measure.text(curve.scores.final)} at the end"
     axes.plot(curve.rounds, middle, dash, color=colour, linewidth=2, label=label, marker="." if len(low) < 2 else "")
     if any(not value.exact for value in curve.values):
         axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -163,7 +156,7 @@ def _dress(axes: Axes, measure: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel="rounds of training", ylabel="%", ylim=(0, 100))
-    axes.set_title(TITLES.get(measure, measure))
+    axes.set_title(measures.named(measure).title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0)

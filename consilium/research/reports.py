@@ -12,17 +12,18 @@ from rich.table import Table
 
 from consilium.research.comparison import MAX_RUNS, ComparedRun, Comparison, comparison_json, score_rows
 from consilium.research.comparison import compare as compare_runs
-from consilium.research.curves import MEASURES
 from coordinator.cli.options import Place
 from coordinator.lead.client import LeadClient
 from coordinator.lead.tables import size
 from fl_core.errors import ConfigError
+from privacy.accounting.measures import MEASURES
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import command
 from service_core.console import Reply, local_time, make_table
 
 Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `latest`.")]
+_NAMES = ", ".join(measure.name for measure in MEASURES)
 _VALUE_CHARS = 60
 _HEADS_CHARS = 40
 """Half of a narrow terminal's line."""
@@ -90,7 +91,7 @@ def plot(
     out: Annotated[Path, typer.Option(help="The picture to write: a .png or a .svg file.")],
     measure: Annotated[
         list[str] | None,
-        typer.Option(help=f"What to draw; may be repeated. One of {', '.join(MEASURES)}. Default: the first two."),
+        typer.Option(help=f"What to draw; may be repeated. One of {_NAMES}. Default: the first two."),
     ] = None,
     *,
     home: Place,

@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from consilium.research.curves import MACRO_AUC, OF_SUMS, SUMS
 from coordinator.lead import accuracy
-from coordinator.lead.as_json import personal_json
 from fl_core.errors import ConfigError, UnavailableError
 from fl_core.errors.extras import require
-from fl_core.types.clinical import ClinicalMetrics
-from privacy.accounting import uncertainty
-from privacy.accounting.uncertainty import NOTHING, Estimate, Sums
+from privacy.accounting import measures
+from privacy.accounting.measures import EvaluationResult
+from privacy.accounting.uncertainty import NOTHING, Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import ERR, printable
 
@@ -71,26 +69,15 @@ def parsed(where: str) -> tuple[str, str]:
 
 def values_of(info: pb.RoundInfo) -> tuple[dict[str, float], dict[str, str]]:
     """Return what a closed round says of the global model and of personal ones, and why something is left out."""
-    sums = {name: of(info) for name, of in SUMS.items()}
-    return values_from(len(info.included), sums, accuracy.clinical_of(info), info.personal, info.withheld)
+    return values_from(len(info.included), accuracy.result_of(info))
 
 
-def values_from(
-    updates: int,
-    sums: Mapping[str, Sums],
-    clinical: ClinicalMetrics | None,
-    personal: Mapping[str, float],
-    hidden: Collection[str],
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Do as `values_of`, with the parts of a round. sums: by measure   hidden: scores that noise hides."""
+def values_from(updates: int, result: EvaluationResult) -> tuple[dict[str, float], dict[str, str]]:
     values: dict[str, float] = {"updates": float(updates)}
     withheld: dict[str, str] = {}
-    measures = {name: measure(*sums[name], uncertainty.LEVEL) for name, measure in OF_SUMS.items()}
-    if clinical is not None and (area := clinical.macro_auc) is not None:
-        measures[MACRO_AUC] = Estimate(area.middle, area.low, area.high)
-    for name, found in measures.items():
-        _add(values, withheld, name, found)
-    for name, score in personal_json(personal, hidden).items():
+    for measure in measures.of_model():
+        _add(values, withheld, measure.name, measure.estimate(result))
+    for name, score in measures.personal_json(result.personal, result.withheld).items():
         if isinstance(score, float):
             values[f"personal/{name}"] = score
     return values, withheld

@@ -209,8 +209,8 @@ def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
     yield from filter(None, (tables.started_from(detail.manifest_json), form, read, made and f"software: {made}"))
     yield from (f"{one.silo} withdrew from {one.run_id}: {outcome(one)}" for one in detail.withdrawals)
     kind = kind_of(detail.info.method, detail.info.rounds)
-    if kind.measures:
-        yield tables.aggregator_text(detail.aggregator, judgements(detail.rounds))
+    if kind.measures and (text := tables.aggregator_text(detail.aggregator, judgements(detail.rounds))):
+        yield text
     yield tables.rounds_table(detail.rounds, measures=kind.measures)
     if how := kind.how_to_read(detail.info.run_id):
         yield f"The answers: {how}"

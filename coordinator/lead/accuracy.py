@@ -16,10 +16,10 @@ from fl_core.types.clinical import (
     Range,
     ReliabilityBin,
     TwoByTwo,
-    balanced_counts,
 )
 from fl_core.types.records import HospitalResult, OwnModels
 from privacy.accounting import uncertainty
+from privacy.accounting.measures import EvaluationResult, plain
 from privacy.accounting.uncertainty import NOTHING, Estimate, EvaluationNoise, Sums
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -88,31 +88,17 @@ def noise_of(info: pb.RoundInfo) -> EvaluationNoise | None:
     return EvaluationNoise(noise.std, noise.draws, noise.suppressed) if info.HasField("noise") else None
 
 
-def sums(info: pb.RoundInfo) -> Sums:
-    """Return what a round's accuracy is computed from."""
-    return tuple(info.correct), tuple(info.examples), noise_of(info)
-
-
-def balanced_sums(info: pb.RoundInfo) -> Sums:
-    """Return what its balanced accuracy is computed from."""
-    if not info.several_labels:
-        return sums(info)
-    right, of = balanced_counts(info.correct, info.examples, clinical_of(info), several_labels=True)
-    return tuple(right), tuple(of), noise_of(info)
-
-
-def of_round(info: pb.RoundInfo) -> Estimate:
-    """Estimate the accuracy of the model before the round's training."""
-    return uncertainty.accuracy(*sums(info))
-
-
-def by_class(info: pb.RoundInfo) -> list[Estimate]:
-    return uncertainty.by_class(*sums(info))
-
-
-def balanced(info: pb.RoundInfo) -> Estimate:
-    """Estimate the mean accuracy over the classes that have test examples."""
-    return uncertainty.balanced(*balanced_sums(info))
+def result_of(info: pb.RoundInfo) -> EvaluationResult:
+    """Read what a round measured of the model before its training; raises as `clinical_of`."""
+    return EvaluationResult(
+        tuple(info.correct),
+        tuple(info.examples),
+        noise_of(info),
+        clinical_of(info),
+        info.several_labels,
+        dict(info.personal),
+        tuple(info.withheld),
+    )
 
 
 def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
@@ -227,11 +213,6 @@ def sums_json(correct: Sequence[float], examples: Sequence[float], noise: Evalua
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def plain(accuracy: float) -> Estimate:
-    """Estimate from a number without an interval: -1 is none yet, any other outside [0, 1] is withheld."""
-    return NOTHING if accuracy == -1 else uncertainty.accuracy([accuracy], [1.0], None)
 
 
 def _read(message: pb.Estimate) -> Estimate:

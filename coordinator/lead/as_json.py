@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.withdrawals import withdrawal_json
 from fl_core.types import intervals
-from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, judgements, refused
+from fl_core.types.records import RoundRecord, judgements, refused
+from privacy.accounting import measures
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import kind_word
 
@@ -72,13 +73,12 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         "refused": refused(info.missing),
         "norm_medians": dict(info.medians),
         **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),
-        **accuracy.of_round(info).facts(),
-        **accuracy.balanced(info).facts("balanced_accuracy", "balanced_"),
+        **measures.as_json(accuracy.result_of(info)),
         "clinical": clinical_json(info),
         **by_hospital_json(info),
         "opened": info.opened_unix,
         "closed": info.closed_unix or None,
-        **personal_json(info.personal, info.withheld),
+        **measures.personal_json(info.personal, info.withheld),
     }
 
 
@@ -101,21 +101,6 @@ def by_hospital_json(info: pb.RoundInfo) -> Mapping[str, object]:
         **({"by_hospital": hospital_results.facts(found, several_labels=info.several_labels)} if found else {}),
         **({"own_models": hospital_results.own_facts(own)} if own is not None else {}),
     }
-
-
-def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> Mapping[str, object]:
-    """Return the scores of personal models and their fairness; empty where none was measured.
-
-    withheld: scores with too much noise. They are null and named in `withheld_scores`, as is a score outside [0, 1].
-    """
-    named = [name for name in PERSONAL_SCORES if name in scores or name in withheld]
-    if not named:
-        return {}
-    shown = {name: None if name in withheld else accuracy.plain(scores[name]).point for name in named}
-    hidden = sorted({*withheld, *(name for name, v in shown.items() if v is None)})
-    spread = None if "pm_l" in hidden else fairness(scores)
-    shown["fairness"] = None if spread is None else accuracy.plain(spread).point
-    return {**shown, **({"withheld_scores": hidden} if hidden else {})}
 
 
 def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:

@@ -19,10 +19,9 @@ from fl_core.types import intervals
 from fl_core.types.clinical import Counts, balanced_counts, macro_mean
 from fl_core.types.intervals import LEVEL, Interval
 from fl_core.types.records import HospitalResult, OwnModels
+from privacy.accounting import measures
+from privacy.accounting.measures import EvaluationResult
 from service_core.console import counted
-
-HEAD = ("hospital", "test images", "classes", "balanced accuracy", "guessing", "accuracy", "macro AUC", "model beside")
-
 
 _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
@@ -107,19 +106,25 @@ def _interval(found: HospitalResult, classes: Sequence[int], level: float) -> In
     return interval
 
 
+def head() -> tuple[str, ...]:
+    labels = [measure.label for measure in measures.of_model()]
+    return ("hospital", "test images", "classes", labels[0], "guessing", *labels[1:], "model beside")
+
+
 def rows(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> Iterator[tuple[str, ...]]:
-    """Yield a row per hospital under `HEAD`, by name."""
+    """Yield a row per hospital under `head`, by name."""
     for name, found in sorted(results.items()):
-        tested, right, present = sum(found.examples), sum(found.correct), sum(n > 0 for n in found.examples)
+        tested, present = sum(found.examples), sum(n > 0 for n in found.examples)
         guessed_among = 2 if several_labels else present
+        result = EvaluationResult(found.correct, found.examples, None, found.clinical, several_labels)
+        first, *others = [measure.with_interval(result) for measure in measures.of_model()]
         yield (
             name,
             f"{tested:.0f}" + (" (few)" if tested < FEW else ""),
             str(present),
-            _shares(*_balanced_counts(found, several_labels)),
+            first,
             clinical_report.percent(1 / guessed_among if present else None),
-            clinical_report.with_interval(right / tested if tested else None, intervals.share(right, tested)),
-            "-" if found.clinical is None else clinical_report.macro_auc(found.clinical),
+            *others,
             "-" if found.own is None else _shares(found.own.own, found.own.examples),
         )
 

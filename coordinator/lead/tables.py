@@ -9,13 +9,23 @@ from typing import Any
 from rich.table import Table
 
 from coordinator.lead import accuracy, hospital_results
-from coordinator.lead.as_json import activity, personal_json, start_json
+from coordinator.lead.as_json import activity, start_json
 from fl_core.aggregation import options
 from fl_core.training import clinical_report
 from fl_core.types import secagg
 from fl_core.types.clinical import BASIC
 from fl_core.types.records import NO_BOUND, Judged, judgements
-from privacy.accounting.uncertainty import UNBOUNDED, Estimate
+from privacy.accounting.measures import (
+    BALANCED,
+    MACRO_AUC,
+    EvaluationResult,
+    Measure,
+    measured,
+    of_model,
+    personal_json,
+    plain,
+)
+from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import kind_word
 from service_core.console import counted, local_time, make_table, span
@@ -27,11 +37,6 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return ""
-
-
-def percent(share: float) -> str:
-    """Format a share; a dash when there is none yet (-1)."""
-    return accuracy.plain(share).text()
 
 
 def private_form(manifest: str) -> str:
@@ -70,8 +75,10 @@ def waiting_lines(info: pb.RunInfo) -> list[str]:
 def there_text(now: pb.Waiting) -> str:
     """Say how many updates an open round has and needs or, where its set is fixed, answers."""
     if now.sealed:
-        return f"its set is sealed, and {now.there} of {now.needed} answers that open it are there"
-    return f"{counted(now.there, 'update')} {'is' if now.there == 1 else 'are'} there, {now.needed} close it"
+        return f"all updates received; {now.there} of {now.needed} confirmations"
+    if now.there > now.needed:
+        return f"{counted(now.there, 'update')} received, {now.needed} needed"
+    return f"{now.there} of {counted(now.needed, 'update')} received"
 
 
 def awaited(silo: pb.AwaitedSilo) -> str:
@@ -81,17 +88,21 @@ def awaited(silo: pb.AwaitedSilo) -> str:
     return f"{where}, for at most {span(silo.left_s)} more{alone}"
 
 
-def judged_text(found: Mapping[str, int]) -> str:
-    """Say what became of the updates of some rounds. found: as `judgements` counts it."""
-    refusals, cuts = found["updates_refused"], found["updates_cut"]
-    text = f"{counted(refusals, 'update')} refused, {cuts} cut, {counted(found['cut_rows'], 'row')} of prototypes cut"
-    rounds = found["unbounded_rounds"]
-    return f"{text}; {counted(rounds, 'round')} without a bound on updates" if rounds else text
+def judged_text(counts: Mapping[str, int]) -> str:
+    """Say what became of the updates of some rounds, as `judgements` counts it; empty where nothing did."""
+    parts = [
+        (counts["updates_refused"], "update", " refused"),
+        (counts["updates_cut"], "update", " clipped"),
+        (counts["cut_rows"], "row", " of prototypes clipped"),
+        (counts["unbounded_rounds"], "round", " without a limit on updates"),
+    ]
+    return ", ".join(f"{counted(number, word)}{what}" for number, word, what in parts if number)
 
 
-def aggregator_text(aggregator: str, found: Mapping[str, int]) -> str:
-    """Say by which rule a run's updates become one, and what it did to them."""
-    return f"updates become one by aggregator={aggregator or 'unknown to this service'}: {judged_text(found)}"
+def aggregator_text(aggregator: str, counts: Mapping[str, int]) -> str:
+    """Say what the rule that combines a run's updates did to them; empty where it did nothing."""
+    said = judged_text(counts)
+    return said and f"aggregator={aggregator or 'unknown to this service'}: {said}"
 
 
 def judged_updates(info: pb.RoundInfo) -> list[tuple[str, str]]:
@@ -100,13 +111,25 @@ def judged_updates(info: pb.RoundInfo) -> list[tuple[str, str]]:
     return [*of_all, *sorted(info.missing.items()), *sorted(info.cut.items())]
 
 
-def personal_parts(scores: Mapping[str, float], withheld: Collection[str] = ()) -> list[str]:
-    shown = {name: v for name, v in personal_json(scores, withheld).items() if name != "withheld_scores"}
-    noisy = Estimate(withheld=UNBOUNDED)
-    texts = {name: percent(v) if isinstance(v, float) else "-" for name, v in shown.items()}
-    texts |= {name: percent(scores[name]) for name in shown if shown[name] is None and name in scores}
-    texts |= dict.fromkeys(sorted(withheld), noisy.text())
-    return [f"{name} {text}" for name, text in texts.items()]
+def measured_parts(result: EvaluationResult) -> list[str]:
+    """Say what an evaluation measured: each measure by its label."""
+    parts = []
+    for measure, value in measured(result):
+        text = measure.text(value) if measure.percent else measure.with_interval(result)
+        parts.append(f"{measure.label} {text}{_over(measure, result)}")
+    spread = personal_json(result.personal, result.withheld).get("fairness")
+    return [*parts, f"fairness {plain(spread).text()}"] if isinstance(spread, float) else parts
+
+
+def _over(measure: Measure, result: EvaluationResult) -> str:
+    """Say over how many classes a mean is, and over how many test images, where these are not all."""
+    if measure is BALANCED and result.noise is None and not result.several_labels:
+        present = sum(of > 0 for of in result.examples)
+        return f" over {present} of {len(result.examples)} classes" if present < len(result.examples) else ""
+    tested, found = sum(result.examples), result.clinical
+    if measure is MACRO_AUC and found is not None and found.examples < tested:
+        return f" on {found.examples} of {tested:.0f} test images"
+    return ""
 
 
 def software_text(found: Mapping[str, str]) -> str:
@@ -221,15 +244,6 @@ def place(event: pb.Event, rounds: int) -> str:
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
 
-def clinical_parts(info: pb.RoundInfo) -> list[str]:
-    """Say the AUC, which may cover fewer hospitals; empty where accuracies alone were measured."""
-    found, tested = accuracy.clinical_of(info), sum(info.examples)
-    if found is None:
-        return []
-    part = f" on {found.examples} of {tested:.0f} test images" if found.examples < tested else ""
-    return [f"AUC {clinical_report.macro_auc(found)}{part}"]
-
-
 def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = BASIC) -> list[Table | str]:
     """Say what a round's evaluation measured, by class and over all, or why it did not; empty in a run of accuracies.
 
@@ -249,7 +263,7 @@ def other_run(manifest: str) -> str:
 
 
 def hospital_facts(detail: pb.RunDetail) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Say how the model does at the hospitals that let it be shown: rows under `hospital_results.HEAD`, and sentences.
+    """Say how the model does at the hospitals that let it be shown: a table with its head, and sentences.
 
     The sentences say how these hospitals stand, and how the models do that were measured beside, where that was asked.
     """
@@ -271,32 +285,35 @@ def hospital_facts(detail: pb.RunDetail) -> tuple[list[tuple[str, ...]], list[st
 def hospital_tables(detail: pb.RunDetail) -> list[Table | str]:
     rows, said = hospital_facts(detail)
     title = "By hospital, of those that let it be shown"
-    return [*([make_table(title, hospital_results.HEAD, rows)] if rows else []), *said]
+    return [*([make_table(title, hospital_results.head(), rows)] if rows else []), *said]
 
 
 def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Table:
     """List rounds; measures: of a run that measures a model."""
-    rows = [
+    listed = list(rounds)
+    results = list(map(accuracy.result_of, listed)) if measures else []
+    columns = [(m, [m.estimate(result) for result in results]) for m in (of_model() if measures else ())]
+    columns = [(m, values) for m, values in columns if m.json or any(value != NOTHING for value in values)]
+    rows = (
         (
             round_text(r.round, r.kind),
             kind_word(r.kind),
-            accuracy.balanced(r).short(),
-            accuracy.of_round(r).text(),
+            *(measure.short(values[k]) for measure, values in columns),
             ", ".join(r.included),
-            "; ".join(f"{k}: {v}" for k, v in judged_updates(r)) or "-",
+            "; ".join(f"{name}: {why}" for name, why in judged_updates(r)) or "-",
             str(r.clipped),
         )
-        for r in rounds
-    ]
-    head = ("round", "kind", "balanced accuracy before it", "accuracy", "took part", "missing or cut", "clipped")
-    shown = [k for k in range(len(head)) if measures or k not in (2, 3)]
-    return make_table("Rounds", [head[k] for k in shown], ([row[k] for k in shown] for row in rows))
+        for k, r in enumerate(listed)
+    )
+    before = " before it"
+    head = ["round", "kind", *(f"{m.label}{before * (k == 0)}" for k, (m, _) in enumerate(columns))]
+    return make_table("Rounds", (*head, "took part", "missing or cut", "clipped"), rows)
 
 
 def changed_parts(rounds: Iterable[Judged]) -> list[str]:
     """Say what became of the updates of rounds, where any was refused or cut, or nothing bounded them."""
-    found = judgements(rounds)
-    return [f"({judged_text(found)})"] if any(found.values()) else []
+    said = judged_text(judgements(rounds))
+    return [f"({said})"] if said else []
 
 
 # ---- where a run began -----------------------------------------------------------------------------------------------

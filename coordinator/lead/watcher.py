@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.lead import accuracy
-from coordinator.lead.tables import awaited, changed_parts, clinical_parts, doing, personal_parts, place, size
+from coordinator.lead.tables import awaited, changed_parts, doing, measured_parts, place, size
 from fl_core.kinds import kind_of
+from privacy.accounting.measures import ACCURACY
+from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import OUT, counted, error_text, laid_out, local_time, make_table, printable, span
 
@@ -45,10 +47,7 @@ class Watcher:
         self._console = console
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
-        self._accuracies: dict[int, float | None] = {}
-        self._judged: dict[int, pb.RoundInfo] = {}
-        self._personal: list[str] = []
-        self._clinical: list[str] = []
+        self._closed: dict[int, pb.RoundInfo] = {}
         self._heard = time.monotonic()
         repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
         self._live = repainted if console.is_terminal else None
@@ -66,10 +65,7 @@ class Watcher:
         if event.HasField("info"):
             self._info, self._heard = event.info, time.monotonic()
         if event.HasField("closed"):
-            self._personal = personal_parts(event.closed.personal, event.closed.withheld)
-            self._accuracies[event.closed.round] = accuracy.of_round(event.closed).point
-            self._clinical = clinical_parts(event.closed)
-            self._judged[event.closed.round] = event.closed
+            self._closed[event.closed.round] = event.closed
         for silo in event.silos:
             self._silos[silo.name] = doing(silo)
         if event.silo and event.kind != "software":
@@ -98,21 +94,25 @@ class Watcher:
         info = self._info
         parts = [f"{local_time(event.at_unix)}  {event.kind:<9} {place(event, info.rounds)}".rstrip(), event.silo]
         if event.kind == "closed":
-            before = "" if event.round >= info.rounds else "before it: "
-            balanced = accuracy.balanced_text(info, accuracy.balanced(event.closed))
-            parts += self._measured(f"{before}balanced accuracy {balanced}")
-            parts += changed_parts([event.closed])
+            measured = self._measured(event.closed)
+            if measured and event.round < info.rounds:
+                measured[0] = f"before it: {measured[0]}"
+            parts += [*measured, *changed_parts([event.closed])]
             parts += [f"left {left}"] if (left := self._left()) else []
         return parts
 
-    def _measured(self, balanced: str) -> list[str]:
+    def _measured(self, closed: pb.RoundInfo) -> list[str]:
         """Say how good the model is, where the run measures one."""
-        if not kind_of(self._info.method, self._info.rounds).measures:
-            return []
-        return [balanced, *self._clinical, f"accuracy {accuracy.newest(self._info).text()}", *self._personal]
+        measures = kind_of(self._info.method, self._info.rounds).measures
+        return measured_parts(accuracy.result_of(closed)) if measures else []
+
+    def _reached(self) -> list[str]:
+        newest = accuracy.newest(self._info)
+        return [] if newest == NOTHING else [f"accuracy {newest.text()}"]
 
     def _display(self) -> Group:
-        values = [self._accuracies.get(number) for number in range(max(self._accuracies, default=-1) + 1)]
+        points = {k: ACCURACY.estimate(accuracy.result_of(r)).point for k, r in self._closed.items()}
+        values = [points.get(number) for number in range(max(points, default=-1) + 1)]
         width = min(_CHART_WIDTH, self._console.width - _CHART_MARGIN)
         lines = chart(values, width, ascii_only=self._console.options.ascii_only)
         caption = [f"        accuracy over {counted(len(values) - 1, 'round')} of training"] if lines else []
@@ -125,8 +125,8 @@ class Watcher:
             info.run_id,
             info.state,
             f"round {info.closed}/{info.rounds}",
-            *self._measured(f"balanced accuracy {accuracy.balanced_text(info)}"),
-            *changed_parts(self._judged.values()),
+            *(self._measured(self._closed[max(self._closed)]) if self._closed else self._reached()),
+            *changed_parts(self._closed.values()),
             f"up {size(info.bytes_up)}",
             f"down {size(info.bytes_down)}",
             *([f"left {left}"] if left else []),

@@ -60,10 +60,6 @@ def calibration(found: ClinicalMetrics) -> str:
     )
 
 
-def short(found: ClinicalMetrics) -> str:
-    return f"balanced {percent(found.balanced_accuracy)}  AUC {auc(found.macro_auc)}"
-
-
 def class_head(found: ClinicalMetrics) -> tuple[str, ...]:
     what, n = ("class", "test examples") if not found.labels else ("label", "found, of those asked")
     return (what, n, "sensitivity (95 %)", "specificity (95 %)", "AUC (95 %)")

@@ -142,11 +142,11 @@ def balanced(
     return next((e for e in found if e.withheld), _mean(found))
 
 
-Measure = Callable[[Sequence[float], Sequence[float], EvaluationNoise | None, float], Estimate]
+SumsMeasure = Callable[[Sequence[float], Sequence[float], EvaluationNoise | None, float], Estimate]
 """A measure of one round's sums, with an interval at a level: `accuracy`, `balanced`."""
 
 
-def best(rounds: Sequence[Sums], measure: Measure = accuracy) -> Estimate:
+def best(rounds: Sequence[Sums], measure: SumsMeasure = accuracy) -> Estimate:
     """Estimate the largest accuracy over rounds.
 
     The largest of noisy numbers is the luckiest one, so its interval comes from intervals that hold for all rounds at
@@ -164,7 +164,7 @@ def best(rounds: Sequence[Sums], measure: Measure = accuracy) -> Estimate:
 
 
 def mean_of_last(
-    rounds: Sequence[Sums], measure: Measure = accuracy, last: int = LAST, level: float = LEVEL
+    rounds: Sequence[Sums], measure: SumsMeasure = accuracy, last: int = LAST, level: float = LEVEL
 ) -> Estimate:
     """Estimate the mean of a measure over the last so many rounds, of all where there are fewer.
 

@@ -168,7 +168,7 @@ def _shown(
 def evaluations(title: str, tasks: Sequence[TaskRecord], *, measures: bool = True) -> Rows:
     """List what was measured here of the models of a run; what became of the answers alone where it measures none."""
     rows = [_evaluation_row(task) for task in tasks if task.evaluation is not None]
-    head = ("task", "own test images", "by class", "balanced accuracy, AUC", "update")
+    head = ("task", "own test images", "by class", "other measures", "update")
     if not measures:
         return Rows(title, (head[0], head[-1]), [(row[0], row[-1]) for row in rows], titled=True)
     return Rows(title, head, rows, titled=True)
@@ -197,6 +197,6 @@ def _evaluation_row(task: TaskRecord) -> tuple[str, ...]:
         name,
         evaluation_summary.overall(found),
         evaluation_summary.classes(found),
-        evaluation_summary.clinical(found),
+        evaluation_summary.others(found),
         fate,
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from fl_core.training import clinical_report
 from fl_core.types import intervals
-from fl_core.types.clinical import balanced_counts
-from privacy.accounting import uncertainty
+from privacy.accounting import measures, uncertainty
+from privacy.accounting.measures import ACCURACY, EvaluationResult
 from privacy.accounting.uncertainty import NOTHING, Estimate
 from silo.storage.tasks import Evaluation
 
@@ -50,15 +49,19 @@ def facts(found: Evaluation) -> dict[str, float | bool | None]:
 def class_facts(found: Evaluation) -> dict[str, object]:
     """Write the sums of each class, and what all say, for machines; noise_std: of the noise on the sums of a class."""
     sums = {"classes": list(found.classes), "correct": list(found.correct), "examples": list(found.examples)}
-    several_labels = found.clinical is not None and found.clinical.labels != ()
-    counts = balanced_counts(found.correct, found.examples, found.clinical, several_labels)
-    balanced = uncertainty.balanced(*counts, found.noise).facts("balanced_accuracy", "balanced_")
     clinical = found.clinical and intervals.facts(found.clinical)
-    return {**sums, "noise_std": _std(found, 1), **estimate(found).facts(), **balanced, "clinical": clinical}
+    return {**sums, "noise_std": _std(found, 1), **measures.as_json(_result(found)), "clinical": clinical}
 
 
-def clinical(found: Evaluation) -> str:
-    return "-" if found.clinical is None else clinical_report.short(found.clinical)
+def others(found: Evaluation) -> str:
+    """Write what was measured beside accuracy."""
+    values = [(measure, value) for measure, value in measures.measured(_result(found)) if measure is not ACCURACY]
+    return "  ".join(f"{measure.label} {measure.text(value)}" for measure, value in values) or "-"
+
+
+def _result(found: Evaluation) -> EvaluationResult:
+    several_labels = found.clinical is not None and found.clinical.labels != ()
+    return EvaluationResult(found.correct, found.examples, found.noise, found.clinical, several_labels)
 
 
 def _std(found: Evaluation, rows: int) -> float:

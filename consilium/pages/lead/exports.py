@@ -17,11 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from consilium.pages.web.site import Download
-from consilium.research.curves import curves_of_sums
-from coordinator.lead import tables
+from coordinator.lead import accuracy, tables
 from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import FederationError, StateError
+from privacy.accounting import measures
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import kind_word
 from service_core.console import printable
@@ -128,14 +128,14 @@ def rounds_csv(detail: pb.RunDetail) -> bytes:
     """Write a run's rounds, one row each: numbers that noise hides are empty, others have their interval."""
     classes = max((len(r.examples) for r in detail.rounds), default=0)
     head = ["round", "kind"]
-    head += [f"{name}{end}" for name in curves_of_sums([]) for end in ("", " low", " high")]
+    head += [f"{measure.name}{end}" for measure in measures.MEASURES for end in ("", " low", " high")]
     head += ["took part", "missing", "cut", "rows cut", "without a bound", "bytes up", "seconds"]
     head += [f"class {k} {word}" for k in range(classes) for word in ("right", "of")]
     rows = []
     for r in detail.rounds:
         row: list[object] = [tables.round_text(r.round, r.kind), kind_word(r.kind)]
-        for curve in curves_of_sums([r]).values():
-            row += [curve.values[0].point, curve.values[0].low, curve.values[0].high]
+        for value in (measure.estimate(accuracy.result_of(r)) for measure in measures.MEASURES):
+            row += [value.point, value.low, value.high]
         row += [", ".join(r.included), *("; ".join(map(": ".join, sorted(m.items()))) for m in (r.missing, r.cut))]
         row += [r.cut_rows, r.unbounded]
         row += [sum(a.bytes for a in r.arrivals), r.closed_unix - r.opened_unix if r.closed_unix else None]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from consilium.pages.lead.overview import State, away, run_state
-from consilium.pages.lead.run_record import MAX_ROUNDS, TITLES, RunRecord
+from consilium.pages.lead.run_record import MAX_ROUNDS, RunRecord
 from consilium.pages.lead.service_watch import FollowedRun
-from consilium.research.curves import Curve, text
+from consilium.research.curves import Curve
 from coordinator.lead import accuracy, tables
 from fl_core.converter import ConversionError, parse_json
 from fl_core.kinds import kind_of
@@ -53,7 +53,7 @@ class RunFacts:
     below: str
     privacy: tuple[str, ...]
     open: OpenRound | None
-    scores: tuple[tuple[str, str, str, str], ...]
+    scores: tuple[tuple[str, tuple[str, ...]], ...]
     aggregator: str
     classes: tuple[str, ...]
     rounds_left_out: int
@@ -78,11 +78,10 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
         privacy=_privacy(record.detail.manifest_json),
         open=open_round(info, members, followed.events, now),
         scores=tuple(
-            (title, text(n, curves[n].scores.final), text(n, curves[n].scores.best), text(n, curves[n].scores.last))
-            for n, title in TITLES.items()
-            if n in curves
+            (c.measure.label, tuple(map(c.measure.text, (c.scores.final, c.scores.best, c.scores.last))))
+            for c in curves.values()
         ),
-        aggregator=_sentence(tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds))),
+        aggregator=tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds)),
         classes=tuple(map(_sentence, accuracy.coverage(info).sentences())),
         rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
         hospitals=tuple(hospitals[:_MAX_HOSPITALS]),

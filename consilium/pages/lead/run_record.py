@@ -9,20 +9,14 @@ from functools import cached_property
 
 from consilium.pages.web.chart import MAX_SERIES, Chart, Series
 from consilium.research.comparison import ComparedRun
-from consilium.research.curves import Curve, by_class, curves_of_sums
+from consilium.research.curves import Curve, by_class
 from coordinator.lead import accuracy, tables
 from fl_core.training import clinical_report
+from privacy.accounting import measures
+from privacy.accounting.measures import Measure
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import span
 
-TITLES = {
-    "balanced_accuracy": "balanced accuracy",
-    "accuracy": "accuracy",
-    "macro_auc": "macro AUC",
-    "pa": "personal",
-    "pm_l": "personal, all",
-    "pm_v": "personal, even",
-}
 MAX_ROUNDS = 60
 _MAX_NAMES = 100
 _MAX_PACES = _MAX_CLASSES = 4 * MAX_SERIES
@@ -31,11 +25,13 @@ _MAX_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A closed round. judged: (hospital, why) of updates that are missing or were cut."""
+    """A closed round. measured: a text for each of `RunRecord.columns`.
+
+    judged: (hospital, why) of updates that are missing or were cut.
+    """
 
     number: str
-    accuracy: str
-    balanced: str
+    measured: tuple[str, ...]
     there: str
     judged: tuple[tuple[str, str], ...]
     bytes_up: int
@@ -44,7 +40,7 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class Clinical:
-    """What medicine asks of the newest model.
+    """Clinical metrics of the newest model.
 
     by_class: (row under `head`, whether it rests on few images)   confusion: rows under `confusion_head`.
     """
@@ -67,9 +63,12 @@ class RunRecord:
         return ComparedRun.of(self.detail)
 
     @cached_property
-    def chart(self) -> Chart | None:
-        found = {TITLES[name]: curve for name, curve in self.compared.curves.items()}
-        return chart_of("Measured on all test images", found, [*TITLES.values()])
+    def charts(self) -> tuple[Chart, ...]:
+        """Draw the measures: each is in the same chart, in the same colour, whatever was measured."""
+        curves = {curve.measure.label: curve for curve in self.compared.curves.values()}
+        labels = [measure.label for measure in measures.MEASURES]
+        charts = [chart_of("Measured on all test images", curves, group) for group in _sixes(labels)]
+        return tuple(chart for chart in charts if chart is not None)
 
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:
@@ -96,7 +95,13 @@ class RunRecord:
     @cached_property
     def rounds(self) -> tuple[RoundRow, ...]:
         """The newest rounds, the last one first."""
-        return tuple(_round(r) for r in reversed(self.detail.rounds[-MAX_ROUNDS:]))
+        return tuple(_round(r, self.columns) for r in reversed(self.detail.rounds[-MAX_ROUNDS:]))
+
+    @property
+    def columns(self) -> list[Measure]:
+        """List the measures of the global model that any round has."""
+        curves = self.compared.curves
+        return [m for m in measures.of_model() if m.name in curves or m.json]
 
     @property
     def not_measured(self) -> str:
@@ -155,13 +160,11 @@ def _at(x: Sequence[int], values: Mapping[int, float | None]) -> list[float | No
     return [values.get(each) for each in x]
 
 
-def _round(info: pb.RoundInfo) -> RoundRow:
-    took = info.closed_unix - info.opened_unix
-    measured = {name: curve.values[0] for name, curve in curves_of_sums([info]).items()}
+def _round(info: pb.RoundInfo, columns: Sequence[Measure]) -> RoundRow:
+    took, result = info.closed_unix - info.opened_unix, accuracy.result_of(info)
     return RoundRow(
         number=tables.round_text(info.round, info.kind),
-        accuracy=measured["accuracy"].text(),
-        balanced=measured["balanced_accuracy"].text(),
+        measured=tuple(measure.text(measure.estimate(result)) for measure in columns),
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
         judged=tuple(tables.judged_updates(info)[:_MAX_NAMES]),
         bytes_up=sum(a.bytes for a in info.arrivals),

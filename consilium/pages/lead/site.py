@@ -14,16 +14,16 @@ from pathlib import Path
 from consilium.pages.lead import exports, overview
 from consilium.pages.lead.overview import OwnCertificates
 from consilium.pages.lead.run_facts import run_facts
-from consilium.pages.lead.run_record import TITLES, chart_of
+from consilium.pages.lead.run_record import chart_of
 from consilium.pages.lead.service_watch import FollowedRun, ServiceWatch, Snapshot
 from consilium.pages.web.chart import Chart
 from consilium.pages.web.site import Action, ChangedError, Download, MissingError, Parameters, Site, View
 from consilium.research.comparison import ComparedRun, Comparison, compare, score_rows
-from coordinator.lead import accuracy, tables
+from coordinator.lead import accuracy, hospital_results, tables
 from coordinator.lead.client import LeadClient
-from coordinator.lead.hospital_results import HEAD
 from fl_core.errors import ConfigError
 from fl_core.kinds import kind_of
+from privacy.accounting import measures
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
@@ -120,7 +120,7 @@ class LeadPage:
         return {**about, "headline": compared.headline, "comparison": compared}
 
     def _about(self, found: Snapshot) -> Mapping[str, object]:
-        words = {"accuracy": accuracy, "hospital_head": HEAD, "overview": overview, "tables": tables}
+        words = {"accuracy": accuracy, "hospital_head": hospital_results.head(), "overview": overview, "tables": tables}
         return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
 
     def _followed(self, run_id: str) -> tuple[Snapshot, pb.RunInfo, FollowedRun]:
@@ -229,11 +229,12 @@ class ComparisonFacts:
 
 
 def comparison_facts(found: Comparison) -> ComparisonFacts:
+    labels = {measure.name: measure.label for measure in measures.MEASURES}
     return ComparisonFacts(
         headline=found.standing.headline(dict(zip((run.id for run in found.runs), LETTERS, strict=False))),
         columns=tuple(zip(LETTERS, found.runs, strict=False)),
         differences=found.differences,
-        scores=tuple((TITLES.get(measure, measure), texts) for measure, texts in score_rows(found)),
+        scores=tuple((labels.get(name, name), texts) for name, texts in score_rows(found)),
         charts=tuple(_charts(found)),
         classes=tuple(
             (name, tuple(run.by_class.get(name, NOTHING).text() for run in found.runs)) for name in found.classes
@@ -247,7 +248,7 @@ def _charts(found: Comparison) -> list[Chart]:
     for measure in found.measures[:3]:
         of_runs = zip(LETTERS, found.runs, strict=False)
         curves = {letter: run.curves[measure] for letter, run in of_runs if measure in run.curves}
-        name = TITLES[measure]
+        name = measures.named(measure).label
         if (drawn := chart_of(f"{name[:1].upper()}{name[1:]}", curves, LETTERS)) is not None:
             charts.append(drawn)
     return charts

@@ -16,6 +16,7 @@ from consilium.research.curves import curves
 from consilium.research.demo.budgets import COLLECTION, EPSILON, Spending
 from coordinator.lead import accuracy, tables
 from fl_core.types.records import judgements
+from privacy.accounting.measures import ACCURACY, plain
 from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import Reply, make_table, open_file, show_reply, span
@@ -138,7 +139,7 @@ def _classes(detail: pb.RunDetail) -> Sequence[str]:
 
 
 def _series(detail: pb.RunDetail) -> list[Estimate]:
-    return [accuracy.of_round(r) for r in detail.rounds]
+    return [ACCURACY.estimate(accuracy.result_of(r)) for r in detail.rounds]
 
 
 def _first_round(detail: pb.RunDetail) -> int | None:
@@ -158,7 +159,7 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
             tables.size(d.info.bytes_up),
             tables.size(d.info.bytes_down),
             span(d.info.ended_unix - d.info.created_unix),
-            f"{d.aggregator}: {tables.judged_text(judgements(d.rounds))}",
+            tables.judged_text(judgements(d.rounds)) or "-",
         )
         for m, d in details.items()
     ]
@@ -172,7 +173,7 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
         "bytes up",
         "bytes down",
         "time",
-        "updates",
+        "updates refused or clipped",
     )
     model = " or ".join(sorted({_model_name(d) for d in details.values()}))
     title = f"One model ({model}) for six hospitals; no image moved, no digit is at two hospitals"
@@ -180,7 +181,7 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
 
 
 def _by_class(details: Mapping[str, pb.RunDetail]) -> ResultTable:
-    last = {m: accuracy.by_class(d.rounds[-1]) for m, d in details.items()}
+    last = {m: accuracy.result_of(d.rounds[-1]).by_class() for m, d in details.items()}
     rows = [
         (name, *(estimates[c].text() for estimates in last.values()))
         for c, name in enumerate(_classes(details[REPAIRED]))
@@ -198,7 +199,7 @@ def _by_hospital(
             s.name,
             f"silo://demo/{s.name}",
             s.fingerprint[:23],
-            *(tables.percent(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)) for m in details),
+            *(plain(-1 if scores[m][s.name] is None else float(scores[m][s.name] or 0)).text() for m in details),
         )
         for s in silos
     ]

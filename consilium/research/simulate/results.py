@@ -30,7 +30,8 @@ from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.interfaces import Method
 from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, judgements
 from fl_core.types.values import State
-from privacy.accounting import uncertainty
+from privacy.accounting import measures, uncertainty
+from privacy.accounting.measures import EvaluationResult
 from privacy.accounting.uncertainty import LAST, Estimate, RunNoise, Sums
 from service_core.console import printable
 from service_core.storage import private_files
@@ -113,13 +114,13 @@ class Result:
     @property
     def sums(self) -> list[Sums]:
         """Return correct answers and examples per class after 0, 1, ..., T rounds, with their noise."""
-        if self.measured:  # counted apart from the run, without noise
-            return [(r.correct, r.examples, None) for r in self.measured]
-        return [(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
+        return [self.evaluation(k).sums for k in range(len(self.records))]
 
-    def balanced(self, k: int) -> Estimate:
-        """Estimate the balanced accuracy after k rounds."""
-        return uncertainty.balanced(*(self.measured or self.records)[k].balanced_counts, self.sums[k][2])
+    def evaluation(self, k: int) -> EvaluationResult:
+        """Return what was measured after k rounds."""
+        record = (self.measured or self.records)[k]
+        noise = replace(self.noise, evaluation=None) if self.measured else self.noise  # counted apart, without noise
+        return EvaluationResult.of(record, noise)
 
     def summary(self) -> dict[str, object]:
         """Return what `coordinator simulate --json` prints; a noisy number has its interval beside it, or is null."""
@@ -133,11 +134,10 @@ class Result:
             "aggregator": self.aggregator,
             **judgements(self.records),
             "test_set": "official" if self.official else "silos",
-            **estimates[-1].facts("global_accuracy"),
             **self.best.facts("best_global_accuracy", "best_"),
             "mean_last_global_accuracy": mean_of_last(_exact(estimates[self.first :])),
             "last_rounds": LAST,
-            **self.balanced(-1).facts("balanced_accuracy", "balanced_"),
+            **{("global_" * (n == "accuracy")) + n: v for n, v in measures.as_json(self.evaluation(-1)).items()},
             "classes": self.coverage.as_json(),
             "clinical": self.clinical and intervals.facts(self.clinical),
             "class_accuracy": {name: e.point for name, e in self.by_class().items()},
@@ -259,13 +259,14 @@ def history(result: Result) -> list[Measured]:
 
 
 def _of_round(result: Result, k: int) -> Iterator[Measured]:
-    record, sums = result.records[k], result.sums[k]
-    yield _estimated(k, "accuracy", "", uncertainty.accuracy(*sums))
-    yield _estimated(k, "balanced_accuracy", "", result.balanced(k))
-    for name, found in zip(result.manifest.schema.classes, uncertainty.by_class(*sums), strict=False):
+    record, evaluation = result.records[k], result.evaluation(k)
+    for measure in measures.of_model():
+        if measure.json or evaluation.clinical is not None:
+            yield _estimated(k, measure.name, "", measure.estimate(evaluation))
+    for name, found in zip(result.manifest.schema.classes, evaluation.by_class(), strict=False):
         yield _estimated(k, "class_accuracy", name, found)
-    if (clinical := (result.measured or result.records)[k].clinical) is not None:
-        yield from _of_evaluation(k, clinical, result.manifest.schema.classes)
+    if evaluation.clinical is not None:
+        yield from _of_classes(k, evaluation.clinical, result.manifest.schema.classes)
     if result.measured:
         noise = result.noise.of(record.included)
         yield _estimated(k, "cohort_accuracy", "", uncertainty.accuracy(record.correct, record.examples, noise))
@@ -275,9 +276,8 @@ def _of_round(result: Result, k: int) -> Iterator[Measured]:
         yield Measured(done, name, "", value, value, value)
 
 
-def _of_evaluation(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[Measured]:
-    macro, error = found.macro_auc, found.calibration_error
-    yield Measured(done, "macro_auc", "", macro and macro.middle, macro and macro.low, macro and macro.high)
+def _of_classes(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[Measured]:
+    error = found.calibration_error
     yield Measured(done, "calibration_error", "", error, error, error)
     for name, value, area in zip(classes, found.specificity, found.auc, strict=True):
         yield Measured(done, "specificity", name, value, value, value)

@@ -11,7 +11,7 @@ from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
 from privacy import profiles
-from privacy.accounting import uncertainty
+from privacy.accounting.measures import EvaluationResult
 from service_core.console import ERR
 
 
@@ -30,15 +30,13 @@ class RoundPrinter(Observer):
         """Print the accuracy of the model that the round began with, where the run has one."""
         if not self._measures:
             return
-        hidden = self._noise.scores
-        scores = tables.personal_parts(uncertainty.shown_scores(record.personal, hidden), hidden & set(record.personal))
-        found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
         trained = record.kind.trains
         if self._first and trained and record.round:
             ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
-        ERR.print("  ".join([when, f"accuracy {found.text()}", *scores, *tables.changed_parts([record])]))
+        parts = tables.measured_parts(EvaluationResult.of(record, self._noise))
+        ERR.print("  ".join([when, *parts, *tables.changed_parts([record])]))
 
 
 def is_watched() -> bool:

@@ -42,6 +42,7 @@ from fl_core.types.records import RoundRecord, Schema
 from fl_core.types.targets import class_counts, trained_classes
 from fl_core.types.values import RoundContext, State
 from privacy import profiles
+from privacy.accounting.measures import EvaluationResult
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.class_sums import PrivacyUnits
@@ -363,11 +364,5 @@ class _Tracked(Observer):
 
     def closed(self, record: RoundRecord, server: State) -> None:
         self._first.closed(record, server)
-        noise = self._noise.of(record.included)
-        sums = {
-            "accuracy": (record.correct, record.examples, noise),
-            "balanced_accuracy": (*record.balanced_counts, noise),
-        }
-        hidden = self._noise.scores & set(record.personal)
-        values, tags = trackers.values_from(len(record.included), sums, record.clinical, record.personal, hidden)
+        values, tags = trackers.values_from(len(record.included), EvaluationResult.of(record, self._noise))
         self._tracking.log(record.round, values, tags)

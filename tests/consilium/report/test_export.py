@@ -161,8 +161,8 @@ def test_a_fetch_ends_at_its_limit(tmp_path: Path) -> None:
             server.stop(0).wait(10)
 
 
-def card(found: ClinicalMetrics | None, **other: object) -> str:
-    run = replace(manifest(metrics="clinical" if found else "basic"), **other)
+def card(found: ClinicalMetrics | None, metrics: str = "") -> str:
+    run = manifest(metrics=metrics or ("clinical" if found else "basic"))
     last = pb.RoundInfo(kind=pb.EVALUATE, correct=[1, 1, 0, 0], examples=[2, 2, 0, 3])
     if found is not None:
         last.clinical.CopyFrom(clinical_message(found))

@@ -14,6 +14,7 @@ from consilium.research.comparison import BEHIND, COMPARED, MAX_RUNS, ComparedRu
 from consilium.research.comparison import compare as compare_runs
 from coordinator.lead import accuracy
 from fl_core.errors import ConfigError, ProtocolError
+from privacy.accounting.measures import BALANCED
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import SPEC, detail, measured
 
@@ -37,7 +38,7 @@ def test_the_keys_that_differ_are_named_as_on_the_command_line_and_no_others() -
 
 def test_scores_stand_side_by_side_with_what_makes_them_incomparable() -> None:
     found = compare([A, B])
-    assert found.measures == ["accuracy", "balanced_accuracy"]
+    assert found.measures == ["balanced_accuracy", "accuracy"]
     assert found.classes == ["a", "b", "c", "d"]
     assert [run.curves["accuracy"].scores.final.point for run in found.runs] == pytest.approx([0.3, 0.5])
     assert not any("different" in note for note in found.notes)
@@ -110,7 +111,8 @@ def test_headline_and_table_say_the_number_of_the_last_model_which_show_says_too
     found = compare([low_at_the_end, high_at_the_end])
     finals = [run.curves[COMPARED].scores.final.point for run in found.runs]
     assert finals == pytest.approx([0.5, 0.6])
-    assert [accuracy.balanced(each.rounds[-1]).point for each in (low_at_the_end, high_at_the_end)] == finals
+    last = [accuracy.result_of(each.rounds[-1]) for each in (low_at_the_end, high_at_the_end)]
+    assert [BALANCED.estimate(result).point for result in last] == finals
     assert found.standing.headline(NAMES_OF).startswith("B ends ahead of A in balanced accuracy: +10.0 points (95 %: ")
     rows = dict(score_rows(found))
     assert rows[COMPARED] == ("50.00 %", "60.00 %")

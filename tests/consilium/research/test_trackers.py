@@ -15,6 +15,7 @@ import pytest
 from consilium.research import trackers
 from coordinator.lead import accuracy
 from fl_core.errors import ConfigError, UnavailableError
+from privacy.accounting.measures import ACCURACY
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
 
@@ -45,12 +46,12 @@ def test_event_files_have_each_round_at_its_number(tmp_path: Path) -> None:
 def test_noisy_numbers_come_with_their_interval_and_hidden_ones_not_at_all() -> None:
     info = pb.RoundInfo(correct=[900.0, 500.0], examples=[1000.0, 1000.0], noise=pb.Noise(std=2.0, draws=1))
     values, _ = trackers.values_of(info)
-    shown = accuracy.of_round(info)
+    shown = ACCURACY.estimate(accuracy.result_of(info))
     assert (values["accuracy"], values["accuracy/low"], values["accuracy/high"]) == (shown.point, shown.low, shown.high)
     assert values["accuracy/low"] < values["accuracy"] < values["accuracy/high"]
     hidden = pb.RoundInfo(correct=[9.0, 5.0], examples=[10.0, 10.0], noise=pb.Noise(std=float("inf"), draws=1))
     values, tags = trackers.values_of(hidden)
-    assert accuracy.of_round(hidden).withheld
+    assert ACCURACY.estimate(accuracy.result_of(hidden)).withheld
     assert set(values) == {"updates"}
     assert set(tags) == {"withheld.accuracy", "withheld.balanced_accuracy"}
     scores = pb.RoundInfo(correct=[1.0], examples=[2.0], personal={"pa": 0.5, "pa_std": 0.1}, withheld=["pa"])

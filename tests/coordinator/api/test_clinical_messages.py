@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,7 @@ from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Part
+from privacy.accounting.measures import ACCURACY, BALANCED
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -59,7 +61,7 @@ def of_labels() -> ClinicalMetrics:
 def test_a_lead_reads_what_was_measured_of_labels_and_its_balanced_accuracy_is_theirs() -> None:
     found, info = of_labels(), sent(of_labels(), several_labels=True)
     assert accuracy.clinical_of(info) == found
-    assert accuracy.balanced(info).point == found.balanced_accuracy
+    assert BALANCED.estimate(accuracy.result_of(info)).point == found.balanced_accuracy
     shown = json.loads(json.dumps(round_json(info), allow_nan=False))
     assert shown["balanced_accuracy"] == shown["clinical"]["balanced_accuracy"] == found.balanced_accuracy
     assert shown["clinical"]["confusion"] is None
@@ -75,12 +77,13 @@ def test_a_lead_reads_what_was_measured_of_labels_and_its_balanced_accuracy_is_t
 def test_right_answers_about_labels_alone_are_no_balanced_accuracy() -> None:
     """Most are right where nothing is: without clinical metrics an accuracy stands alone."""
     info = sent(several_labels=True)
-    assert accuracy.balanced(info) == NOTHING
-    assert accuracy.of_round(info).point == 0.5
+    assert BALANCED.estimate(accuracy.result_of(info)) == NOTHING
+    assert ACCURACY.estimate(accuracy.result_of(info)).point == 0.5
     run = pb.RunInfo()
-    accuracy.set_balanced(run, accuracy.balanced_sums(info), several_labels=True)
+    accuracy.set_balanced(run, accuracy.result_of(info).balanced_sums, several_labels=True)
     assert (accuracy.newest_balanced(run), accuracy.chance(run)) == (NOTHING, None)
-    accuracy.set_balanced(run, accuracy.balanced_sums(sent(of_labels(), several_labels=True)), several_labels=True)
+    tables = sent(of_labels(), several_labels=True)
+    accuracy.set_balanced(run, accuracy.result_of(tables).balanced_sums, several_labels=True)
     assert accuracy.chance(run) == 0.5
 
 
@@ -139,9 +142,9 @@ def test_watch_shows_the_newest_metrics() -> None:
         info.correct[1], info.examples[1] = 4, 5  # of which one hospital sends accuracies alone
         watcher.show(pb.Event(kind="closed", closed=info, info=pb.RunInfo(run_id="r", accuracy=0.5)))
     first, second = captured.get().splitlines()
-    assert "balanced accuracy 50.00 %  AUC 0." in first
+    assert re.search(r"balanced accuracy 50.00 % over 2 of 3 classes  accuracy 50.00 %  macro AUC 0\.", first)
     assert "test images" not in first
-    assert "balanced accuracy 65.00 %  AUC 0." in second
+    assert "balanced accuracy 65.00 % over 2 of 3 classes  accuracy " in second
     assert "on 4 of 7 test images" in second
 
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from coordinator.cli.runs import detail_lines
 from coordinator.lead import tables
 from coordinator.lead.as_json import round_json, run_json, software_json
-from coordinator.lead.tables import percent
 from coordinator.lead.watcher import Watcher, chart
 from fl_core.types.records import NO_BOUND
+from privacy.accounting.measures import plain
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
 from service_core.console import Facts, Rows, make_table
@@ -34,7 +34,7 @@ from tests.support.made_up_service import MASKED, every_kind
     ],
 )
 def test_what_can_be_no_accuracy_is_not_shown_as_one(share: float, shown: str) -> None:
-    assert percent(share) == shown
+    assert plain(share).text() == shown
 
 
 AS_IT_IS = "29:AB:FB:0A /data/[b]/x [/dim] :smile:"
@@ -82,7 +82,7 @@ JUDGED = pb.RoundInfo(
     cut_rows=2,
     unbounded=True,
 )
-COUNTS = "1 update refused, 2 cut, 2 rows of prototypes cut; 1 round without a bound on updates"
+COUNTS = "1 update refused, 2 updates clipped, 2 rows of prototypes clipped, 1 round without a limit on updates"
 
 
 def test_a_closed_round_says_which_updates_were_refused_and_cut_and_that_nothing_bounded_them() -> None:
@@ -102,9 +102,9 @@ def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_
             for k, closed in enumerate((other, JUDGED)):
                 watcher.show(pb.Event(kind="closed", round=k, closed=closed, info=info))
         shown = written.getvalue()
-        total = COUNTS.replace("2 cut", "3 cut") if terminal else COUNTS
+        total = COUNTS.replace("2 updates", "3 updates") if terminal else COUNTS
         assert f"({total})" in shown
-        assert terminal or "(0 updates refused, 1 cut, 0 rows of prototypes cut)" in shown
+        assert terminal or "(1 update clipped)" in shown
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -122,13 +122,14 @@ def test_watch_and_show_do_not_narrate_a_survey_as_a_training(terminal: bool) ->
             console.print(part)
     shown = written.getvalue()
     assert "coordinator survey --of s1" in shown
-    assert not [word for word in ("accuracy", "before it", "updates become one") if word in shown]
+    assert not [word for word in ("accuracy", "before it", "aggregator") if word in shown]
 
 
-def test_a_run_says_its_rule_with_its_counts_also_where_they_are_0() -> None:
+def test_a_run_says_what_its_rule_did_to_updates_and_nothing_where_it_did_nothing() -> None:
     none = dict.fromkeys(("updates_refused", "updates_cut", "cut_rows", "unbounded_rounds"), 0)
-    said = tables.aggregator_text("mean", none)
-    assert said == "updates become one by aggregator=mean: 0 updates refused, 0 cut, 0 rows of prototypes cut"
+    assert tables.aggregator_text("mean", none) == ""
+    said = tables.aggregator_text("norm_clipped", none | {"updates_refused": 1, "cut_rows": 2})
+    assert said == "aggregator=norm_clipped: 1 update refused, 2 rows of prototypes clipped"
 
 
 SOUTH = pb.AwaitedSilo(name="south", left_s=725, offline_s=2400, classes=["keratosis"])
@@ -140,7 +141,7 @@ WAITING = pb.RunInfo(
 def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on_it() -> None:
     line = "south (offline 40 min, for at most 12 min more; nobody else holds keratosis)"
     assert tables.waiting_lines(WAITING) == [
-        "round 7: 5 updates are there, 4 close it; waits for",
+        "round 7: 5 updates received, 4 needed; waits for",
         f"  {line}",
     ]
     assert run_json(WAITING)["waiting"] == {
@@ -154,7 +155,7 @@ def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on
     sealed.CopyFrom(WAITING)
     sealed.waiting.sealed, sealed.waiting.there = True, 2
     assert tables.waiting_lines(sealed) == [
-        "round 7: its set is sealed, and 2 of 4 answers that open it are there; waits for",
+        "round 7: all updates received; 2 of 4 confirmations; waits for",
         f"  {line}",
     ]
     out = io.StringIO()
@@ -212,7 +213,7 @@ def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_ab
         watcher.show(pb.Event(kind="silo", info=info, silos=[pb.SiloInfo(name="north", state="online")]))
     lines = out.getvalue().splitlines()
     assert any("warning" in line and "fewer than 3 silos" in line for line in lines)
-    assert any("run-1  running  round 1/3  balanced accuracy -  accuracy 50.00 %" in line for line in lines)
+    assert any("run-1  running  round 1/3  accuracy 50.00 %" in line for line in lines)
 
 
 def test_a_sealed_set_is_said_to_be_of_its_round() -> None:
@@ -225,11 +226,12 @@ def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_befo
     out = io.StringIO()
     info = pb.RunInfo(rounds=3, closed=1, accuracy=0.5, best_accuracy=0.5)
     with Watcher(Console(file=out, width=200)) as watcher:
-        watcher.show(pb.Event(kind="closed", round=0, info=info))
-        watcher.show(pb.Event(kind="closed", round=3, info=info))
+        for number in (0, 3):
+            closed = pb.RoundInfo(round=number, correct=[1, 1], examples=[2, 2])
+            watcher.show(pb.Event(kind="closed", round=number, info=info, closed=closed))
     trained, evaluated = out.getvalue().splitlines()
-    assert "round 1/3  before it: balanced accuracy -  accuracy 50.00 %" in trained
-    assert "evaluation  balanced accuracy -  accuracy 50.00 %" in evaluated
+    assert "round 1/3  before it: balanced accuracy 50.00 %  accuracy 50.00 %" in trained
+    assert "evaluation  balanced accuracy 50.00 %  accuracy 50.00 %" in evaluated
 
 
 def test_hospitals_are_shown_with_what_they_declare_and_do_in_words() -> None:

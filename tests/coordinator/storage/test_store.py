@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from coordinator.api.messages import round_info
+from coordinator.lead.accuracy import result_of
 from coordinator.lead.as_json import round_json
-from coordinator.lead.tables import personal_parts
+from coordinator.lead.tables import measured_parts
 from coordinator.storage.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
 from coordinator.storage.store import Store
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
@@ -220,7 +221,7 @@ def test_scores_of_personal_models_are_shown_with_their_round(store: Store) -> N
     assert found is not None
     assert round_info(found).personal == {"pa": 0.5, "pa_std": 0.1}
     assert round_json(round_info(found))["fairness"] == 0.1
-    assert personal_parts(found.record.personal) == ["pa 50.00 %", "fairness 10.00 %"]
+    assert measured_parts(result_of(round_info(found)))[-2:] == ["personal 50.00 %", "fairness 10.00 %"]
 
 
 def test_the_closing_evaluation_finishes_the_run(store: Store) -> None:

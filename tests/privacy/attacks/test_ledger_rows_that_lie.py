@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.control import data_offer
+from coordinator.lead.accuracy import result_of
 from coordinator.lead.as_json import round_json
-from coordinator.lead.tables import doing, personal_parts
+from coordinator.lead.tables import doing, measured_parts
 from fl_core.errors import ProtocolError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
@@ -91,7 +92,7 @@ def test_a_personal_score_that_is_no_share_is_shown_nowhere(value: float) -> Non
     facts = dict(round_json(found))
     json.dumps(facts, allow_nan=False)
     assert (facts["pa"], facts["pm_l"], facts["fairness"], facts["withheld_scores"]) == (None, 0.5, None, ["pa"])
-    assert f"{100 * value:.0f}" not in " ".join(personal_parts(found.personal))
+    assert f"{100 * value:.0f}" not in " ".join(measured_parts(result_of(found)))
 
 
 def test_a_silo_is_never_further_than_done() -> None:

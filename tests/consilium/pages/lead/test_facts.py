@@ -128,8 +128,8 @@ def test_the_page_says_the_rule_and_counts_what_it_did_to_updates() -> None:
     made.aggregator = "norm_clipped"
     facts = run_facts(made.info, FollowedRun(RunRecord(made)), 200.0)
     assert facts.aggregator == (
-        "Updates become one by aggregator=norm_clipped: 1 update refused, 1 cut, 3 rows of prototypes cut; "
-        "1 round without a bound on updates."
+        "aggregator=norm_clipped: 1 update refused, 1 update clipped, 3 rows of prototypes clipped, "
+        "1 round without a limit on updates"
     )
     assert [row.judged for row in reversed(facts.record.rounds)][:2] == [
         (("all", NO_BOUND),),
@@ -149,9 +149,9 @@ def test_waiting_and_cuts_are_not_what_went_wrong() -> None:
 def test_curves_of_the_page_are_those_of_the_record() -> None:
     made = detail("run-1", measured([0.1, 0.25, 0.5]))
     facts = run_facts(made.info, FollowedRun(RunRecord(made)), 1.0)
-    assert facts.record.chart is not None
-    assert facts.record.chart.series[1].values == pytest.approx([10.0, 25.0, 50.0])
-    assert [series.name for series in facts.record.chart.series] == ["balanced accuracy", "accuracy"]
+    assert facts.record.charts
+    assert facts.record.charts[0].series[1].values == pytest.approx([10.0, 25.0, 50.0])
+    assert [series.name for series in facts.record.charts[0].series] == ["balanced accuracy", "accuracy"]
     assert [name for name, *_ in facts.scores] == ["balanced accuracy", "accuracy"]
     assert [chart.series[0].name for chart in facts.record.class_charts] == ["a"]
 
@@ -171,7 +171,7 @@ def test_a_measure_has_its_colour_and_a_run_its_own_whatever_others_have() -> No
     plain, other = every_kind().show(FEDAVG), RunRecord(every_kind().show(FEDMR))
     for r in plain.rounds:
         r.ClearField("clinical")
-    colours = [{s.name: s.colour for s in each.chart.series} for each in (RunRecord(plain), other) if each.chart]
+    colours = [{s.name: s.colour for s in each.charts[0].series} for each in (RunRecord(plain), other)]
     assert colours == [{"balanced accuracy": 1, "accuracy": 2}, {"balanced accuracy": 1, "accuracy": 2, "macro AUC": 3}]
     charts = comparison_facts(compare([RunRecord(plain).compared, other.compared])).charts
     assert [{s.name: s.colour for s in chart.series} for chart in charts] == [
@@ -183,7 +183,7 @@ def test_a_measure_has_its_colour_and_a_run_its_own_whatever_others_have() -> No
 
 def test_where_noise_hides_all_points_there_is_no_chart_and_the_table_says_why() -> None:
     record = RunRecord(every_kind().show(PRIVATE))
-    assert (record.chart, record.class_charts) == (None, ())
+    assert (record.charts, record.class_charts) == ((), ())
     assert {value.withheld for value in record.compared.by_class.values()} == {"noise larger than signal"}
 
 

@@ -98,7 +98,7 @@ def test_rounds_come_as_a_table_whose_texts_no_spreadsheet_computes(lied_to: Bro
     assert answer.header("content-disposition") == 'attachment; filename="run-1.csv"'
     lines = answer.text.splitlines()
     assert len(lines) == 4
-    assert lines[0].startswith("round,kind,accuracy")
+    assert lines[0].startswith("round,kind,balanced_accuracy,balanced_accuracy low,balanced_accuracy high,accuracy,")
     assert not re.search(r"(^|,)\"?[=+@]", answer.text)
 
 

@@ -118,8 +118,8 @@ def test_a_simulation_says_its_rule_and_how_many_updates_and_rows_it_refused_and
     for summary in (said, same.summary):
         assert (summary["aggregator"], summary["updates_cut"], summary["cut_rows"]) == (rule, cuts, rows)
         assert summary["updates_refused"] == sum(len(r.missing) for r in records)
-    assert f"updates become one by aggregator={rule}: {counted(said['updates_refused'], 'update')} refused" in printed
-    assert f"{cuts} cut, {counted(rows, 'row')} of prototypes cut" in printed
+    assert (f"aggregator={rule}: " in printed) == (cuts + rows > 0)
+    assert not cuts or f"{counted(cuts, 'update')} clipped, {counted(rows, 'row')} of prototypes clipped" in printed
 
 
 def test_a_simulation_under_silo_level_privacy_says_that_it_adds_whatever_rule_was_asked_for() -> None:
