@@ -13,6 +13,7 @@ from torch import Tensor
 from coordinator.lead.survey_answers import ROUNDING, SurveyAnswers
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.kinds.one_answer import HOSPITALS
+from fl_core.methods import build_written
 from fl_core.rounds.manifest import RunManifest
 from fl_core.survey.answers import HELD, IMAGES, PATIENTS, UNNAMED, VARIANCE, blank_answers, places
 from fl_core.survey.program import SurveyProgram
@@ -57,16 +58,12 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
 
     Raises ConfigError (E-CFG-08) on a run that is no survey; ProtocolError (E-WIRE-06) on a state of another form.
     """
-    options = manifest.method.options
     if manifest.kind.name != SurveyProgram.name:
         raise ConfigError(
             "E-CFG-08", f"expected a survey, found a run of {manifest.method.name}: ask with coordinator survey"
         )
-    method = SurveyProgram(
-        questions=str(options["questions"]),
-        release=str(options["release"]),  # type: ignore[arg-type]
-        by_hospital=bool(options["by_hospital"]),
-    )
+    method = build_written(manifest.method.name, manifest.method.options)
+    assert isinstance(method, SurveyProgram)
     classes = manifest.schema.classes
     found = _checked(state, method, len(classes))
     together, each = found, dict[str, Mapping[str, Tensor]]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fl_core.types.enums import TaskKind
 
@@ -11,37 +11,8 @@ if TYPE_CHECKING:
     from fl_core.types.values import SurveySums
 
 
-class ManifestFacts(Protocol):
-    """What kinds read of a run's manifest (`fl_core.rounds.manifest`)."""
-
-    @property
-    def personal(self) -> bool: ...
-
-    @property
-    def privacy(self) -> _Named: ...
-
-    @property
-    def aggregator(self) -> _Named: ...
-
-    @property
-    def train(self) -> _Schedule: ...
-
-    @property
-    def start(self) -> Any: ...  # noqa: ANN401
-
-
-class _Named(Protocol):
-    """What a manifest names of a registry."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class _Schedule(Protocol):
-    """Of local training."""
-
-    @property
-    def freeze(self) -> str: ...
+ManifestFacts = Any
+"""A `fl_core.rounds.manifest.RunManifest`, which asks its kind and so cannot be imported here."""
 
 
 class RunKind:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.types import tensor_maps
-from fl_core.types.enums import ANY_TARGET, Capability, Coupling, Targets, Weighing
+from fl_core.types.enums import ANY_TARGET, Targets, Weighing
 from fl_core.types.interfaces import LocalData, Method
 from fl_core.types.targets import target_loss
 from fl_core.types.values import (
@@ -45,13 +45,6 @@ class Traits(Method):
     """What a method says of itself before a run, from hyper-parameters alone: what it must see, lacks, sends."""
 
     has_personal_model: ClassVar[bool] = False
-    has_global_model: ClassVar[bool] = True
-    ga_is_personal: ClassVar[bool] = False
-    personal_at_end: ClassVar[bool] = False
-    server_tracks_state: ClassVar[bool] = False
-    bias_follows_classes: ClassVar[bool] = False
-    even_norms: ClassVar[bool] = True
-    exact: ClassVar[bool] = False
     schedule: ClassVar[Mapping[str, float]] = {}
     """What the method changes of the default schedule (`train`); what the command line says wins."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
@@ -66,43 +59,6 @@ class Traits(Method):
         super().__init_subclass__(**options)
         if "targets" not in vars(cls) and vars(cls).keys() & {"loss", "objective", "local"}:
             cls.targets = frozenset()
-
-    def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
-        return 0
-
-    @property
-    def exchanges(self) -> int:
-        return 0
-
-    def fingerprint(self, update: Bundle) -> str:  # noqa: ARG002
-        return ""
-
-    def expects(self, round: int) -> str:  # noqa: ARG002
-        return ""
-
-    @property
-    def unsummed_parts(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def part_rules(self) -> Mapping[str, PartRule]:
-        """Name what is not weighed by training examples, or holds something else than values."""
-        return {}
-
-    @property
-    def private_form(self) -> Mapping[str, str | int]:
-        """Name the options that a run with record-level privacy changes, and to what; none where it runs as it is."""
-        return {}
-
-    @property
-    def unsupported(self) -> Mapping[Capability, str]:
-        """Lack what the private form brings, and nothing else; methods that lack more name the remedy."""
-        wanted = " and ".join(f"method.{option}={value}" for option, value in self.private_form.items())
-        return {Capability.DIFFERENTIAL_PRIVACY: f"set {wanted}"} if wanted else {}
-
-    @property
-    def coupling(self) -> Coupling:
-        return Coupling.EXAMPLE
 
     @property
     def sends(self) -> tuple[str, ...]:

@@ -107,68 +107,72 @@ class Method(Protocol):
     """
 
     name: ClassVar[str]
-    has_global_model: ClassVar[bool]
+    has_global_model: ClassVar[bool] = True
     """Whether the federation has a model of its own; else no global accuracy is measured and nothing exported."""
-    ga_is_personal: ClassVar[bool]
+    ga_is_personal: ClassVar[bool] = False
     """Whether papers take its generic accuracy (GA) from personal models, on the whole test set: a global model may
     exist, but no silo would use it."""
-    personal_at_end: ClassVar[bool]
+    personal_at_end: ClassVar[bool] = False
     """Whether personal models are made once, of the final global model: they are measured in the closing evaluation,
     and in no round before."""
-    server_tracks_state: ClassVar[bool]
+    server_tracks_state: ClassVar[bool] = False
     """Whether the server keeps a sum of silo states: then a silo whose update was not included discards its new state;
     else it keeps it."""
 
-    bias_follows_classes: ClassVar[bool]
+    bias_follows_classes: ClassVar[bool] = False
     """Whether training raises the head's bias for the silo's own classes, which plain cross entropy does: updates that
     lower it are then refused."""
-    even_norms: ClassVar[bool]
+    even_norms: ClassVar[bool] = True
     """Whether honest updates stay within 100 medians; where they do not, long updates are cut and none is refused."""
 
-    exact: ClassVar[bool]
+    exact: ClassVar[bool] = False
     """Whether updates hold float64 numbers, on a grid on which their sums are exact."""
 
     @property
     def exchanges(self) -> int:
         """Say how many rounds the method takes to end; 0 where every round brings it further."""
-        ...
+        return 0
 
-    def fingerprint(self, update: Bundle) -> str:
+    def fingerprint(self, update: Bundle) -> str:  # noqa: ARG002
         """Return a digest of what a silo's update adds to a sum that it can be taken out of again; empty: no such."""
-        ...
+        return ""
 
-    def expects(self, round: int) -> str:
+    def expects(self, round: int) -> str:  # noqa: ARG002
         """Return the fingerprint that every update of a training round must have; empty where any may come."""
-        ...
+        return ""
 
-    def own_numbers(self, n_classes: int, feature_dim: int) -> int:
+    def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
         """Count the float32 numbers that the method's options make it hold at once beside the model, at least."""
-        ...
+        return 0
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
         """Name the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
-        ...
+        return frozenset()
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
         """Say what the parts of an update mean, so that lies are refused; a part without a rule has `PartRule()`."""
-        ...
+        return {}
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Say what the method cannot do, with the remedy; a run that asks for it is refused before round 0."""
-        ...
+        """Say what the method cannot do, with the remedy; a run that asks for it is refused before round 0.
+
+        What the private form brings is lacking without it; methods that lack more name the remedy.
+        """
+        wanted = " and ".join(f"method.{option}={value}" for option, value in self.private_form.items())
+        return {Capability.DIFFERENTIAL_PRIVACY: f"set {wanted}"} if wanted else {}
 
     @property
     def private_form(self) -> Mapping[str, str | int]:
         """Name the options that a run with record-level privacy must change, and to what; empty where none."""
-        ...
+        return {}
 
     @property
     def coupling(self) -> Coupling:
         """Say whether the loss, with these hyper-parameters, mixes the examples of a batch."""
-        ...
+        return Coupling.EXAMPLE
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         """Make the server state of round 0 from an initialised model."""

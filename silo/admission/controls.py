@@ -224,8 +224,7 @@ class HospitalControls:
         ledger records, and as `CompiledRun.of`; as `AnswerMemory.claim` and `AnswerMemory.require_room`. No data is
         near but for a run that waits for a decision.
         """
-        policy = self._policy_for(request.run_id)
-        run, decided = self._taking_part(request, policy)
+        policy, run, decided = self._taking_part(request)
         if not decided:
             return AdmissionDecision(run, decided=False)
         memory, a_day = self.store.answers, ReleaseFloors.of(policy, run).a_day
@@ -237,17 +236,11 @@ class HospitalControls:
             memory.claim(task.key, task.base_digest, content, task.incarnation, a_day)
         return AdmissionDecision(run, decided=True)
 
-    def _policy_for(self, run_id: str) -> Policy:
-        try:
-            return self.policy()
-        except RefusedError as error:
-            self.record_refusal(run_id, error)
-            raise
-
-    def _taking_part(self, request: AdmissionRequest, policy: Policy) -> tuple[CompiledRun, bool]:
-        """Return what a run is, and whether the hospital takes part in it; raises RefusedError where it does not."""
+    def _taking_part(self, request: AdmissionRequest) -> tuple[Policy, CompiledRun, bool]:
+        """Return the policy, what a run is, and whether the hospital takes part in it; raises RefusedError else."""
         run_id, manifest = request.run_id, request.manifest
         try:
+            policy = self.policy()
             if manifest.kind.trains and self.home.validation_only:
                 raise validates_only(manifest.rounds, "it joined for validation alone")
             policy.check_request(manifest)
@@ -264,14 +257,14 @@ class HospitalControls:
             if policy.budgets and run.private:
                 policy.require_collections(self.ledger.collections())
             if policy.runs.approve != BY_HAND:
-                return run, True
+                return policy, run, True
             decided = self._decision(run_id, run, policy, request.data_of)
             if decided is False:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
         except RefusedError as error:
             self.record_refusal(run_id, error)
             raise
-        return run, bool(decided)
+        return policy, run, bool(decided)
 
     def _decision(
         self, run_id: str, run: CompiledRun, policy: Policy, data_of: Callable[[CompiledRun], SiloDataset] | None

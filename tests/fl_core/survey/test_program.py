@@ -10,7 +10,7 @@ from consilium import simulate
 from coordinator.cli.main import program
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError, FederationError
-from fl_core.methods import METHODS, build_method, programs
+from fl_core.methods import METHODS, build_method, build_written, programs
 from fl_core.survey.program import SurveyProgram
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import RoundData
@@ -99,3 +99,11 @@ def test_a_simulated_survey_shows_its_answers_and_no_accuracy():
     assert "6 hospitals answered" in shown
     assert "No hospital names patients" in shown
     assert "accuracy" not in shown
+
+
+def test_a_survey_of_0_1_0_is_read_with_the_option_that_did_nothing():
+    """Manifests keep it, so that their digests stay; a new survey has no such option."""
+    written = {"questions": "classes", "release": "exact", "by_hospital": False, "weights": "samples"}
+    assert build_written("survey", written) == SurveyProgram(questions="classes")
+    with pytest.raises(ConfigError, match="weights"):
+        build_method("survey", written)
