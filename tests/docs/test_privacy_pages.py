@@ -38,6 +38,7 @@ SAID = ("policy.toml", "ledger.key", "hospital", "CONSILIUM_SILO_LEDGER", "accur
 """What people type or read that is no name in Python."""
 TEXT = {page.name: page.read_text() for page in PAGES}
 EPSILON = TEXT["epsilon.md"]
+FLAT = " ".join(EPSILON.split())
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -139,6 +140,19 @@ def test_the_tables_of_epsilon_follow_from_the_closed_forms() -> None:
         assert float(epsilon) == e
         says_at_most(delta, d)
         says_at_most(right, limits.right(e, d))
+
+
+def test_what_is_said_of_attacks_is_what_the_audits_found() -> None:
+    audit = json.loads(picture.AUDIT.read_text())
+
+    def between(name: str, training: str) -> str:
+        found = [f["auc"] for f in audit[name]["bounds"][training]]
+        assert len(found) == 5
+        return f"{100 * min(found):.0f} % to {100 * max(found):.0f} %"
+
+    assert f"right in {between('white-box', 'epsilon 8')} of such pairs" in FLAT
+    assert f"with the finished model alone in {between('black-box', 'epsilon 8')}." in FLAT
+    assert f"was right in {between('black-box', 'no privacy')}." in FLAT
 
 
 def test_what_mechanics_adds_to_delta_follows_from_the_error_of_one_number() -> None:
@@ -248,3 +262,23 @@ def test_no_attack_that_is_drawn_stands_above_the_limit_that_is_drawn_with_it() 
         for training, epsilon in (("epsilon 1", 1.0), ("epsilon 8", 8.0)):
             assert np.mean(attack.auc[training]) < limits.gaussian_picked(epsilon, DELTA)
     assert min(found[0].auc["no privacy"]) > limits.gaussian_picked(8.0, DELTA)
+
+
+def test_the_pictures_readme_has_true_numbers() -> None:
+    text = PICTURE.read_text()
+    flat = " ".join(text.split())
+    right, gaussian, right_8, gaussian_8, limit_8, limit = re.search(
+        r"is right in (.+? %) at most .+? and in (.+? %) at most .+? at epsilon 8 in (.+? %) and (.+? %)\."
+        r".+?\(limit (.+? %)\).+?\(limit (.+? %)\)",
+        flat,
+    ).groups()  # type: ignore[union-attr]
+    says_at_most(right, limits.right(1.0, DELTA))
+    says_at_most(gaussian, limits.gaussian_right(1.0, DELTA))
+    says_at_most(right_8, limits.right(8.0, DELTA))
+    says_at_most(gaussian_8, limits.gaussian_right(8.0, DELTA))
+    says_at_most(limit_8, limits.gaussian_picked(8.0, DELTA))
+    says_at_most(limit, limits.gaussian_picked(1.0, DELTA))
+    strongest = picture.attacks(json.loads(picture.AUDIT.read_text()))[0].auc
+    for training, said in (("epsilon 8", "two records in {:.0f} %"), ("epsilon 1", "at epsilon 1 in {:.0f} %")):
+        assert said.format(100 * np.mean(strongest[training])) in flat
+    assert f"without privacy in {100 * np.mean(strongest['no privacy']):.0f} %" in flat
