@@ -110,6 +110,10 @@ _ROUND = 1
 """The round that is watched: by then everything that is made once per run is there."""
 
 
+_STANDING = ("maintenance", "audit-log", "session-pulse", "idle-watch")
+"""Threads that work every second or so, whatever updates do."""
+
+
 class Recorder:
     """The functions of the core that are called while `on`, by file; for `threading.setprofile`."""
 
@@ -122,7 +126,7 @@ class Recorder:
         del argument
         if self.on and event == "call":
             path = frame.f_code.co_filename.removeprefix(self._root)
-            if path.startswith(CORE) and "_pb2" not in path:
+            if path.startswith(CORE) and "_pb2" not in path and threading.current_thread().name not in _STANDING:
                 self.functions.add((path, frame.f_code.co_qualname))
 
     @property

@@ -112,7 +112,7 @@ class OpenRound:
         """End with a round that is about to be stored; what its training showed of the classes is kept."""
         with self._lock:
             seen = {name: sorted(self._brought[name]) for name in self._answered if name in self._brought}
-        if self.kind.trains:
+        if seen and self.kind.trains:
             self._store.steering.note_classes(self._tasks.run_id, seen)
 
     # ---- what is decided -------------------------------------------------------------------------------------------

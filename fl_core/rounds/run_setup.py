@@ -219,7 +219,7 @@ class RunSetup:
                 found[k].append(t)
         return found
 
-    @property
+    @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The kinds of numbers in silos' bundles."""
         return self.updates.dtypes(bool(self.guards.silo))
