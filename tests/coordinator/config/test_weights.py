@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from consilium.report.lead import export
 from consilium.research.simulate import runner
 from consilium.research.simulate.engine import SimulationEngine
 from coordinator.cli import runs as lead
@@ -109,7 +110,7 @@ def test_hospitals_begin_with_weights_that_the_lead_sent_and_end_in_the_bits_of_
         said = capsys.readouterr().out
         assert f"starts from {first.id} after round 1" in said
         assert f"the first run of the chain began with pretrained weights {named.object}" in said
-        lead.export(first.id, out=tmp_path / "models", home=world.home)
+        export(first.id, out=tmp_path / "models", home=world.home)
         card = (tmp_path / "models" / f"{first.id}.md").read_text()
         assert f"| start | starts from pretrained weights {named.object} (SHA-256 of the file: {named.file}" in card
         assert "by the lead from 'trained in 2025, CC BY 4.0'" in card
@@ -134,7 +135,7 @@ def test_hospitals_train_a_head_on_the_frozen_weights_and_the_export_is_a_whole_
             until(online(world, name), name)
         lead.run(words, home=world.home, as_json=True)
         run = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
-        lead.export(run.id, out=tmp_path / "models", formats=["torch"], home=world.home)
+        export(run.id, out=tmp_path / "models", formats=["torch"], home=world.home)
     finally:
         for site in sites:
             site.stop()

@@ -14,6 +14,7 @@ import typer
 
 from consilium.model.model_file import load
 from consilium.pages.lead.run_facts import headline
+from consilium.report.lead import export
 from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
 from coordinator.config.hydra_config import compose_spec
@@ -169,7 +170,7 @@ def test_every_display_says_how_many_classes_were_trained_and_tested(
     head, below = headline(info, None)
     assert over in head
     assert taught in below
-    lead.export(run.id, out=tmp_path, home=world.home)
+    export(run.id, out=tmp_path, home=world.home)
     card = (tmp_path / f"{run.id}.md").read_text()
     assert taught in card
     assert load(tmp_path / f"{run.id}.safetensors").facts.untaught == untaught

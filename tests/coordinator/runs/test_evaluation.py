@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from consilium.report.lead import export
 from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
 from coordinator.storage.records import Run
@@ -117,7 +118,7 @@ def test_an_exported_file_is_measured_like_the_run_that_it_is_of(
     lead.run([w for w in TRAINED if not w.startswith("method")] + ["method=fedavg", "rounds=1"], home=world.home)
     parent = world.finished(world.server.store.runs.find("latest").id)
     for run in (parent, gela):
-        lead.export(run.id, out=tmp_path, home=world.home)
+        export(run.id, out=tmp_path, home=world.home)
     capsys.readouterr()
     evaluation.evaluate(str(tmp_path / f"{parent.id}.safetensors"), home=world.home, as_json=True)
     record = measured(world, world.finished(str(said(capsys)["run"])))

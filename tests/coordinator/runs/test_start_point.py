@@ -11,6 +11,7 @@ import grpc
 import pytest
 import torch
 
+from consilium.report.lead import export
 from coordinator.cli import runs as lead
 from coordinator.config.hydra_config import compose_from, compose_spec
 from coordinator.runs import start_point
@@ -80,7 +81,7 @@ def test_a_hospital_that_enrols_late_takes_part_in_a_run_that_goes_on_from_the_l
         lead.show(second.id, home=world.home, as_json=True)
         start = json.loads(capsys.readouterr().out)["start"]
         assert start == {"run": first.id, "rounds": 1, "model": first.model_digest, "private": False}
-        lead.export(second.id, out=tmp_path / "models", home=world.home)
+        export(second.id, out=tmp_path / "models", home=world.home)
         card = (tmp_path / "models" / f"{second.id}.md").read_text()
         assert f"| start | starts from {first.id} after round 1, model {first.model_digest}; that model was" in card
 

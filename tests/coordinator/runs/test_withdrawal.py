@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from consilium.report.lead import export
 from coordinator.cli import runs as lead
 from coordinator.lead.client import LeadClient
 from coordinator.runs.scheduler import RunScheduler
@@ -106,12 +107,12 @@ def test_of_a_run_by_gradients_rounds_and_readers_are_named_and_how_to_train_ane
         ]
         run = ran(world, words, capsys)
         on = ran(world, ["silos=[north,south]", "rounds=1"], capsys, start_from=run.id)
-        lead.export(run.id, out=tmp_path / "models", home=world.home)
+        export(run.id, out=tmp_path / "models", home=world.home)
         looked = withdraw(world, "east", preview=True)
         assert set(looked) == {run.id, on.id}
         assert not any(found.at_unix or found.statement for found in looked.values())
         assert world.server.store.runs.events_of(run.id, "withdrawn") == []
-        lead.export(on.id, out=tmp_path / "models", home=world.home)
+        export(on.id, out=tmp_path / "models", home=world.home)
         assert "withdrawn" not in (tmp_path / "models" / f"{on.id}.md").read_text()
         found = {f["run"]: f for f in from_cli(lambda: lead.withdraw("east", home=world.home, as_json=True), capsys)}
         first, second = found[run.id], found[on.id]
@@ -134,7 +135,7 @@ def test_of_a_run_by_gradients_rounds_and_readers_are_named_and_how_to_train_ane
             (on.id, "east", False),
             (run.id, "east", False),
         ]
-        lead.export(on.id, out=tmp_path / "models", home=world.home)
+        export(on.id, out=tmp_path / "models", home=world.home)
         card = (tmp_path / "models" / f"{on.id}.md").read_text()
         assert f"east withdrew from {on.id}" in card
         assert "still depends on that hospital's data" in card
@@ -266,13 +267,13 @@ def test_nobody_is_counted_twice_and_who_has_left_is_in_no_later_run_of_the_line
         assert tuned.members == ("north", "south", "west")  # who left is not asked to train it further either
         with pytest.raises(FederationError, match=r"E-RUN-11.*found it deleted.*taken out"):
             ran(world, [], capsys, start_from=run.id)
-        lead.export(later.id, out=tmp_path / "models", home=world.home)
+        export(later.id, out=tmp_path / "models", home=world.home)
         card = (tmp_path / "models" / f"{later.id}.md").read_text()
         assert f"east withdrew from {run.id}" in card
         assert f"taken out exactly by {out.id}" in card
         assert "still depends" not in card
         with pytest.raises(FederationError, match=r"E-RUN-11"):
-            lead.export(run.id, out=tmp_path / "models", home=world.home)
+            export(run.id, out=tmp_path / "models", home=world.home)
 
 
 def test_balanced_sums_cannot_be_less_one_hospital_and_are_trained_anew(
