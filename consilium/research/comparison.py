@@ -306,8 +306,8 @@ def _notes(runs: Sequence[ComparedRun], standing: Standing) -> tuple[str, ...]:
         notes.append("the runs have different hospitals")
     if standing.rounds:
         notes.append(
-            "compared is each run's last evaluation, at the same hospitals on as many test images; the interval is for "
-            "the luck of these images and the noise of privacy, and not for that of training: other seeds tell that"
+            "compared is each run's last evaluation, at the same hospitals on as many test images; the interval covers "
+            "sampling of test images and the noise of privacy, not variation between training runs: repeat with seeds"
         )
     if any(e.result.noise is not None for run in runs for e in run.evaluated[-1:]):
         notes.append("counts of test images are noisy: whether runs were measured on equally many cannot be told")

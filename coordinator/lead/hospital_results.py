@@ -84,7 +84,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
     level = 1 - (1 - LEVEL) / pairs
     ends = [_interval(enough[name], common, level) for name in (highest, lowest)]
     interval = intervals.difference(scores[highest], ends[0], scores[lowest], ends[1])
-    chance = "" if interval.low > 0 else "the luck of these test images explains it"
+    chance = "" if interval.low > 0 else "the difference is within the sampling of test images"
     return Standing(scores, common, lowest, scores[highest] - scores[lowest], interval, chance)
 
 

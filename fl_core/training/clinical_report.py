@@ -55,8 +55,8 @@ def calibration(found: ClinicalMetrics) -> str:
         100 * sum(values) / n for values in zip(*((b.correct, b.confidence) for b in found.bins), strict=True)
     )
     return (
-        f"{text}: it is right in {right:.0f} % and says {sure:.0f} % on average, so its probabilities are not to be "
-        "taken as such"
+        f"{text}: {right:.0f} % of the answers are right, at a mean confidence of {sure:.0f} %, so do not read its "
+        "probabilities as they are"
     )
 
 

@@ -185,12 +185,15 @@ def _privacy(manifest: str) -> tuple[str, ...]:
         cohort = int(raw.get("cohort") or 0) or len(raw["members"])
     except (ConversionError, KeyError, TypeError, ValueError):
         return ("What it promises about privacy is written in a form that this version does not know.",)
-    read = "Updates leave without masks: this coordinator can read each hospital's by itself."
+    read = "Updates are not masked: this coordinator can read the update of each hospital."
     if masked:
-        most = counted(withstood(cohort), "hospital")
-        read = f"Updates leave under masks: this coordinator reads sums, unless more than {most} work with it."
+        most = withstood(cohort)
+        read = (
+            f"Updates are masked: this coordinator reads sums only, unless more than {counted(most, 'hospital')} "
+            f"{'colludes' if most == 1 else 'collude'} with it."
+        )
     if name == "none":
-        return read, "There is no differential privacy: no bound holds for what an update or a sum tells."
+        return read, "There is no differential privacy: nothing limits what an update or a sum reveals."
     asked = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
     how_much = f" ({asked})" if asked else ""
     return read, f"Profile {name}{how_much}: the most that it may spend at each hospital whose policy allows that."

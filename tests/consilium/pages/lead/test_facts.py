@@ -193,9 +193,9 @@ def test_a_run_says_who_reads_its_updates_with_masks_and_without() -> None:
     }
     assert (
         said[MASKED][0]
-        == "Updates leave under masks: this coordinator reads sums, unless more than 3 hospitals work with it."
+        == "Updates are masked: this coordinator reads sums only, unless more than 3 hospitals collude with it."
     )
-    assert said[FEDMR][0] == "Updates leave without masks: this coordinator can read each hospital's by itself."
+    assert said[FEDMR][0] == "Updates are not masked: this coordinator can read the update of each hospital."
     assert said[PRIVATE][1].startswith("Profile dp_record (epsilon 3.0, delta 1e-05, unit patient)")
 
 
