@@ -71,9 +71,9 @@ def coverage(info: pb.RunInfo) -> ClassCoverage:
     return ClassCoverage.of({name: getattr(info.coverage, name) for name in info.coverage.DESCRIPTOR.fields_by_name})
 
 
-def balanced_text(info: pb.RunInfo, found: Estimate | None = None) -> str:
-    """Write a balanced accuracy of a run, by default the newest, with the classes that it is over."""
-    value = newest_balanced(info) if found is None else found
+def balanced_text(info: pb.RunInfo) -> str:
+    """Write the newest balanced accuracy of a run, with the classes that it is over."""
+    value = newest_balanced(info)
     return f"{value.text()}{'' if value.point is None else coverage(info).over()}"
 
 

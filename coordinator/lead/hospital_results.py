@@ -16,11 +16,11 @@ from statistics import NormalDist, fmean
 from fl_core.training import clinical_report
 from fl_core.training.clinical_report import FEW
 from fl_core.types import intervals
-from fl_core.types.clinical import Counts, balanced_counts, macro_mean
+from fl_core.types.clinical import macro_mean
 from fl_core.types.intervals import LEVEL, Interval
 from fl_core.types.records import HospitalResult, OwnModels
 from privacy.accounting import measures
-from privacy.accounting.measures import EvaluationResult
+from privacy.accounting.measures import BALANCED, EvaluationResult
 from service_core.console import counted
 
 _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -116,7 +116,7 @@ def rows(results: Mapping[str, HospitalResult], *, several_labels: bool = False)
     for name, found in sorted(results.items()):
         tested, present = sum(found.examples), sum(n > 0 for n in found.examples)
         guessed_among = 2 if several_labels else present
-        result = EvaluationResult(found.correct, found.examples, None, found.clinical, several_labels)
+        result = _result(found, several_labels)
         first, *others = [measure.with_interval(result) for measure in measures.of_model()]
         yield (
             name,
@@ -129,16 +129,13 @@ def rows(results: Mapping[str, HospitalResult], *, several_labels: bool = False)
         )
 
 
-def _balanced_counts(found: HospitalResult, several_labels: bool) -> Counts:
-    return balanced_counts(found.correct, found.examples, found.clinical, several_labels)
+def _result(found: HospitalResult, several_labels: bool) -> EvaluationResult:
+    return EvaluationResult(found.correct, found.examples, None, found.clinical, several_labels)
 
 
 def _shares(right: Sequence[float], of: Sequence[float]) -> str:
-    return clinical_report.with_interval(_mean(right, of), intervals.mean_of_shares(right, of))
-
-
-def _mean(right: Sequence[float], of: Sequence[float]) -> float | None:
-    return macro_mean(c / n if n else None for c, n in zip(right, of, strict=True))
+    mean = macro_mean(c / n if n else None for c, n in zip(right, of, strict=True))
+    return clinical_report.with_interval(mean, intervals.mean_of_shares(right, of))
 
 
 def own_sentence(found: OwnModels, tested: float, other: str = "", *, several_labels: bool = False) -> str:
@@ -179,15 +176,11 @@ def facts(results: Mapping[str, HospitalResult], *, several_labels: bool = False
             name: {
                 "correct": list(found.correct),
                 "examples": list(found.examples),
-                "balanced_accuracy": _mean(*_balanced_counts(found, several_labels)),
-                "balanced_accuracy_interval": _list(intervals.mean_of_shares(*_balanced_counts(found, several_labels))),
+                "balanced_accuracy": BALANCED.estimate(_result(found, several_labels)).point,
+                "balanced_accuracy_interval": BALANCED.interval(_result(found, several_labels)),
                 "clinical": found.clinical and intervals.facts(found.clinical),
             }
             for name, found in sorted(results.items())
         },
         "standing": standing(results, several_labels=several_labels).facts(),
     }
-
-
-def _list(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else list(interval)

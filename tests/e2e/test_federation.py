@@ -87,7 +87,13 @@ def test_a_run_is_followed_interrupted_reattached_exported_and_listed(earth: Wor
     made = earth.lead("export", "latest", "--out", str(earth.folder / "models"))
     assert made["model_digest"] == done["model_digest"]
     card = Path(made["card"]).read_text()
-    for words in (done["manifest_digest"], "hospital0", "hospital1", "privacy | none", "60 of 60 rounds"):
+    for words in (
+        done["manifest_digest"],
+        "hospital0",
+        "hospital1",
+        "no differential privacy",
+        "60 of 60 planned rounds",
+    ):
         assert words in card
 
 
