@@ -105,7 +105,15 @@ def _parent() -> _Parent:
 
 
 _SERVICES = ("coordinator.api.server", "silo.service.service")
-_COMMANDS = ("coordinator.cli.consortium", "coordinator.cli.runs", "silo.cli.service", "pydantic", "rich")
+_COMMANDS = (
+    "coordinator.cli.consortium",
+    "coordinator.cli.runs",
+    "silo.cli.service",
+    "silo.cli.membership",
+    "silo.cli.status",
+    "pydantic",
+    "rich",
+)
 
 
 def _serve(line: socket.socket) -> None:

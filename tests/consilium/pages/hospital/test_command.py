@@ -14,7 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from consilium.pages.command import OPENED_PAGE
 from consilium.pages.hospital.command import show_beside
+from consilium.pages.hospital.site import FILE
+from silo.cli.operations import PAGES
 from tests.support import until
 from tests.support.fake_coordinator import enrolled
 from tests.support.hospital import spent
@@ -32,6 +35,10 @@ def opened(link: str) -> Answer:
     server = SimpleNamespace(host=address)
     cookie = send(server, request("GET", slash + target, [("Host", address)])).header("set-cookie") or ""
     return send(server, request("GET", "/", [("Host", address), ("Cookie", cookie.partition(";")[0])]))
+
+
+def test_a_backup_leaves_out_the_files_that_open_pages() -> None:
+    assert set(PAGES) == {FILE, OPENED_PAGE}
 
 
 @pytest.mark.integration

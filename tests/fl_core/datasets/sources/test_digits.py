@@ -72,7 +72,7 @@ def test_digits_that_are_not_there_are_an_error_that_says_what_to_do(
 ) -> None:
     for found in (None, ModuleSpec("sklearn", None, origin=str(tmp_path / "sklearn/__init__.py"))):
         monkeypatch.setattr("importlib.util.find_spec", lambda _, found=found: found)
-        with pytest.raises(DataError, match=r"E-DATA-02: expected scikit-learn.*digits.*consilium-fl\[digits\]"):
+        with pytest.raises(DataError, match=r"E-DATA-02: expected scikit-learn.*digits.*consilium-fl\[research\]"):
             digits._digits.__wrapped__()
 
 
