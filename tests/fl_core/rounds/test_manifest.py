@@ -12,7 +12,7 @@ import pytest
 from coordinator.config.hydra_config import compose_spec
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
+from fl_core.rounds.manifest import EvaluationTerms, Member, NamedOptions, RunManifest, make_members
 from fl_core.types.records import TrainConfig
 from privacy.compiled_run import CompiledRun
 from tests.support.federations import manifest
@@ -154,13 +154,18 @@ def test_rosters() -> None:
         {"rounds": 10**12},
         {"rounds": -1},
         {"cohort": -1},
-        {"metrics": "all"},
     ],
     ids=str,
 )
 def test_numbers_that_no_run_has_are_refused_before_anything_is_built(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"E-CFG-02.*{next(iter(wrong))}"):
         CompiledRun.of(RunManifest.from_json(replace(manifest(), **wrong).to_json()))
+
+
+def test_metrics_that_no_version_knows_are_refused_before_anything_is_built() -> None:
+    lying = replace(manifest(), evaluation=EvaluationTerms(metrics="all"))
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*metrics"):
+        CompiledRun.of(RunManifest.from_json(lying.to_json()))
 
 
 @pytest.mark.parametrize(

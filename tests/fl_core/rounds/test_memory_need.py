@@ -170,7 +170,7 @@ def test_a_label_space_that_makes_the_head_too_large_is_refused(resident) -> Non
 def test_a_step_of_every_method_is_the_same_operations_whatever_the_number_of_examples(method: str) -> None:
     of = replace(manifest(), method=NamedOptions(method, METHOD_OPTIONS.get(method, {})))
     run = RunSetup.of(of)
-    layout = derive_layout(run.method, run.new_model(), of.schema, of.personal, of.metrics)
+    layout = derive_layout(run.method, run.new_model(), of.schema, of.personal, of.evaluation.metrics)
     found = measured(CompiledRun.of(replace(of, layout=layout)))
     assert len(found.few) == len(found.more) > 100
     assert found.need(64, 64) <= found.need(512, 64) <= found.need(4096, 64)
