@@ -282,7 +282,7 @@ class MaskedRounds:
             own = services.signer()
             key = certificates.load_key(own.key_pem, "the key in force")
             seal = total.seal(lambda text: certificates.sign(key, Seal.CONTEXT, text))
-            text = f"{len(members)} of {total.round.n} updates are its set; {total.round.t} hospitals must answer"
+            text = f"{len(members)} of {total.round.n} updates received; waiting for {total.round.t} confirmations"
             made = _message_of(seal, kind, own.cert_pem)
             message = unless_over(lambda: services.store.secagg.keep_seal(made, kind, text))
             own_name = identity_of(own.cert_pem).identity.uri

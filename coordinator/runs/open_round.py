@@ -182,7 +182,7 @@ class OpenRound:
         whom = "; ".join(f"{a.name} ({self._state(a)}, {span(max(0.0, a.until - now))} more)" for a in some)
         if others := len(decision.awaited) - len(some):
             whom += f"; and {others} others"
-        text = f"{len(self._answered)} of {self._rule.needed} updates that are needed; waits for {whom}"
+        text = f"{len(self._answered)} of {self._rule.needed} updates received; waiting for {whom}"
         self._tasks.event("waiting", self.number, text=text)
 
     def _state(self, silo: PendingSilo) -> str:

@@ -218,7 +218,7 @@ def test_the_live_view_says_how_the_run_stands_in_one_line_and_keeps_warnings_ab
 
 def test_a_sealed_set_is_said_to_be_of_its_round() -> None:
     info = pb.RunInfo(rounds=3, closed=1)
-    events = [pb.Event(kind="sealed", round=k, info=info, text="6 of 6 updates are its set") for k in (1, 3)]
+    events = [pb.Event(kind="sealed", round=k, info=info, text="6 of 6 updates received") for k in (1, 3)]
     assert [tables.place(event, info.rounds) for event in events] == ["round 2/3", "evaluation"]
 
 
