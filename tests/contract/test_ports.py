@@ -50,7 +50,7 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     assert all(same(found[group], expected[group]) for group in expected)
     assert run.model_digest == tensor_maps.digest(expected["w"])
     assert [r.clinical for r in rounds] == [r.clinical for r in history.records]
-    assert (rounds[0].clinical is not None) == (agreed.metrics == "clinical")
+    assert (rounds[0].clinical is not None) == (agreed.evaluation.metrics == "clinical")
     assert [r.correct for r in rounds] == [r.correct for r in history.records]
     shown = ("pa", "pa_std") if agreed.personal else ()  # the hospitals have no public test set, the simulation has
     assert [r.personal for r in rounds] == [{name: r.personal[name] for name in shown} for r in history.records[:2]] + [
