@@ -11,7 +11,7 @@ PROTOCOL = 4
 answer a preflight (ADR 0019): one that knows none would leave a run waiting without a word."""
 PACKAGES = ("consilium", "coordinator", "fl_core", "privacy", "protos", "service_core", "silo")
 """Whose files make a build: all packages but `configs`, whose values stand in each manifest."""
-_KINDS = (".py", ".pyi", ".typed", ".txt", ".proto", ".sql", ".html", ".css", ".js", ".svg")
+_KINDS = (".py", ".pyi", ".typed", ".txt", ".proto", ".sql", ".html", ".j2", ".css", ".js", ".svg")
 _BUILD_CHARS = 12
 
 

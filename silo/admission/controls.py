@@ -213,7 +213,7 @@ class HospitalControls:
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
     def admit(self, request: AdmissionRequest) -> AdmissionDecision:
-        """AdmissionDecision a question of any kind of run: the one door to what this hospital does.
+        """Admit a question of any kind of run: the one door to what this hospital does.
 
         A run is held against the policy, the hospital's decision and the day's room for runs that measure models; a
         task beside that against what was answered before, which is noted before any record is read: one question has

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -110,9 +111,9 @@ def test_what_is_watched_fits_80_columns_and_begins_with_what_a_lead_needs() -> 
     shown.print(watcher._display())
     lines = [line for out in (piped, shown) for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert max(map(cell_len, lines)) <= WIDTH
-    told = [line for line in lines if "  closed  " in line]
-    assert len(told) == len(run.rounds)
-    assert all("balanced accuracy" in line for line in told)
+    after = [below for line, below in pairwise(lines) if "  closed  " in line]
+    assert len(after) == len(run.rounds)
+    assert all(line.strip().removeprefix("before it: ").startswith("balanced accuracy") for line in after)
 
 
 @pytest.fixture(scope="module")

@@ -170,5 +170,5 @@ def test_what_cannot_be_written_is_said_first(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match="make it"):
         structured_report.check(tmp_path / "no/sr")
     monkeypatch.setitem(__import__("sys").modules, "highdicom", None)
-    with pytest.raises(ConfigError, match=r"pip install 'consilium-fl\[sr\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'consilium-fl\[model\]'"):
         structured_report.check(tmp_path / "sr")
