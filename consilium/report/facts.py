@@ -179,7 +179,7 @@ def _software(detail: pb.RunDetail, manifest: RunManifest) -> Mapping[str, str]:
 
 def _model(run: CompiledRun, manifest: RunManifest, parameters: int, temperature: float | None) -> Model:
     weights = manifest.start.weights if manifest.start is not None else None
-    body = "" if not run.frozen else f"weights {weights}" if weights else "random weights, drawn from the run's seed"
+    body = "" if not run.frozen else str(weights) if weights else "random weights, drawn from the run's seed"
     return Model(
         name=manifest.model.name,
         options=manifest.model.options,

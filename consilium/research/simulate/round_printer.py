@@ -12,11 +12,11 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting.measures import EvaluationResult
-from service_core.console import ERR
+from service_core.console import ERR, laid_out
 
 
 class RoundPrinter(Observer):
-    """One line per round on stderr, so that stdout holds the result alone."""
+    """One line per round on stderr, two on a narrow terminal, so that stdout holds the result alone."""
 
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = profiles.result_noise(manifest)
@@ -36,7 +36,8 @@ class RoundPrinter(Observer):
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
         parts = tables.measured_parts(EvaluationResult.of(record, self._noise))
-        ERR.print("  ".join([when, *parts, *tables.changed_parts([record])]))
+        for line in laid_out([when, *parts, *tables.changed_parts([record])], ERR.width):
+            ERR.print(line)
 
 
 def is_watched() -> bool:
