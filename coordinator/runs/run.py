@@ -14,7 +14,7 @@ from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.open_round import OpenRound, Waiting, excluded_error
 from coordinator.runs.plain_rounds import PlainRounds
 from coordinator.runs.services import Services
-from coordinator.runs.tasks import RunInterrupted, Task, unless_over
+from coordinator.runs.tasks import PendingTask, RunInterrupted, Task, unless_over
 from coordinator.runs.update_checks import UpdateChecks, checked, declared_sizes
 from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN
@@ -311,7 +311,7 @@ class HospitalPort:
                 if fixed is None and self.name in store.steering.of(run.id).excluded:
                     raise excluded_error()
                 run.tasks.offer(pending)
-                digest = pending.wait()
+                digest = self._outcome(task, pending)
         update = checked(BundleFile(run.services.objects.verified(digest)), run.compiled.dtypes)
         if run.round is not None and (classes := run.rounds.classes_in(update)) is not None:
             run.round.record_classes(self.name, classes)
@@ -320,6 +320,16 @@ class HospitalPort:
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""
+
+    def _outcome(self, task: Task, pending: PendingTask) -> str:
+        """Wait for an update; one that was committed while its silo was given up has a receipt, and is taken."""
+        try:
+            return pending.wait()
+        except UnavailableError as error:
+            digest = self._taken(task) if error.code == "E-RUN-13" else None
+            if digest is None:
+                raise
+            return digest
 
     def _taken(self, task: Task) -> str | None:
         """Return the digest of the update that was taken before; one that the disk has lost is asked for again."""

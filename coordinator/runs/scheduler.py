@@ -295,8 +295,10 @@ class RunScheduler:
             if not self._stopping:
                 self.schedule_cleanup(run_id)
                 # A run that was resumed before this thread had left is waiting again.
-                self._enqueue(self.store.runs.get(run_id))
-                self._start_queued()
+                try:
+                    self._enqueue(self.store.runs.get(run_id))
+                finally:
+                    self._start_queued()
 
     def _end(self, run_id: str, state: RunState, reason: str) -> None:
         """End a run as paused or failed. Silos get no message: it may be resumed, with what they have staged."""

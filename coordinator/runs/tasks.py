@@ -205,7 +205,7 @@ class RunTasks:
         self._set: FixedSet | None = None
         self._interrupted = False
         self._notes: dict[str, str] = {}
-        self._software = store.runs.software(run_id)
+        self._software: dict[str, str] | None = None
 
     # ---- asked by the run ----------------------------------------------------------------------------------------
 
@@ -256,8 +256,7 @@ class RunTasks:
     def ask_members(self, fixed: FixedSet, names: Sequence[str]) -> None:
         """Send those that are connected what a fixed set asks of them now."""
         for name in names:
-            for message in fixed.messages_for(name):
-                self._send(name, message)
+            self._ask_of_set(fixed, name, partial(self._send, name))
 
     def interrupt(self) -> None:
         """Fail all tasks, and those that are opened from now on."""
@@ -287,8 +286,14 @@ class RunTasks:
             pending, fixed = self._pending.get(silo), self._set
             if pending is not None and pending.offered:
                 self._ask(pending, send)
-        for message in () if fixed is None else fixed.messages_for(silo):
-            send(message)
+        if fixed is not None:
+            self._ask_of_set(fixed, silo, send)
+
+    def _ask_of_set(self, fixed: FixedSet, silo: str, send: Callable[[pb.CoordinatorMessage], None]) -> None:
+        for message in fixed.messages_for(silo):
+            with self._lock:  # as in `offer`
+                if not self._interrupted:
+                    send(message)
 
     def _ask(self, pending: PendingTask, send: Callable[[pb.CoordinatorMessage], None]) -> None:
         if not pending.settled and not self._interrupted:
@@ -379,10 +384,12 @@ class RunTasks:
         """
         ours = software()
         with self._lock:
+            if self._software is None:
+                self._software = self._store.runs.software(self.run_id)
             fresh = {} if self._software.get("") == ours else {"": ours}
             recorded = {} if fresh else self._software
             fresh |= {name: text for name, text in stated.items() if recorded.get(name) != text}
-            self._software = recorded | fresh
+            self._software = {**recorded, **fresh}
         for name, text in fresh.items():
             self._store.runs.event(self.run_id, "software", silo=name, text=text)
         others = [f"{name} ({text or 'no version given'})" for name, text in sorted(fresh.items()) if text != ours]

@@ -29,6 +29,9 @@ RESTORED = "restored"
 OWN = "this log"
 """Who speaks in lines about the log itself."""
 _READ = 1000
+_RETRY_S = 0.05
+_ANCHOR = "anchor.json"
+"""Of 0.1.0: number and hash of the newest line that was on the disk."""
 _SCHEMA = """
 CREATE TABLE event (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, text TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL) STRICT;
@@ -81,7 +84,8 @@ class AuditLog:
     @classmethod
     def existing(cls, folder: Path) -> Self:
         """Open a log that is there; raises StateError (E-STATE-80) where there is none."""
-        if not (folder / Path(LOG_FILE).name).exists() and not _files_of_0_1_0(folder):
+        known = (folder / Path(LOG_FILE).name, folder / _ANCHOR)
+        if not any(file.exists() for file in known) and not _files_of_0_1_0(folder):
             raise StateError("E-STATE-80", f"expected an audit log in {folder}, found none")
         return cls(folder)
 
@@ -142,10 +146,12 @@ class AuditLog:
             changes = 0 if self._db is None else self._db.total_changes
             if changes == self._synced:
                 return
-        with self._errors(), closing(sqlite3.connect(self.file, timeout=BUSY_S)) as db:
-            busy, logged, moved = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        if not busy and logged == moved:  # else somebody reads or does the same: the next one
-            self._synced = changes
+        with self._errors():
+            with suppress(FileNotFoundError):  # all of it is in the file itself
+                private_files.sync_file(Path(f"{self.file}-wal"))
+            with closing(sqlite3.connect(self.file, timeout=BUSY_S)) as db:  # which a reader may hold up
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self._synced = changes
 
     def close(self) -> None:
         """Bring all lines to the disk; one that is written later opens the file again."""
@@ -182,13 +188,14 @@ class AuditLog:
             db = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             db.text_factory = lambda raw: raw.decode(errors="replace")  # an edit that is no text is found like others
             try:
-                for pragma in ("journal_mode = WAL", "synchronous = NORMAL"):  # `sync` waits for the disk, no line does
-                    db.execute(f"PRAGMA {pragma}")
+                _use_wal(db)
+                db.execute("PRAGMA synchronous = NORMAL")  # `sync` waits for the disk, no line does
+                synced = db.total_changes
                 migrate(db, self._create, (), ("event", "kept"))
             except BaseException:
                 db.close()
                 raise
-            self._db, self._synced = db, db.total_changes
+            self._db, self._synced = db, synced
         return self._db
 
     def _create(self, db: sqlite3.Connection) -> None:
@@ -223,7 +230,8 @@ class AuditLog:
 
     def _take_over(self, db: sqlite3.Connection, folder: Path) -> None:
         """Copy the lines of 0.1.0, byte for byte, from its files, which stay. What was edited there is found here."""
-        if not (files := _files_of_0_1_0(folder)):
+        files = _files_of_0_1_0(folder)
+        if not files and not (folder / _ANCHOR).exists():
             return
         count = lost = 0
         for raw in (raw for file in files for raw in file.read_bytes().splitlines()):
@@ -242,12 +250,31 @@ class AuditLog:
         about = f"{count} lines of {len(files)} files of 0.1.0, which may be moved away"
         if lost:
             about += f"; {lost} more lines of them are torn, edited or stand there twice"
-        anchor = _json(folder / "anchor.json")
+        anchor = _json(folder / _ANCHOR)
         number, hash = anchor.get("number"), anchor.get("hash")
         if isinstance(number, int) and 0 < number < 2**63 and isinstance(hash, str):
-            db.execute("UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = 'event'", (number,))
             db.execute("UPDATE event SET hash = ? WHERE seq = ?", (hash, number))  # another one then does not fit
+        else:
+            number = last_number(db) + 1  # a gap, which `verify` finds: nobody knows how many lines there were
+            about += "; its anchor was removed or damaged, so lines at the end may be missing"
+        last = max(last_number(db), number)
+        db.execute("DELETE FROM sqlite_sequence WHERE name = 'event'")
+        db.execute("INSERT INTO sqlite_sequence VALUES ('event', ?)", (last,))
         self._write(db, Entry(OWN, "taken over", about, outcome="noticed"))
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Keep what is written beside the file. Changing to that does not wait for other processes as statements do."""
+    due = time.monotonic() + BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > due:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 def last_number(db: sqlite3.Connection) -> int:

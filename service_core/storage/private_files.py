@@ -261,7 +261,16 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file that somebody else writes to the disk; raises OSError where there is none."""
+    _sync(path)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
     finally:

@@ -98,6 +98,23 @@ def test_a_task_of_a_run_that_was_interrupted_is_offered_to_nobody(dispatcher: D
     assert offered(here) == [3]
 
 
+def test_members_of_a_fixed_set_are_asked_nothing_once_their_run_was_interrupted(
+    dispatcher: Dispatcher, tasks: RunTasks
+) -> None:
+    here, later = session(), session()
+    dispatcher.attach(here)
+    asked = pb.CoordinatorMessage(secagg_seal=pb.SecaggSeal(run_id="run"))
+    fixed = SimpleNamespace(messages_for=lambda silo: [asked], interrupt=lambda: None)
+    with tasks.asking(fixed):  # type: ignore[arg-type]
+        tasks.ask_members(fixed, ["north"])  # type: ignore[arg-type]
+        assert here.next() == asked
+        tasks.interrupt()
+        tasks.ask_members(fixed, ["north"])  # type: ignore[arg-type]
+        dispatcher.attach(later)
+        dispatcher.catch_up(later, pb.Hello(), time.time())
+        assert offered(here) == offered(later) == []
+
+
 def test_silos_that_leave_together_are_one_change_of_the_database(
     dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

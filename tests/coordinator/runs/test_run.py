@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.runs.dispatcher import Dispatcher
 from coordinator.storage.contributions import ContributionStore
 from coordinator.storage.records import Contribution
+from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
@@ -55,3 +57,24 @@ def test_a_silo_that_connects_while_its_update_is_looked_for_is_not_asked_for_it
         assert north.of("round_closed")[0].round_closed.included
         assert [m.offer.round for m in north.of("offer") if m.offer.round == 0] == []
         north.close()
+
+
+def test_an_update_that_was_committed_while_its_silo_was_given_up_is_part_of_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receipt is signed, and a coordinator that was killed there would find the update and take it."""
+    deliver = Dispatcher.delivered
+
+    def give_up_first(dispatcher: Dispatcher, update: Contribution) -> None:
+        tasks = dispatcher.tasks_of(update.run_id)
+        if tasks is not None and update.silo == "north":
+            tasks.give_up({"north": UnavailableError("E-RUN-13", "no update: given up")})
+        deliver(dispatcher, update)
+
+    with running(tmp_path / "home", BOTH) as world:
+        offer = opened(world, manifest(rounds=1, names=BOTH, quorum=2))
+        monkeypatch.setattr(Dispatcher, "delivered", give_up_first)
+        for name in BOTH[::-1]:
+            send(world.transfer(name), name, offer, DATA)
+        until(lambda: not world.server.store.runs.round(offer.run_id, 0).is_open, "the round's close")
+        assert world.server.store.runs.round(offer.run_id, 0).record.included == BOTH

@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from fl_core.errors import StateError, UnavailableError
 from service_core.audit_log.lines import MAX_TEXT, Entry, Line, line_hash
 from service_core.audit_log.log import FOLDER, LOG_FILE, AuditLog, mark_restored
+from service_core.storage import private_files
 from tests.support.audit_log import entries, tampered, texts, verified
 from tests.support.older_homes import HOMES
 
@@ -208,6 +210,32 @@ def test_what_was_synced_is_in_the_file_itself_whatever_becomes_of_its_log(tmp_p
     log.close()
 
 
+def test_what_was_synced_is_on_the_disk_although_somebody_reads(tmp_path, monkeypatch):
+    log = AuditLog(tmp_path / FOLDER)
+    log.append(Entry("a", "b"))
+    log.sync()
+    synced = []
+    monkeypatch.setattr(private_files, "sync_file", lambda path: synced.append(path.read_bytes()))
+    with AuditLog(tmp_path / FOLDER).reading() as reader:
+        reader.execute("SELECT count(*) FROM event").fetchone()
+        log.append(Entry("a", "written while somebody reads"))
+        log.sync()
+    assert b"written while somebody reads" in synced[-1]
+    log.close()
+
+
+def test_processes_that_make_the_log_at_once_all_write(tmp_path):
+    def first(k: int) -> None:
+        with closing(AuditLog(tmp_path / str(k // 8) / FOLDER)) as log:
+            log.append(Entry("a", "b"))
+
+    for k in range(5):
+        (tmp_path / str(k)).mkdir()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(first, range(40)))
+    assert [verified(tmp_path / str(k)).lines for k in range(5)] == [8] * 5
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path):
     log = AuditLog(tmp_path / FOLDER)
     log.append(Entry("a", "b"))
@@ -286,9 +314,27 @@ def edit(number: int, change) -> None:
     return edited
 
 
+def without_lines(home: Path) -> None:
+    for file in (home / FOLDER).glob("*.jsonl"):
+        file.write_text("")
+
+
+def without_files(home: Path) -> None:
+    for file in (home / FOLDER).glob("*.jsonl"):
+        file.unlink()
+
+
+def without_end_and_anchor(home: Path) -> None:
+    edit(OLD_LINES, lambda line: [])(home)
+    (home / FOLDER / "anchor.json").unlink()
+
+
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
+        (without_lines, "is missing"),
+        (without_files, "is missing"),
+        (without_end_and_anchor, f"line {OLD_LINES} is missing"),
         (edit(5, lambda line: [line.replace("outcome", "OUTCOME")]), "line 5 was edited"),
         (edit(5, lambda line: []), "line 5 is missing"),
         (edit(5, lambda line: ["no line\n"]), "line 5 is missing"),
