@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,13 +33,13 @@ class OneAnswer(Traits):
     def __post_init__(self) -> None:
         validate.declared("E-CFG-02", self.name, self)
 
+    @abstractmethod
     def blank(self, n_classes: int) -> Tensors:
         """Return an answer of zeros."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, data: LocalData, context: RoundContext) -> Tensors:
         """Make this hospital's answer, with the names and shapes of `blank`."""
-        raise NotImplementedError
 
     @property
     def apart(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError
 from fl_core.kinds import RunKind, kind_of
+from fl_core.kinds.one_answer import OneAnswer
 from fl_core.rounds.manifest import RunManifest
 from silo.reports.leaving import leaving
 from tests.support import until
@@ -92,3 +93,12 @@ def test_a_new_kind_runs_through_real_services_and_both_sides_say_what_it_is(tmp
             assert left.leaves is not None
             assert left.leaves.words()[-1] == "2 numbers: how many training images are here"
             assert not left.leaves.measures
+
+
+def test_a_kind_in_which_everybody_answers_once_says_what_an_answer_is() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Silent(OneAnswer):
+        name = "silent"
+
+    with pytest.raises(TypeError, match="abstract"):
+        Silent()  # type: ignore[abstract]
