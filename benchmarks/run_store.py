@@ -30,7 +30,7 @@ from fl_core.converter import stated
 from fl_core.errors import DataError
 from fl_core.methods import method_class
 from fl_core.training.devices import choose_device
-from fl_core.types.records import judgements
+from fl_core.types.records import update_outcomes
 from privacy import profiles
 
 Run = Mapping[str, object]
@@ -111,7 +111,7 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
 def judged(result: Result) -> dict[str, object]:
     """Say by which rule a run's updates became one, and how many of them and of their numbers that changed."""
     clipped = sum(record.clipped for record in result.records)
-    return {"aggregator": result.aggregator, **judgements(result.records), "clipped": clipped}
+    return {"aggregator": result.aggregator, **update_outcomes(result.records), "clipped": clipped}
 
 
 def judged_text(rows: Mapping[str, Sequence[Run]]) -> str:

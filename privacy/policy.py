@@ -27,15 +27,15 @@ from fl_core.text import decoded
 from privacy.accounting.accountant import Filter
 from privacy.policy_terms import (
     SHARE_OF_UNITS,
-    Budget,
-    Evaluation,
+    BudgetPolicy,
+    EvaluationPolicy,
     Floors,
-    Peers,
+    PeerPolicy,
     PolicyFile,
-    Prototypes,
-    Runs,
-    SecureAggregation,
-    Surveys,
+    PrototypePolicy,
+    RunPolicy,
+    SecureAggregationPolicy,
+    SurveyPolicy,
 )
 
 if TYPE_CHECKING:
@@ -55,19 +55,19 @@ class Policy:
     digest: SHA-256 of the file, empty without one. Raises ConfigError (E-POLICY-01) on a number out of its range.
     """
 
-    runs: Runs = field(default_factory=Runs)
+    runs: RunPolicy = field(default_factory=RunPolicy)
     privacy: Floors = field(default_factory=Floors)
-    prototypes: Prototypes = field(default_factory=Prototypes)
+    prototypes: PrototypePolicy = field(default_factory=PrototypePolicy)
     budgets: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     digest: str = ""
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    secagg: SecureAggregation = field(default_factory=SecureAggregation)
-    peers: Peers = field(default_factory=Peers)
-    survey: Surveys = field(default_factory=Surveys)
+    evaluation: EvaluationPolicy = field(default_factory=EvaluationPolicy)
+    secagg: SecureAggregationPolicy = field(default_factory=SecureAggregationPolicy)
+    peers: PeerPolicy = field(default_factory=PeerPolicy)
+    survey: SurveyPolicy = field(default_factory=SurveyPolicy)
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
-            validate.declared("E-POLICY-01", f"budget.{name!r}", Budget(epsilon, delta))
+            validate.declared("E-POLICY-01", f"budget.{name!r}", BudgetPolicy(epsilon, delta))
 
     @classmethod
     def read(cls, file: Path) -> Policy:

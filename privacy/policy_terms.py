@@ -29,7 +29,7 @@ SHARE_OF_UNITS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class RunPolicy:
     """[runs] methods, leads: what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
 
     train: False takes part in evaluations alone (rounds=0), whatever the coordinator asks
@@ -135,7 +135,7 @@ class Floors:
 
 
 @dataclass(frozen=True, slots=True)
-class Prototypes:
+class PrototypePolicy:
     """[prototypes] submit: False submits none   hidden: classes that none are submitted of   min_count: least units.
 
     min_examples: least examples of a class of which exact sums leave, in a run without privacy whose method sums
@@ -152,7 +152,7 @@ class Prototypes:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationPolicy:
     """[evaluation] send: what of a run's evaluation on this hospital's test examples leaves.
 
     "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
@@ -172,7 +172,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class SecureAggregation:
+class SecureAggregationPolicy:
     """[secagg] require: no run whose updates leave without masks, and nothing told that was counted here.
 
     min_sum: least hospitals in a sum that this hospital helps to open (0: what the protocol asks, two thirds and three)
@@ -224,7 +224,7 @@ class SecureAggregation:
 
 
 @dataclass(frozen=True, slots=True)
-class Surveys:
+class SurveyPolicy:
     """[survey] allow: questions about the records that are answered; all others are held back (empty: every one).
 
     min_patients: of the smallest number that leaves without noise; fewer than 10 are never told
@@ -252,7 +252,7 @@ def _open_run(expected: str, found: str) -> RefusedError:
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class PeerPolicy:
     """[peers] accept: "automatic", or "by hand": a new member of the roster counts only once it was consented to."""
 
     accept: Annotated[str, bounded(one_of, (AUTOMATIC, BY_HAND))] = AUTOMATIC
@@ -262,7 +262,7 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class BudgetPolicy:
     """[budget.COLLECTION] the most that all runs together may spend of a collection."""
 
     epsilon: Positive
@@ -273,11 +273,11 @@ class Budget:
 class PolicyFile:
     """The sections of a policy file, with their defaults."""
 
-    runs: Runs = field(default_factory=Runs)
+    runs: RunPolicy = field(default_factory=RunPolicy)
     privacy: Floors = field(default_factory=Floors)
-    prototypes: Prototypes = field(default_factory=Prototypes)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    secagg: SecureAggregation = field(default_factory=SecureAggregation)
-    peers: Peers = field(default_factory=Peers)
-    budget: Mapping[str, Budget] = field(default_factory=dict)
-    survey: Surveys = field(default_factory=Surveys)
+    prototypes: PrototypePolicy = field(default_factory=PrototypePolicy)
+    evaluation: EvaluationPolicy = field(default_factory=EvaluationPolicy)
+    secagg: SecureAggregationPolicy = field(default_factory=SecureAggregationPolicy)
+    peers: PeerPolicy = field(default_factory=PeerPolicy)
+    budget: Mapping[str, BudgetPolicy] = field(default_factory=dict)
+    survey: SurveyPolicy = field(default_factory=SurveyPolicy)

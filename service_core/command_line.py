@@ -148,7 +148,7 @@ class Program:
         require_tls13()  # before anything imports gRPC
         if not grpc_logs:
             silence_grpc_logs()
-        startup.leave(status_of(lambda: self._run(sys.argv[1:], startup.raise_on_interrupt)))
+        startup.exit_process(status_of(lambda: self._run(sys.argv[1:], startup.raise_on_interrupt)))
 
     def _run(self, words: Sequence[str], ready: Callable[[], object] = lambda: None) -> None:
         typed = command_words(self.name, words)

@@ -31,7 +31,7 @@ def raise_on_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End the program."""
     gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
     sys.exit(status)

@@ -12,7 +12,7 @@ Fact = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SiloEvent:
     """An event: its kind (a word), a line for people, and facts for machines."""
 
     event: str
@@ -20,15 +20,15 @@ class Event:
     facts: Mapping[str, Fact]
 
 
-EmitEvent = Callable[[Event], None]
+EmitEvent = Callable[[SiloEvent], None]
 
 
-def event(event: str, text: str, key: TaskKey | None = None, facts: Mapping[str, Fact] | None = None) -> Event:
+def event(event: str, text: str, key: TaskKey | None = None, facts: Mapping[str, Fact] | None = None) -> SiloEvent:
     about: dict[str, Fact] = {}
     if key is not None:
         about = {"run": key.run_id, "round": key.round, "kind": key.kind.value}
-    return Event(event, text, about | dict(facts or {}))
+    return SiloEvent(event, text, about | dict(facts or {}))
 
 
-def error_event(error: FederationError) -> Event:
+def error_event(error: FederationError) -> SiloEvent:
     return event("trouble", str(error), facts={"code": error.code})

@@ -140,14 +140,14 @@ def walk(*words: str) -> Recorder:
     from coordinator.config.hydra_config import compose_spec
     from coordinator.lead.client import LeadClient
     from coordinator.operations.metrics import CoordinatorMetrics
-    from silo.storage.store import Store
+    from silo.storage.store import SiloStore
     from tests.support import until
     from tests.support.coordinator import World, hospitals, join
 
     names, recorder, worlds = ("north", "east", "south"), Recorder(Path.cwd()), list[World]()
-    stage, close, staged = Store.stage, CoordinatorMetrics.round_closed, list[str]()
+    stage, close, staged = SiloStore.stage, CoordinatorMetrics.round_closed, list[str]()
 
-    def record_the_last(store: Store, entry: object, evaluation: object) -> None:
+    def record_the_last(store: SiloStore, entry: object, evaluation: object) -> None:
         stage(store, entry, evaluation)  # type: ignore[arg-type]
         if entry.key.round == _ROUND:  # type: ignore[attr-defined]
             staged.append(entry.key.run_id)  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def walk(*words: str) -> Recorder:
         close(metrics, row)  # type: ignore[arg-type]
 
     threading.setprofile(recorder)
-    Store.stage, CoordinatorMetrics.round_closed = record_the_last, stop_at_the_close  # type: ignore[assignment]
+    SiloStore.stage, CoordinatorMetrics.round_closed = record_the_last, stop_at_the_close  # type: ignore[assignment]
     try:
         with tempfile.TemporaryDirectory() as folder, hospitals(Path(folder)) as (world, sites):
             worlds.append(world)
@@ -174,7 +174,7 @@ def walk(*words: str) -> Recorder:
             world.finished(world.server.runs.submit(world.compose(spec, members), spec, "walk").id, 120)  # type: ignore[union-attr]
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
-        Store.stage, CoordinatorMetrics.round_closed = stage, close  # type: ignore[method-assign]
+        SiloStore.stage, CoordinatorMetrics.round_closed = stage, close  # type: ignore[method-assign]
     return recorder
 
 

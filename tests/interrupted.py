@@ -25,13 +25,13 @@ from coordinator.api.server import CoordinatorServer
 from coordinator.cli.main import program
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store as CoordinatorStore
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import FederationError
 from service_core.storage.backup import BackupContents
 from silo.cli.main import program as silo_program
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
-from silo.storage.store import Store as SiloStore
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.coordinator import FAST
 from tests.support.processes import free_port

@@ -43,7 +43,7 @@ from coordinator.api.server import CoordinatorServer  # noqa: E402
 from coordinator.config.hydra_config import compose_spec  # noqa: E402
 from coordinator.pki.authority import Authority  # noqa: E402
 from coordinator.storage.records import RunState  # noqa: E402
-from coordinator.storage.store import Store as CoordinatorStore  # noqa: E402
+from coordinator.storage.store import CoordinatorStore  # noqa: E402
 from fl_core import datasets  # noqa: E402
 from fl_core.aggregation.fixed_point import FixedPointFormat  # noqa: E402
 from fl_core.errors import FederationError, UnavailableError  # noqa: E402
@@ -53,7 +53,7 @@ from privacy.ledger.ledger import Ledger  # noqa: E402
 from privacy.ledger.registration import register  # noqa: E402
 from service_core.storage.generation import read_only  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
-from silo.storage.store import Store as SiloStore  # noqa: E402
+from silo.storage.store import SiloStore  # noqa: E402
 from tests import interrupted  # noqa: E402
 from tests.support.coordinator import COLLECTION, FAST, Site, World, enrolled, when_due  # noqa: E402
 from tests.support.fake_coordinator import manifest  # noqa: E402

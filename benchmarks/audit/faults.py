@@ -98,7 +98,7 @@ def finite_check_removed() -> Iterator[None]:
     def add_noise(values: Tensor, g: float, std: float, noise: NoiseSource) -> Tensor:
         return values * g + noise.discrete_gaussian(tuple(values.shape), std / g).double() * g
 
-    def shares(*given: object) -> class_sums.Shares:
+    def shares(*given: object) -> class_sums.UnitShares:
         return replace(honest(*given), vectors=class_sums._vectors(given[0], given[1], None))
 
     honest = class_sums.unit_shares

@@ -20,7 +20,7 @@ from consilium.research.engines.in_process import RoundHistory, SiloShare, local
 from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_spec
 from fl_core import rng
-from fl_core.aggregation.update_check import Measured, UpdateCheck
+from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms
 from fl_core.errors import FederationError
 from fl_core.methods import METHODS
 from fl_core.training.evaluation import ConcatExamples
@@ -108,7 +108,7 @@ class Watched:
 
     inner: SiloPort
     check: UpdateCheck
-    seen: list[dict[str, Measured]]
+    seen: list[dict[str, UpdateNorms]]
     sizes: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -136,7 +136,7 @@ def measure(case: Case) -> Run:
     run, shares = CompiledRun.of(manifest), [SiloShare(s.train, s.test) for s in sets]
     if case.setting == "sizes1:100":
         shares = uneven(shares, case.seed)
-    seen, history, ended = list[dict[str, Measured]](), RoundHistory(), ""
+    seen, history, ended = list[dict[str, UpdateNorms]](), RoundHistory(), ""
     ports = [Watched(port, run.update_check(), seen) for port in local_ports(run, shares)]
     with thread_count(1):
         try:
@@ -163,7 +163,7 @@ def measure(case: Case) -> Run:
     }
 
 
-def _lengths(found: Measured) -> Mapping[str, object]:
+def _lengths(found: UpdateNorms) -> Mapping[str, object]:
     rows = {part: [round(v, 6) for v in row.nan_to_num(-1.0).tolist()] for part, row in found.rows.items()}
     return {"norms": {block: float(f"{v:.6g}") for block, v in found.norms.items()}, "rows": rows}
 

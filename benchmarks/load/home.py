@@ -11,7 +11,7 @@ import grpc
 
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from protos.wire.channel_options import CLIENT_OPTIONS
 from service_core.pki import certificates
 from service_core.storage import private_files
@@ -27,7 +27,7 @@ def make(home: Path, members: int) -> int:
     authority = Authority.create(home, CONSORTIUM, ["127.0.0.1:8443"])
     authority.issue_lead("lead")
     keys = {}
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         membership = Membership(home, store)
         for name in names(members):
             key = certificates.new_key()

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import timing
 from fl_core import datasets
 from fl_core.datasets.image_files import ImageExamples, ImageTransform
-from fl_core.datasets.image_loader import Form, ImageLoader, cores, square
+from fl_core.datasets.image_loader import ImageFormat, ImageLoader, cores, square
 
 BATCH = 32
 SIZE = 224
@@ -41,7 +41,7 @@ class Files(Dataset[torch.Tensor]):
         return len(self.paths)
 
     def __getitem__(self, k: int) -> torch.Tensor:
-        return torch.from_numpy(square(self.paths[k], Form(SIZE))).permute(2, 0, 1)
+        return torch.from_numpy(square(self.paths[k], ImageFormat(SIZE))).permute(2, 0, 1)
 
 
 def write_images(folder: Path, images: int, side: int) -> list[Path]:

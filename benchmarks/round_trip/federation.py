@@ -19,7 +19,7 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.storage.records import InvitationRow
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import UnavailableError
 from fl_core.types.enums import TaskKind
 from silo.service.enrolment import join
@@ -75,7 +75,7 @@ class Federation:
         started.until(lambda: self._online() == silos, "every silo to be online", START_S + 10 * silos)
 
     def _enrol(self, authority: Authority) -> None:
-        with closing(Store(self.home)) as store:
+        with closing(CoordinatorStore(self.home)) as store:
             for home in self.silos:
                 made = authority.invite(home.name)
                 now = authority.clock().timestamp()
@@ -94,7 +94,7 @@ class Federation:
         words.append("secagg=on" if masks else "secagg=off")
         run = self._lead.submit(compose_spec(words).to_json(), uuid4().hex).run_id
         used = list[_Used]()
-        with closing(Store(self.home)) as store:
+        with closing(CoordinatorStore(self.home)) as store:
 
             def over() -> bool:
                 used.append(self._used())

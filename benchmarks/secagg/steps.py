@@ -18,9 +18,9 @@ from fl_core.types.secagg import Secagg
 from fl_core.types.values import Part, PartSpec
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
-from privacy.secagg.keys import Entry, OwnKeys, RunKeys, vouch
+from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys, vouch
 from privacy.secagg.masks import add_mask
-from privacy.secagg.messages import Upload, Words
+from privacy.secagg.messages import MaskedUpload, Words
 from privacy.secagg.terms import MODEL, Round, SecaggRun
 
 CLASS_WORDS = 1_000
@@ -40,7 +40,9 @@ def members(n: int, ring: str) -> Members:
     """Agree on the keys of a run; identities, which sign entries once, are left out."""
     run = SecaggRun("bench", bytes(32), tuple(f"silo{k}" for k in range(n)), 1, ring, Secagg(1, collusion=0))
     own = [OwnKeys.new() for _ in range(n)]
-    entries: list[Entry] = [o.entry(run, name, b"", lambda _: b"") for o, name in zip(own, run.members, strict=True)]
+    entries: list[MemberKeys] = [
+        o.entry(run, name, b"", lambda _: b"") for o, name in zip(own, run.members, strict=True)
+    ]
     keys = [RunKeys.agree(run, e.name, o, entries, lambda *_: True) for o, e in zip(own, entries, strict=True)]
     vouched = vouch(run, entries, lambda *_: True)
     return Members(run, keys, vouched.sign, run.round(vouched.digest, "train", 0, bytes(32)))
@@ -65,7 +67,7 @@ def measure(n: int, params: int, turns: int, ring: str) -> dict[str, Value]:
     values = {"update": Part({"x": torch.randn(params)}, torch.tensor(1.0))}
     plain_grid = FixedPointFormat("ring64", n)
     sums = Aggregator({"update": PartSpec({"x": (params,)}, ())}, plain_grid)
-    uploads: dict[int, Upload] = {}
+    uploads: dict[int, MaskedUpload] = {}
 
     def mask() -> None:
         uploads[0] = silo_side.mask(made.keys[0], round, None, model, classes)
@@ -79,7 +81,7 @@ def measure(n: int, params: int, turns: int, ring: str) -> dict[str, Value]:
     }
     timed = timing.interleaved(ways, turns)
     opening = {f"open_{away}": open_sum(made, params, away, turns) for away in sorted({0, absent})}
-    file_bytes = sum(getattr(uploads[0], name).nbytes for name in Upload.tensors(round, params, CLASS_WORDS))
+    file_bytes = sum(getattr(uploads[0], name).nbytes for name in MaskedUpload.tensors(round, params, CLASS_WORDS))
     return {
         "silos": n,
         "params": params,
@@ -108,7 +110,7 @@ def open_sum(made: Members, params: int, away: int, turns: int) -> Timed:
             total.add(u, digest, silo_side.mask(made.keys[u], round, None, *blocks(round, params)))
             rows[u] = silo_side.uploaded(round, digest)
         seal = total.seal(lambda _: b"")
-        state, confirmed = SealedRound(total, seal, made.sign), dict[int, silo_side.RoundRow]()
+        state, confirmed = SealedRound(total, seal, made.sign), dict[int, silo_side.MaskedTaskRow]()
         for u in range(round.t):
             signed = silo_side.confirm(
                 made.run,

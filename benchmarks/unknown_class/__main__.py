@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from consilium import simulate
 from consilium.extending import ArrayData
 from consilium.model import conformal
-from consilium.model.calibration import Asked, calibrate
+from consilium.model.calibration import CalibrationRequest, calibrate
 
 FALSE_FLAGS, CLASSES, TRAINING = 0.1, 10, 0.6
 NETWORK = {"model": "digits_cnn", "rounds": 20, "train.epochs": 2, "train.batch_size": 32}
@@ -79,7 +79,9 @@ def measure(method: str, left_out: int) -> Found:
     half = len(y) // 2
     logits, features = answers(x)
     z, h = answers(torch.tensor(unknown))
-    own = calibrate(Asked("m" * 64, str(left_out), Known.classes), logits[:half], features[:half], y[:half])
+    own = calibrate(
+        CalibrationRequest("m" * 64, str(left_out), Known.classes), logits[:half], features[:half], y[:half]
+    )
     scores = {OWN: (own.facts.threshold, own.score(features[half:], logits[half:]), own.score(h, z))}
     for name, score in OTHERS.items():
         scores[name] = (conformal.quantile(score(logits[:half]), 1 - FALSE_FLAGS), score(logits[half:]), score(z))

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from consilium.audit import plots, step_checks
-from consilium.audit.runner import AUDITS, Outcome, Setting, Verdict, save
+from consilium.audit.runner import AUDITS, AuditVerdict, Outcome, Setting, save
 from consilium.audit.step_checks import Step
 from consilium.audit.target import AuditTarget
 
@@ -72,10 +72,13 @@ def steps(setting: Setting, runs: int, out: Path) -> Outcome:
     }
     plots.steps(scales, moved, refuted, out / "steps.png")
     verdicts = [
-        *(Verdict(f"noise, {k}", "1 +- 0.005 of the claim", f"{s.ratio:.4f}", s.holds) for k, s in scales.items()),
-        *(Verdict(f"sensitivity, {k}", "at most 1, reached", f"{m.furthest:.6f}", m.holds) for k, m in moved.items()),
+        *(AuditVerdict(f"noise, {k}", "1 +- 0.005 of the claim", f"{s.ratio:.4f}", s.holds) for k, s in scales.items()),
         *(
-            Verdict(f"mu, {name}", "at most 1", ", ".join(f"{v:.3f}" for v in values), max(values) <= 1)
+            AuditVerdict(f"sensitivity, {k}", "at most 1, reached", f"{m.furthest:.6f}", m.holds)
+            for k, m in moved.items()
+        ),
+        *(
+            AuditVerdict(f"mu, {name}", "at most 1", ", ".join(f"{v:.3f}" for v in values), max(values) <= 1)
             for name, values in refuted.items()
         ),
     ]

@@ -24,7 +24,7 @@ from service_core.console import Facts, print_json, show
 from silo.cli.options import DataRootOption, label_space
 
 if TYPE_CHECKING:
-    from consilium.audit.runner import Setting, Verdict
+    from consilium.audit.runner import AuditVerdict, Setting
     from consilium.audit.target import AuditTarget
 
 PIXELS = 32
@@ -100,10 +100,12 @@ def _target(data: str, root: Path | None, classes: str | None, image_size: int |
     return AuditTarget.of(datasets.load(data, datasets.DataRequest(label_space(classes), image_size), data_root=root))
 
 
-def _audited(target: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool) -> list[Verdict]:
+def _audited(
+    target: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool
+) -> list[AuditVerdict]:
     from consilium.audit.runner import AUDITS, minutes_left, save
 
-    found: list[Verdict] = []
+    found: list[AuditVerdict] = []
     before = os.umask(0o077)
     try:
         about = {

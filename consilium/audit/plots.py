@@ -12,7 +12,7 @@ import numpy as np
 from consilium.audit.attacks import Tracing
 from consilium.audit.canaries import CanaryResult
 from consilium.audit.epsilon_bounds import Floats, auc
-from consilium.audit.step_checks import Scale, SensitivityCheck
+from consilium.audit.step_checks import NoiseScale, SensitivityCheck
 from fl_core.errors.extras import require
 from service_core.storage.private_files import png, replace_file
 
@@ -99,7 +99,7 @@ def refuted(found: Mapping[str, tuple[float, float, float]], file: Path) -> None
 
 
 def steps(
-    scales: Mapping[str, Scale],
+    scales: Mapping[str, NoiseScale],
     moved: Mapping[str, SensitivityCheck],
     refuted: Mapping[str, Sequence[float]],
     file: Path,

@@ -15,14 +15,14 @@ from consilium.audit.epsilon_bounds import auc, refuted
 from consilium.audit.hostile import attacks as attacks_of_a_coordinator
 from consilium.audit.target import AuditTarget
 from consilium.audit.training import Training, memorising
-from consilium.audit.worlds import Measured, measure
+from consilium.audit.worlds import AttackResult, measure
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
 from fl_core.errors import FederationError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest, RunMember
 from fl_core.types.records import Schema, TrainConfig
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoise
@@ -59,7 +59,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditVerdict:
     """What one audit expects and what it found; holds: None where nothing is demanded."""
 
     audit: str
@@ -78,7 +78,7 @@ class Outcome:
     """One audit's numbers by training, its verdicts, and its picture."""
 
     numbers: Mapping[str, object]
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[AuditVerdict]
     picture: str
 
     def json(self) -> Mapping[str, object]:
@@ -127,14 +127,16 @@ def membership(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     n = len(found[PLAIN][0][0])
     error = math.sqrt((2 * n + 1) / (12 * n * n) / setting.seeds)
     shown = {name: f"AUC {_repeat(values)}" for name, values in by.items()}
-    verdicts = [Verdict(f"membership by loss, {PLAIN}", "what can be seen at all", shown[PLAIN], None)]
+    verdicts = [AuditVerdict(f"membership by loss, {PLAIN}", "what can be seen at all", shown[PLAIN], None)]
     if setting.demanding:
         holds = fmean(by[PLAIN]) >= 0.55
-        verdicts = [Verdict(f"membership by loss, {PLAIN}", "AUC at least 0.55", shown[PLAIN], holds)]
+        verdicts = [AuditVerdict(f"membership by loss, {PLAIN}", "AUC at least 0.55", shown[PLAIN], holds)]
     for t in setting.trainings[1:]:
         most = 0.58 if setting.demanding else min(1.0, 1 / (1 + math.exp(-t.epsilon)) + 3 * error)
         holds = fmean(by[_name(t)]) <= most
-        verdicts.append(Verdict(f"membership by loss, {_name(t)}", f"AUC at most {most:.3f}", shown[_name(t)], holds))
+        verdicts.append(
+            AuditVerdict(f"membership by loss, {_name(t)}", f"AUC at most {most:.3f}", shown[_name(t)], holds)
+        )
     return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
 
 
@@ -147,16 +149,16 @@ def presence(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     numbers = {"one_update": update_aucs, "sum_only": sum_aucs, "hospitals": len(found[PLAIN][0].held)}
     near = all(abs(a - 0.5) <= 0.1 for values in sum_aucs.values() for a in values)
     verdicts = [
-        Verdict(
+        AuditVerdict(
             "class presence, updates seen",
             "AUC > 0.98 without privacy",
             _summary(update_aucs),
             min(update_aucs[PLAIN]) > 0.98,
         ),
-        Verdict("class presence, sum seen", "AUC 0.5 +- 0.1", _summary(sum_aucs), near),
+        AuditVerdict("class presence, sum seen", "AUC 0.5 +- 0.1", _summary(sum_aucs), near),
     ]
     if not setting.demanding:
-        verdicts = [Verdict(v.audit, "nothing hides it but a masked sum", v.found, None) for v in verdicts]
+        verdicts = [AuditVerdict(v.audit, "nothing hides it but a masked sum", v.found, None) for v in verdicts]
     return Outcome(numbers, verdicts, "class_presence.png")
 
 
@@ -165,17 +167,17 @@ def prototypes(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     runs = [attacks.prototypes(target, seed=s, seeded=setting.seeded) for s in range(setting.seeds)]
     plots.tracing(runs, out / "prototypes.png")
     by = {of[0].case: [f.tracing for f in of] for of in zip(*runs, strict=True)}
-    verdict = Verdict("prototype tracing", "fewer images and less noise show more", _summary(by), None)
+    verdict = AuditVerdict("prototype tracing", "fewer images and less noise show more", _summary(by), None)
     if setting.demanding:
         expected = "1 image: AUC > 0.95 bare, < 0.75 at noise 8"
         holds = min(by["1 image, bare"]) > 0.95 and max(by["1 image, noise 8"]) < 0.75
-        verdict = Verdict("prototype tracing", expected, _summary(by), holds)
+        verdict = AuditVerdict("prototype tracing", expected, _summary(by), holds)
     return Outcome({"prototypes": [[asdict(f) for f in found] for found in runs]}, [verdict], "prototypes.png")
 
 
 def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
     """Attack made-up records as a coordinator that chooses the model and knows all records but one (hostile.py)."""
-    found: list[Measured] = []
+    found: list[AttackResult] = []
     for attack in attacks_of_a_coordinator():
         for _ in range(RETRIES + 1):
             measured = measure(attack, trials=setting.trials)
@@ -185,7 +187,7 @@ def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noq
     passed = accepted()
     plots.refuted({m.attack: (m.printed, m.lower, m.gaussian) for m in found}, out / "hostile.png")
     verdicts = [
-        Verdict(
+        AuditVerdict(
             f"hostile coordinator, {m.attack}",
             f"at most {m.printed:.3g}",
             f"{max(m.lower, m.gaussian):.2f}",
@@ -194,7 +196,7 @@ def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noq
         for m in found
     ]
     shown = ", ".join(passed) if passed else f"all {len(list(dishonest()))} refused"
-    verdicts.append(Verdict("hostile manifests", "all refused", shown, not passed))
+    verdicts.append(AuditVerdict("hostile manifests", "all refused", shown, not passed))
     numbers = {"attacks": [asdict(m) for m in found], "manifests_accepted": passed}
     return Outcome(numbers, verdicts, "hostile.png")
 
@@ -244,12 +246,12 @@ def _by_canaries(
         shown = ", ".join(f"{f.guesses.epsilon:.2f}" for f in runs)
         bounds = [f.guesses.epsilon for f in runs]
         if training.private:
-            verdicts.append(Verdict(f"{name}, {_name(training)}", f"at most {most:g}", shown, max(bounds) <= most))
+            verdicts.append(AuditVerdict(f"{name}, {_name(training)}", f"at most {most:g}", shown, max(bounds) <= most))
             continue
         ceiling = refuted(setting.delta, m, m, m)
         demanded = setting.demanding and m >= canaries.CANARIES
         expected = f"at least {FLAGGED:g}" if demanded else f"what {m} canaries can show: at most {ceiling:.2f}"
-        verdicts.append(Verdict(f"{name}, {PLAIN}", expected, shown, min(bounds) >= FLAGGED if demanded else None))
+        verdicts.append(AuditVerdict(f"{name}, {PLAIN}", expected, shown, min(bounds) >= FLAGGED if demanded else None))
     claims = {_name(t): t.epsilon for t in setting.trainings if t.private}
     plots.bounds(found, claims, file)
     rows = {training: [_row(f) for f in runs] for training, runs in found.items()}
@@ -307,7 +309,7 @@ def honest() -> RunManifest:
         train=TrainConfig(batch_size=64),
         rounds=2,
         seed=0,
-        members=(Member("a", units=100), Member("b", units=100)),
+        members=(RunMember("a", units=100), RunMember("b", units=100)),
         layout=derive_layout(method, model, _SCHEMA, False),
         grid=FixedPointFormat("ring64", 2),
         privacy=NamedOptions("dp_record", {"epsilon": 8.0}),

@@ -123,7 +123,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class NoiseScale:
     """AU-1: the noise's standard deviation over the claim's, and the p-value of being that Gaussian."""
 
     ratio: float
@@ -134,12 +134,12 @@ class Scale:
         return abs(self.ratio - 1) < 5e-3 and self.p > 1e-4
 
 
-def noise_scale(step: Step, noise: NoiseSource) -> Scale:
+def noise_scale(step: Step, noise: NoiseSource) -> NoiseScale:
     """AU-1: take one step in which no record has a gradient, and compare what moved with N(0, (z Delta)^2)."""
     bound = {"example": 1.0, "split": 1.0 + 2 * step.plan().terms.coupled_clip_ratio, "micro": 2.0}[step.kind]
     moved = step.sums(torch.zeros(2, COORDINATES), None, noise)[0].double().numpy()
     claimed = step.charged() * bound * step.clip * (1 + grid.SLACK)
-    return Scale(float(moved.std() / claimed), float(kstest(moved / claimed, "norm").pvalue))
+    return NoiseScale(float(moved.std() / claimed), float(kstest(moved / claimed, "norm").pvalue))
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Attack:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class AttackResult:
     """What an attack found: lower bounds on epsilon at 95 %, for any mechanism and for the Gaussian that is charged."""
 
     attack: str
@@ -90,7 +90,7 @@ class Measured:
 
 def measure(
     attack: Attack, source: Callable[[bool, int], NoiseSource] | None = None, trials: int | None = None
-) -> Measured:
+) -> AttackResult:
     score = attack.score or _along(_direction(attack))
     worlds = [
         np.array(
@@ -104,12 +104,12 @@ def measure(
     return judged(attack, worlds[0], worlds[1])
 
 
-def judged(attack: Attack, without: Floats, with_record: Floats) -> Measured:
+def judged(attack: Attack, without: Floats, with_record: Floats) -> AttackResult:
     a, b = (np.nan_to_num(s, nan=1e300, posinf=1e300, neginf=-1e300) for s in (without, with_record))
     lower = max(epsilon_bound(a, b, DELTA, CONFIDENCE / 2), epsilon_bound(-a, -b, DELTA, CONFIDENCE / 2))
     mu = mu_bound(a, b)
     gaussian = analytic_epsilon([Mechanism(1 / mu)], DELTA) if mu > 0 else 0.0
-    return Measured(attack.name, attack.printed, lower, gaussian)
+    return AttackResult(attack.name, attack.printed, lower, gaussian)
 
 
 def _direction(attack: Attack) -> Tensor:

@@ -118,7 +118,7 @@ def check_shares(coverage: float, false_flags: float | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CalibrationRequest:
     """What a calibration is about and what it promises. model, data: as in `CalibrationFacts`."""
 
     model: str
@@ -128,7 +128,7 @@ class Asked:
     false_flags: float = 0.1
 
 
-def calibrate(asked: Asked, logits: Tensor, features: Tensor, labels: Tensor) -> Calibration:
+def calibrate(asked: CalibrationRequest, logits: Tensor, features: Tensor, labels: Tensor) -> Calibration:
     """Calibrate with logits (n, C), features (n, d) and labels (n,) of examples that had no part in training.
 
     Raises DataError (E-DATA-08) where they are too few for what is asked, and on logits that are no numbers.
@@ -164,7 +164,7 @@ def calibrate(asked: Asked, logits: Tensor, features: Tensor, labels: Tensor) ->
     return Calibration(facts, (of_features, of_logits))
 
 
-def calibrate_labels(asked: Asked, logits: Tensor, labels: Tensor) -> Calibration:
+def calibrate_labels(asked: CalibrationRequest, logits: Tensor, labels: Tensor) -> Calibration:
     """Calibrate with logits (n, L) and labels (n, L) of records that may have several labels: `types.targets`.
 
     Only answers that somebody looked for count. A third of the records, with all of their answers, fits the one

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from consilium.model.model_file import ModelFacts
+from consilium.model.model_file import ModelFileFacts
 from fl_core import datasets
 from fl_core.datasets import DataRequest
 from fl_core.datasets.decoding.dicom import is_dicom
@@ -61,7 +61,7 @@ class _Found:
     unread: int = 0
 
 
-def from_paths(paths: Sequence[Path], facts: ModelFacts, loader: ImageLoader) -> Inputs:
+def from_paths(paths: Sequence[Path], facts: ModelFileFacts, loader: ImageLoader) -> Inputs:
     """Find image files (also in folders, at any depth), or the rows of one table where the model takes columns.
 
     Raises ConfigError (E-CFG-23) on inputs that the model does not take; DataError (E-DATA-02) where there is nothing.
@@ -154,7 +154,7 @@ def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
 
 
 def from_reference(
-    reference: str, split: str, facts: ModelFacts, data_root: Path | None, loader: ImageLoader
+    reference: str, split: str, facts: ModelFileFacts, data_root: Path | None, loader: ImageLoader
 ) -> Inputs:
     """Load data by reference as a silo serves them; split: train, test or all.
 

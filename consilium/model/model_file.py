@@ -42,7 +42,7 @@ _DIGEST = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelFileFacts:
     """What a model's file says of itself.
 
     run: its id, empty in a simulation   data: the name of the data set that it was trained on, which decides how images
@@ -102,7 +102,7 @@ class ModelFacts:
         return Preprocessing(self.data, self.schema)
 
     @classmethod
-    def of(cls, manifest: RunManifest, model_digest: str, run: str = "") -> ModelFacts:
+    def of(cls, manifest: RunManifest, model_digest: str, run: str = "") -> ModelFileFacts:
         schema = manifest.schema
         return cls(
             run=run,
@@ -142,7 +142,7 @@ class LoadedModel:
     the body does nothing.
     """
 
-    facts: ModelFacts
+    facts: ModelFileFacts
     sha256: str
     body: nn.Module
     head: nn.Module
@@ -180,7 +180,7 @@ def load(file: Path, card: Path | None = None, sha256: str | None = None) -> Loa
             "E-STATE-22", f"expected SHA-256 {sha256[:16]} of {file}, found {found.sha256[:16]}: fetch it again"
         )
     try:
-        facts = structure(ModelFacts, found.facts, "")
+        facts = structure(ModelFileFacts, found.facts, "")
     except (ConversionError, ConfigError) as error:
         message = error.message if isinstance(error, ConfigError) else str(error)
         raise StateError(
@@ -208,7 +208,7 @@ def _require_named(sha256: str, file: Path, card: Path) -> None:
         )
 
 
-def build(facts: ModelFacts, tensors: Tensors) -> nn.Module:
+def build(facts: ModelFileFacts, tensors: Tensors) -> nn.Module:
     """Build the evaluated model from what `RunSetup.exported` chose.
 
     Its form is that of the method's global model of a run that has not begun; then every tensor is overwritten.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from consilium.model import conformal
-from consilium.model.calibration import Asked, Calibration, calibrate, calibrate_labels
+from consilium.model.calibration import Calibration, CalibrationRequest, calibrate, calibrate_labels
 from consilium.model.inputs import Inputs
 from consilium.model.model_file import LoadedModel
 from fl_core.errors import DataError
@@ -177,7 +177,7 @@ def calibrated(
         logits.append(answers[1])
         progress(int(indices[-1]) + 1, len(inputs.names))
     empty = torch.zeros(0, len(model.facts.classes))
-    asked = Asked(model.sha256, inputs.fingerprint, model.facts.classes, coverage, false_flags)
+    asked = CalibrationRequest(model.sha256, inputs.fingerprint, model.facts.classes, coverage, false_flags)
     both = (torch.cat(logits), torch.cat(features)) if logits else (empty, empty)
     if model.facts.multi_label:
         return calibrate_labels(asked, both[0], inputs.examples.labels)

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 from fl_core.converter import ConversionError, Option, structure
 from fl_core.errors import ConfigError
-from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin, TwoByTwo
-from fl_core.types.survey import Answer
+from fl_core.types.clinical import BinnedRange, ClinicalMetrics, ReliabilityBin, TwoByTwo
+from fl_core.types.survey import SurveyAnswer
 
 FORMAT = "consilium.card.v1"
 MAX_TEXT_CHARS = 2_000
@@ -34,7 +34,7 @@ def most_found(epsilon: float, delta: float, false_alarms: float = FALSE_ALARMS)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CardShare:
     """A share in [0, 1] with a 95 % interval; None: nothing was measured. withheld: why there is no number.
 
     of: what the interval is of; empty without one.
@@ -74,7 +74,7 @@ class ClassFacts:
 
     name: str
     test_examples: int | None
-    recognised: Share
+    recognised: CardShare
     declared_by: tuple[str, ...] = ()
     specificity: float | None = None
     auc_low: float | None = None
@@ -83,8 +83,8 @@ class ClassFacts:
     taught: bool = True
 
     @property
-    def auc(self) -> Range | None:
-        return None if self.auc_low is None or self.auc_high is None else Range(self.auc_low, self.auc_high)
+    def auc(self) -> BinnedRange | None:
+        return None if self.auc_low is None or self.auc_high is None else BinnedRange(self.auc_low, self.auc_high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Figure:
 
     name: str
     label: str
-    share: Share
+    share: CardShare
     percent: bool = True
 
     def text(self) -> str:
@@ -188,9 +188,9 @@ class Results:
     temperature: what logits would have to be divided by for calibrated probabilities, where the error is large.
     """
 
-    accuracy: Share
-    balanced: Share
-    best: Share
+    accuracy: CardShare
+    balanced: CardShare
+    best: CardShare
     test_examples: int | None
     level_of_chance: float
     of_exported_model: bool
@@ -248,7 +248,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class TrainingDescription:
     """How it was trained. about: the algorithm in a line   training: local training in words."""
 
     name: str
@@ -261,7 +261,7 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFacts:
     """Which training. Times are ISO 8601 in UTC; empty: not known."""
 
     id: str
@@ -290,7 +290,7 @@ class Survey:
     members: tuple[str, ...]
     epsilon: float | None
     delta: float | None
-    answers: tuple[Answer, ...]
+    answers: tuple[SurveyAnswer, ...]
 
     @property
     def possible(self) -> bool:
@@ -316,9 +316,9 @@ class Card:
     written_by: str
     intended_use: str
     licence: str
-    run: Run
+    run: RunFacts
     model: Model
-    method: Method
+    method: TrainingDescription
     classes: tuple[ClassFacts, ...]
     hospitals: tuple[Hospital, ...]
     results: Results

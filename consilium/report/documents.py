@@ -103,7 +103,7 @@ def _options(options: Mapping[str, Option]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CardTable:
     """A table of a card; the first cell of a row names it."""
 
     title: str
@@ -117,11 +117,11 @@ class Table:
         return Markup(' class="number"') if numbers else Markup("")
 
 
-def _tables(card: Card) -> list[Table]:
+def _tables(card: Card) -> list[CardTable]:
     return [_classes(card), *_of_answers(card), _hospitals(card)]
 
 
-def _classes(card: Card) -> Table:
+def _classes(card: Card) -> CardTable:
     metrics = card.metrics
     nothing = [None] * len(card.classes)
     specificities = nothing if metrics is None else intervals.specificities(metrics)
@@ -140,7 +140,7 @@ def _classes(card: Card) -> Table:
     ]
     what = "label" if card.model.several_labels else "class"
     unknown = "" if card.survey else "The coordinator does not know how many training examples each class has. "
-    return Table(
+    return CardTable(
         f"By {what}",
         (what, "test examples", "recognised", "specificity", "AUC", "trained at (hospitals)", "declared by"),
         rows,
@@ -148,7 +148,7 @@ def _classes(card: Card) -> Table:
     )
 
 
-def _of_answers(card: Card) -> list[Table]:
+def _of_answers(card: Card) -> list[CardTable]:
     metrics, names = card.metrics, [one.name for one in card.classes]
     if metrics is None:
         return []
@@ -156,16 +156,16 @@ def _of_answers(card: Card) -> list[Table]:
         "Test examples by label and answer" if metrics.labels else "Confusion matrix (rows: diagnosis, columns: answer)"
     )
     head, rows = clinical_report.confusion_head(metrics, names), clinical_report.confusion_rows(metrics, names)
-    tables = [Table(title, head, rows)]
+    tables = [CardTable(title, head, rows)]
     if metrics.bins:
         confidence = "of an answer about a label" if metrics.labels else "of the most likely class"
         head = ("confidence", "test examples", "mean confidence", "right")
         rows = clinical_report.reliability_rows(metrics)
-        tables.append(Table("Calibration", head, rows, f"Confidence is the probability {confidence}."))
+        tables.append(CardTable("Calibration", head, rows, f"Confidence is the probability {confidence}."))
     return tables
 
 
-def _hospitals(card: Card) -> Table:
+def _hospitals(card: Card) -> CardTable:
     dictionaries = any(one.labels for one in card.hospitals)
     head = ("hospital", "rounds", "submits prototypes", "size, rounded up", "missed rounds", "policy", "key")
     rows = [
@@ -185,4 +185,4 @@ def _hospitals(card: Card) -> Table:
         "A label dictionary is a hospital's table from its own names and codes to the classes. The card has its digest,"
         " which silo data check computes; the table stays at the hospital."
     )
-    return Table("Hospitals", (*head, *["label dictionary"] * dictionaries), rows, note * dictionaries)
+    return CardTable("Hospitals", (*head, *["label dictionary"] * dictionaries), rows, note * dictionaries)

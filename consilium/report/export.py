@@ -11,7 +11,7 @@ from typing import NamedTuple
 from safetensors.torch import save_file
 
 from consilium.model import portable
-from consilium.model.model_file import ModelFacts
+from consilium.model.model_file import ModelFileFacts
 from consilium.report import documents
 from consilium.report.facts import Statement, card_of, suggested_temperature, why_basic
 from consilium.report.signed_card import SignedCard, file_sha256
@@ -86,7 +86,7 @@ def export_model(
         run = run.with_weights(read_weights(weights_file))
     weights = dict(run.exported(server))
     divisor = _temperature(manifest, detail.rounds) if temperature else None
-    facts = ModelFacts.of(manifest, info.model_digest, info.run_id)
+    facts = ModelFileFacts.of(manifest, info.model_digest, info.run_id)
     facts = replace(facts, untaught=accuracy.coverage(info).untaught, temperature=divisor)
     endings = ("safetensors", *(portable.SUFFIX[kind][1:] for kind in formats), "md", "card.json", "card.html")
     names = [f"{info.run_id}.{ending}" for ending in endings]

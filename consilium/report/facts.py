@@ -15,17 +15,17 @@ from datetime import UTC, datetime
 
 from consilium.report.card import (
     Card,
+    CardShare,
     ClassFacts,
     Figure,
     Hospital,
     Masks,
-    Method,
     Model,
     Privacy,
     Results,
-    Run,
-    Share,
+    RunFacts,
     Survey,
+    TrainingDescription,
     Updates,
     Withdrawal,
 )
@@ -43,7 +43,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types import intervals
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import CLINICAL, ClinicalMetrics
-from fl_core.types.records import judgements
+from fl_core.types.records import update_outcomes
 from fl_core.types.secagg import withstood
 from privacy import profiles
 from privacy.accounting import measures, uncertainty
@@ -85,14 +85,14 @@ def card_of(
     """
     run, info = CompiledRun(manifest), detail.info
     rounds = detail.rounds
-    counts = judgements(rounds)
+    counts = update_outcomes(rounds)
     return Card(
         consortium=lead.consortium,
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         written_by=lead.name,
         intended_use=said.intended_use,
         licence=said.licence,
-        run=Run(
+        run=RunFacts(
             id=info.run_id,
             name=info.name,
             state=info.state,
@@ -193,10 +193,10 @@ def _model(run: CompiledRun, manifest: RunManifest, parameters: int, temperature
     )
 
 
-def _method(run: CompiledRun, manifest: RunManifest) -> Method:
+def _method(run: CompiledRun, manifest: RunManifest) -> TrainingDescription:
     kind = type(run.method)
     paper = paper_of(kind) if issubclass(kind, FedAvg) else None
-    return Method(
+    return TrainingDescription(
         name=manifest.method.name,
         options=manifest.method.options,
         about=(kind.__doc__ or "").strip().partition("\n")[0],
@@ -243,19 +243,19 @@ def _hospitals(
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def share_of(right: float, of: float) -> Share:
+def share_of(right: float, of: float) -> CardShare:
     """Give a share of counted examples with its exact interval."""
     k, n = round(right), round(of)
     if not 0 <= k <= n or abs(right - k) > 1e-3 or abs(of - n) > 1e-3:
-        return Share(withheld=uncertainty.IMPOSSIBLE)
+        return CardShare(withheld=uncertainty.IMPOSSIBLE)
     found = intervals.share(k, n)
-    return Share() if found is None else Share(k / n, found.low, found.high, of=SAMPLING)
+    return CardShare() if found is None else CardShare(k / n, found.low, found.high, of=SAMPLING)
 
 
-def _noisy(found: Estimate) -> Share:
+def _noisy(found: Estimate) -> CardShare:
     if found.withheld or found == NOTHING:
-        return Share(withheld=found.withheld)
-    return Share(found.point, found.low, found.high, of=NOISE)
+        return CardShare(withheld=found.withheld)
+    return CardShare(found.point, found.low, found.high, of=NOISE)
 
 
 def _last(rounds: Sequence[pb.RoundInfo]) -> pb.RoundInfo:
@@ -283,7 +283,7 @@ def _classes(
             ClassFacts(
                 name=name,
                 test_examples=round(counts[0][1]) if counts and not noise and _counts(last) else None,
-                recognised=_noisy(noisy[k]) if noise and counts else share_of(*counts[0]) if counts else Share(),
+                recognised=_noisy(noisy[k]) if noise and counts else share_of(*counts[0]) if counts else CardShare(),
                 declared_by=tuple(sorted(s.name for s in silos if s.name in members and name in s.data.holds)),
                 trained_at=coverage.hospitals_of(name),
                 taught=name not in coverage.untaught,
@@ -329,7 +329,7 @@ def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
             Figure(measure.name, measure.label, share, measure.percent)
             for measure in measures.of_model()
             if measure not in (ACCURACY, BALANCED, MACRO_AUC)
-            and (share := _share(measure, result, counts=counts)) != Share()
+            and (share := _share(measure, result, counts=counts)) != CardShare()
         ),
     )
 
@@ -341,7 +341,7 @@ def suggested_temperature(found: ClinicalMetrics) -> float | None:
     return conformal.estimate_temperature(found.bins, found.alternatives)
 
 
-def _share(measure: Measure, result: EvaluationResult, *, counts: bool) -> Share:
+def _share(measure: Measure, result: EvaluationResult, *, counts: bool) -> CardShare:
     """Give a measure with the interval of its noise, or else of sampling. counts: whether its sums can be counts."""
     value, interval = measure.estimate(result), measure.interval(result)
     if result.noise is not None or value == NOTHING:
@@ -349,17 +349,17 @@ def _share(measure: Measure, result: EvaluationResult, *, counts: bool) -> Share
     if not counts or value.point is None:
         return _impossible()
     ends = (value.low, value.high) if interval is None else interval
-    return Share(value.point, *ends, of="" if interval is None else SAMPLING)
+    return CardShare(value.point, *ends, of="" if interval is None else SAMPLING)
 
 
-def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> Share:
+def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> CardShare:
     noise = profiles.result_noise(manifest)
     found = accuracy.best_of([(r.correct, r.examples, noise.of(r.included)) for r in rounds])
-    return Share(found.point) if found.exact else _noisy(found)
+    return CardShare(found.point) if found.exact else _noisy(found)
 
 
-def _impossible() -> Share:
-    return Share(withheld=uncertainty.IMPOSSIBLE)
+def _impossible() -> CardShare:
+    return CardShare(withheld=uncertainty.IMPOSSIBLE)
 
 
 def why_basic(manifest: RunManifest) -> str:

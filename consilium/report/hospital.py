@@ -10,7 +10,7 @@ from consilium.report.signed_card import SignedCard
 from fl_core.errors import ConfigError
 from silo.cli.options import home_of, open_store
 from silo.identity.identity import SiloIdentity
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 
 
 def _authority_of(home: Path | None) -> str:
@@ -31,7 +31,7 @@ def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRe
         return _compared(store, SiloIdentity(place.path).load().identity.name, card)
 
 
-def _compared(store: Store, name: str, card: Card) -> list[OwnRecord]:
+def _compared(store: SiloStore, name: str, card: Card) -> list[OwnRecord]:
     """Say whether this hospital, by its name, was in the run, how often, and in which configuration."""
     claimed = next((hospital.rounds for hospital in card.hospitals if hospital.name == name), None)
     run = next((found for found in store.history() if found.run_id == card.run.id), None)

@@ -16,7 +16,7 @@ from coordinator.cli.options import Extensions, Place, home_of
 from coordinator.cli.runs import Run
 from coordinator.lead.client import LeadClient, credentials_of
 from coordinator.pki.authority import Authority
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
 from service_core.command_line import command
 from service_core.console import Reply
@@ -99,7 +99,7 @@ def _authority_fingerprint(home: Path | None) -> str:
 def _lead_in_force(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
     """Say whether the lead who signed has been revoked since: hospitals have no list of leads."""
     signer = identity_of(signed.certificate)
-    with closing(Store(home_of(home))) as store:
+    with closing(CoordinatorStore(home_of(home))) as store:
         listed = next((lead for lead in store.members.leads.all() if lead.serial == signer.serial), None)
     if listed is None:
         return [OwnRecord("lead", f"{card.written_by} is not in this home's list of leads", agrees=False)]

@@ -24,7 +24,7 @@ from consilium.report.card import Card
 from fl_core.converter import ConversionError, parse_json
 from fl_core.errors import ConfigError, FederationError, RefusedError
 from service_core.pki import certificates
-from service_core.pki.identity import Kind, PeerCertificate, certificate_fingerprint, colons, identity_of
+from service_core.pki.identity import CertificateRole, PeerCertificate, certificate_fingerprint, colons, identity_of
 from service_core.storage.private_files import Credentials
 
 CONTEXT = "consilium model card v1"
@@ -117,7 +117,7 @@ class SignedCard:
             )
         if not certificates.issued_by(holder, ca):
             raise _unsound("a signature of a lead of this consortium", "a certificate that the authority did not issue")
-        if signer.identity.kind is not Kind.LEAD:
+        if signer.identity.kind is not CertificateRole.LEAD:
             raise _unsound("a signature of a lead", f"one of {signer.identity}")
         if not certificates.verify(public, CONTEXT, canonical(self.document), self.signature):
             raise _unsound("the card as it was signed", "one that was changed since, or another signature")

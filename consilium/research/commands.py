@@ -32,7 +32,7 @@ from fl_core.extensions import registry
 from fl_core.methods import METHODS
 from fl_core.models import MODELS, ModelFacts, describe
 from fl_core.training import clinical_report
-from fl_core.types.records import judgements
+from fl_core.types.records import update_outcomes
 from privacy.accounting.measures import EvaluationResult, plain
 from service_core.command_line import Json, command
 from service_core.console import ERR, Reply, make_table, print_json, show, span
@@ -109,7 +109,7 @@ def _shown(result: Result) -> Iterator[str | Table]:
         return
     if text := tables.private_form(result.manifest.to_json()):
         yield text
-    if text := tables.aggregator_text(result.aggregator, judgements(result.records)):
+    if text := tables.aggregator_text(result.aggregator, update_outcomes(result.records)):
         yield text
     if result.clinical is not None:
         rows = clinical_report.class_rows(result.clinical, result.manifest.schema.classes)

@@ -29,13 +29,13 @@ _SHOWN = 5
 _GROUPS = ("method", "model", "data", "federation", "privacy", "aggregator")
 
 
-class Evaluated(NamedTuple):
+class ModelEvaluation(NamedTuple):
     """One evaluation of a trained model: where, and what it counted."""
 
     hospitals: frozenset[str]
     result: EvaluationResult
 
-    def differs(self, other: Evaluated) -> str:
+    def differs(self, other: ModelEvaluation) -> str:
         """Say in what the test images differ from another's; empty where nothing shows that they do.
 
         Noisy counts show nothing.
@@ -64,7 +64,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunRanking:
     """Runs held against each other by one number: `COMPARED` in the last evaluation, which `show` has as well.
 
     They were made at the same hospitals on as many test images of each class. values: by run, of all measures of sums
@@ -116,7 +116,7 @@ class ComparedRun:
     curves: Mapping[str, Curve]
     by_class: Mapping[str, Estimate]
     metrics: str
-    evaluated: tuple[Evaluated, ...]
+    evaluated: tuple[ModelEvaluation, ...]
 
     @property
     def id(self) -> str:
@@ -144,7 +144,7 @@ class ComparedRun:
             dict(zip(classes, newest, strict=False)),
             str(manifest.get("metrics", "")),
             tuple(
-                Evaluated(frozenset(r.included), accuracy.result_of(r))
+                ModelEvaluation(frozenset(r.included), accuracy.result_of(r))
                 for r in detail.rounds
                 if behind(r) and not r.untrained and any(r.examples)
             ),
@@ -152,7 +152,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """Runs in the order in which they were named.
 
     differences: the keys in which they differ, with a value for each run, None where a run has no such key
@@ -161,7 +161,7 @@ class Comparison:
 
     runs: tuple[ComparedRun, ...]
     differences: Mapping[str, tuple[str | None, ...]]
-    standing: Standing
+    standing: RunRanking
     notes: tuple[str, ...]
 
     @property
@@ -176,7 +176,7 @@ class Comparison:
         return list(dict.fromkeys(named))
 
 
-def compare(runs: Sequence[ComparedRun]) -> Comparison:
+def compare(runs: Sequence[ComparedRun]) -> RunComparison:
     """Compare runs; raises ConfigError (E-CFG-02) unless there are 2 to 20 different ones."""
     ids = [run.id for run in runs]
     if not 2 <= len(ids) <= MAX_RUNS or len(set(ids)) < len(ids):
@@ -188,10 +188,10 @@ def compare(runs: Sequence[ComparedRun]) -> Comparison:
     values = {key: tuple(run.configuration.get(key) for run in runs) for key in keys}
     differences = {key: found for key, found in values.items() if len(set(found)) > 1}
     standing = _standing(runs)
-    return Comparison(tuple(runs), differences, standing, _notes(runs, standing))
+    return RunComparison(tuple(runs), differences, standing, _notes(runs, standing))
 
 
-def _standing(runs: Sequence[ComparedRun]) -> Standing:
+def _standing(runs: Sequence[ComparedRun]) -> RunRanking:
     """Hold runs against the first one that was measured, over the newest evaluations that are alike in all of them."""
     first = next((run for run in runs if run.evaluated), runs[0])
     excluded = {run.id: why for run in runs if run is not first and (why := _excluded(run, first))}
@@ -206,7 +206,7 @@ def _standing(runs: Sequence[ComparedRun]) -> Standing:
     known = {name: point for name, point in points.items() if point is not None}
     measured = int(bool(last))
     if len(compared) < 2 or len(known) < len(points):
-        return Standing(measured, values, "", {}, excluded)
+        return RunRanking(measured, values, "", {}, excluded)
     best = max(known, key=known.__getitem__)
     share = (1 - LEVEL) / (len(compared) - 1)
     ahead = {
@@ -214,7 +214,7 @@ def _standing(runs: Sequence[ComparedRun]) -> Standing:
         for name in known
         if name != best and (found := _difference(last[best], last[name], share)) is not None
     }
-    return Standing(measured, values, best, ahead if len(ahead) == len(compared) - 1 else {}, excluded)
+    return RunRanking(measured, values, best, ahead if len(ahead) == len(compared) - 1 else {}, excluded)
 
 
 def _excluded(run: ComparedRun, first: ComparedRun) -> str:
@@ -226,7 +226,7 @@ def _excluded(run: ComparedRun, first: ComparedRun) -> str:
     return found and f"was measured {found}"
 
 
-def _difference(mine: Evaluated, theirs: Evaluated, share: float) -> Difference | None:
+def _difference(mine: ModelEvaluation, theirs: ModelEvaluation, share: float) -> Difference | None:
     """Estimate how far one run's last evaluation is ahead of another's on the same test images.
 
     share: how often its interval may be wrong. Which images each model got right is not known, only how many, so the
@@ -263,7 +263,7 @@ def _shares(found: Sums) -> list[float | None]:
     return [e.point for e in uncertainty.by_class(*found)]
 
 
-def score_rows(found: Comparison) -> list[tuple[str, tuple[str, ...]]]:
+def score_rows(found: RunComparison) -> list[tuple[str, tuple[str, ...]]]:
     """Write each measure as a row, with a text for each run; below the one that is compared, who is ahead."""
     standing, rows = found.standing, list[tuple[str, tuple[str, ...]]]()
     for name in found.measures:
@@ -298,7 +298,7 @@ def _text(value: object) -> str:
         return shown(value)
 
 
-def _notes(runs: Sequence[ComparedRun], standing: Standing) -> tuple[str, ...]:
+def _notes(runs: Sequence[ComparedRun], standing: RunRanking) -> tuple[str, ...]:
     notes = [f"{name} is not compared with the others: it {why}" for name, why in standing.excluded.items()]
     if len({run.classes for run in runs}) > 1:
         notes.append("the runs have different classes: their accuracies are of different questions")
@@ -337,7 +337,7 @@ def _texts(found: object) -> tuple[str, ...]:
 # ---- for machines ----------------------------------------------------------------------------------------------------
 
 
-def comparison_json(found: Comparison) -> dict[str, object]:
+def comparison_json(found: RunComparison) -> dict[str, object]:
     """Write a comparison for machines. Numbers that noise hides are null, others have their interval."""
     return {
         "runs": [

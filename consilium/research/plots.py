@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from coordinator.lead.survey_answers import SurveyAnswers
-    from fl_core.types.survey import Answer
+    from fl_core.types.survey import SurveyAnswer
 
 FORMATS = ("png", "svg")
 LINES = (("#0072b2", "-"), ("#c44a00", "--"), ("#00785a", ":"), ("#7b4f9d", "-."))
@@ -126,7 +126,7 @@ def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
     return _bytes_of(figure, kind)
 
 
-def _draw_answer(axes: Axes, answer: Answer, noisy: bool) -> None:
+def _draw_answer(axes: Axes, answer: SurveyAnswer, noisy: bool) -> None:
     cells = [cell for cell in answer.cells if cell.held or cell.patients or cell.images or not answer.unit]
     patients = [0.0 if cell.patients is None else cell.patients for cell in cells]
     hatches = ["///" if cell.held and cell.patients is not None else "" for cell in cells]

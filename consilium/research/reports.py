@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from consilium.research.comparison import MAX_RUNS, ComparedRun, Comparison, comparison_json, score_rows
+from consilium.research.comparison import MAX_RUNS, ComparedRun, RunComparison, comparison_json, score_rows
 from consilium.research.comparison import compare as compare_runs
 from coordinator.cli.options import Place
 from coordinator.lead.client import LeadClient
@@ -40,7 +40,7 @@ def compare(runs: Runs, home: Place) -> Reply:
     return Reply(comparison_json(found), _compared(found))
 
 
-def _compared(found: Comparison) -> Iterator[str | Table]:
+def _compared(found: RunComparison) -> Iterator[str | Table]:
     ids = _heads([run.id for run in found.runs])
     yield from (f"{short}: {run.id}" for short, run in zip(ids, found.runs, strict=True) if short != run.id)
     yield make_table("Runs", ("", *ids), _facts(found.runs))

@@ -17,15 +17,19 @@ from coordinator.storage.members import MemberStore
 from coordinator.storage.records import MembershipStatus
 from fl_core.errors import FederationError, RefusedError
 from service_core.pki.certificates import utc_now
-from service_core.pki.identity import Kind, PeerCertificate, peer_of
+from service_core.pki.identity import CertificateRole, PeerCertificate, peer_of
 
 audit = logging.getLogger("consilium.audit")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _SERVICE = "/consilium.v1."
-SILO, LEAD, INVITE = frozenset({Kind.SILO}), frozenset({Kind.LEAD}), frozenset({Kind.INVITE})
-ALLOWED_ROLES: Mapping[str, frozenset[Kind]] = {
+SILO, LEAD, INVITE = (
+    frozenset({CertificateRole.SILO}),
+    frozenset({CertificateRole.LEAD}),
+    frozenset({CertificateRole.INVITE}),
+)
+ALLOWED_ROLES: Mapping[str, frozenset[CertificateRole]] = {
     "Enrolment/Join": INVITE,
     "Enrolment/Renew": SILO,
     "Control/Session": SILO,
@@ -52,7 +56,7 @@ PUBLIC_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 def authorize(
     peer: PeerCertificate,
-    allowed_kinds: Collection[Kind],
+    allowed_kinds: Collection[CertificateRole],
     consortium: str,
     membership: Callable[[PeerCertificate], MembershipStatus],
     now: datetime | None = None,
@@ -100,7 +104,7 @@ def authorize(
             "`silo join --again` shut the other one out (of a lead: coordinator leads revoke, leads add)",
         )
     if not found.member:
-        what = "an open invitation" if who.kind is Kind.INVITE else "a member of the consortium"
+        what = "an open invitation" if who.kind is CertificateRole.INVITE else "a member of the consortium"
         return RefusedError(
             "E-ID-13", f"expected {what}, found {who} (key {peer.fingerprint[:16]}...); ask the lead for an invitation"
         )
@@ -157,17 +161,17 @@ class Authorizer:
         in_force, now = self.members.in_force(), utc_now()
 
         def is_in_force(peer: PeerCertificate) -> bool:
-            known = peer.identity.kind is Kind.SILO and (peer.identity.name, peer.serial) in in_force
+            known = peer.identity.kind is CertificateRole.SILO and (peer.identity.name, peer.serial) in in_force
             return known and peer.identity.consortium == self.consortium and peer.not_before <= now <= peer.not_after
 
         return is_in_force
 
     def _membership_status(self, peer: PeerCertificate) -> MembershipStatus:
-        if peer.identity.kind is Kind.SILO:
+        if peer.identity.kind is CertificateRole.SILO:
             return self.members.membership_status(peer.identity.name, peer.serial)
-        if peer.identity.kind is Kind.INVITE:
+        if peer.identity.kind is CertificateRole.INVITE:
             return MembershipStatus(self.members.why_revoked(peer.serial), self.members.is_invited(peer.serial))
-        if peer.identity.kind is Kind.LEAD:
+        if peer.identity.kind is CertificateRole.LEAD:
             return self.members.leads.status(peer)
         return MembershipStatus(self.members.why_revoked(peer.serial), member=False)
 

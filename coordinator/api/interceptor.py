@@ -15,11 +15,11 @@ from coordinator.api.authorization import PUBLIC_SERVICES, Authorizer, Context
 from coordinator.api.event_loop import Workers
 from coordinator.api.limits import Gate, require_known_fields
 from coordinator.api.open_streams import OpenStreams
-from coordinator.operations.audit_trail import AuditTrail, Count, CountingContext
+from coordinator.operations.audit_trail import CallAuditTrail, Count, CountingContext
 from coordinator.operations.metrics import CoordinatorMetrics
 from fl_core.errors import FederationError, UnavailableError
 from protos.wire import status
-from service_core.pki.identity import Kind
+from service_core.pki.identity import CertificateRole
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         gate: Gate,
         members: Workers,
         leads: Workers,
-        trail: AuditTrail,
+        trail: CallAuditTrail,
         metrics: CoordinatorMetrics,
         streams: OpenStreams,
     ) -> None:
@@ -155,7 +155,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         try:
             with self._metrics.call(method), self._trail.call(method, context, request):
                 peer, address = self._authorizer.peer(method, context), context.peer()
-                workers = self._leads if peer.identity.kind is Kind.LEAD else self._members
+                workers = self._leads if peer.identity.kind is CertificateRole.LEAD else self._members
                 with self._gate.call(peer, method, address):
                     require_known_fields(request)
                     await workers.run(self._authorizer.authorize_peer, peer, method, address)

@@ -15,11 +15,11 @@ from coordinator.api.event_loop import Workers, wait_for, waker
 from coordinator.api.open_streams import PutStream
 from coordinator.runs import start_point
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.lineage import Line
+from coordinator.runs.lineage import RunLineage
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.runs.withdrawal import AffectedRun, Withdrawals
-from coordinator.storage.records import Contribution, Run
-from coordinator.storage.store import Store
+from coordinator.storage.records import Contribution, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods.disjoint.analytic import Analytic
@@ -47,7 +47,7 @@ class LeadService(rpc.LeadServicer):
     def __init__(
         self,
         authorizer: Authorizer,
-        store: Store,
+        store: CoordinatorStore,
         dispatcher: Dispatcher,
         runs: RunScheduler,
         build_manifest: BuildManifest,
@@ -113,7 +113,7 @@ class LeadService(rpc.LeadServicer):
 
         Raises ConfigError: E-RUN-10 on no such run, E-RUN-05 where nobody is left; StateError (E-RUN-11).
         """
-        parent, line = self._store.runs.get(request.start_from), Line(self._store.runs)
+        parent, line = self._store.runs.get(request.start_from), RunLineage(self._store.runs)
         start_point.require_over(parent)
         line.require_open(parent)
         adds, named = _asked(request.spec_json)
@@ -191,11 +191,11 @@ class LeadService(rpc.LeadServicer):
                     wait = _POLL_S
                 await wait_for(changed, wait)
 
-    def _events(self, run_id: str, after: int) -> tuple[Run, list[pb.Event]]:
+    def _events(self, run_id: str, after: int) -> tuple[StoredRun, list[pb.Event]]:
         run = self._store.runs.get(run_id)  # before its events: when it has ended, all of them are there
         return run, [messages.event(row, self._store) for row in self._store.runs.events(run_id, after)]
 
-    def _live(self, run: Run, last: int) -> pb.Event:
+    def _live(self, run: StoredRun, last: int) -> pb.Event:
         live, info = self._members(run), self._info(run)
         for silo in live:  # what was declared does not change with every pulse
             silo.ClearField("data")
@@ -238,10 +238,10 @@ class LeadService(rpc.LeadServicer):
         ]
         return pb.SiloList(silos=self._silos(revoked=True), invitations=invitations)
 
-    def _info(self, run: Run) -> pb.RunInfo:
+    def _info(self, run: StoredRun) -> pb.RunInfo:
         return messages.run_info(run, self._store, self._runs.waiting(run.id))
 
-    def _detailed(self, run: Run) -> pb.RunInfo:
+    def _detailed(self, run: StoredRun) -> pb.RunInfo:
         return self._with_arrivals(self._info(run))
 
     def _with_arrivals(self, info: pb.RunInfo) -> pb.RunInfo:
@@ -257,7 +257,7 @@ class LeadService(rpc.LeadServicer):
         silos = [s for s in self._store.members.silos() if revoked or not s.revoked]
         return messages.silo_infos(silos, self._dispatcher, time.time())
 
-    def _members(self, run: Run) -> list[pb.SiloInfo]:
+    def _members(self, run: StoredRun) -> list[pb.SiloInfo]:
         return [s for s in self._silos(revoked=True) if s.name in run.members]
 
 

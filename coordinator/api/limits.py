@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 
 from fl_core.errors import ProtocolError, UnavailableError
-from service_core.pki.identity import Kind, PeerCertificate
+from service_core.pki.identity import CertificateRole, PeerCertificate
 
 audit = logging.getLogger("consilium.audit")
 _TABLE = 4096
@@ -51,9 +51,15 @@ class Limits:
         downloads_each: at once, of one caller
     """
 
-    streams: Mapping[Kind, int] = field(default_factory=lambda: {Kind.SILO: 8, Kind.INVITE: 2, Kind.LEAD: 64})
-    calls: Mapping[Kind, Rate] = field(
-        default_factory=lambda: {Kind.SILO: Rate(20, 200), Kind.INVITE: Rate(1, 30), Kind.LEAD: Rate(50, 500)}
+    streams: Mapping[CertificateRole, int] = field(
+        default_factory=lambda: {CertificateRole.SILO: 8, CertificateRole.INVITE: 2, CertificateRole.LEAD: 64}
+    )
+    calls: Mapping[CertificateRole, Rate] = field(
+        default_factory=lambda: {
+            CertificateRole.SILO: Rate(20, 200),
+            CertificateRole.INVITE: Rate(1, 30),
+            CertificateRole.LEAD: Rate(50, 500),
+        }
     )
     joins: Rate = Rate(1 / 60, 10)
     joins_per_address: Rate = Rate(1, 60)

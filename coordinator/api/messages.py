@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from coordinator.lead import accuracy
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.open_round import Waiting
-from coordinator.storage.records import Contribution, EventRow, RoundRow, Run, Silo
-from coordinator.storage.store import Store
+from coordinator.storage.records import Contribution, EventRow, RoundRow, Silo, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import FederationError
 from fl_core.methods import build_written
 from fl_core.rounds.manifest import RunManifest
@@ -62,12 +62,12 @@ def stored_aggregator(manifest: str) -> str:
         return ""
 
 
-def run_info(run: Run, store: Store, waiting: Waiting | None = None) -> pb.RunInfo:
+def run_info(run: StoredRun, store: CoordinatorStore, waiting: Waiting | None = None) -> pb.RunInfo:
     return run_infos([run], store, lambda _: waiting)[0]
 
 
 def run_infos(
-    runs: Sequence[Run], store: Store, waiting: Callable[[str], Waiting | None] = lambda _: None
+    runs: Sequence[StoredRun], store: CoordinatorStore, waiting: Callable[[str], Waiting | None] = lambda _: None
 ) -> list[pb.RunInfo]:
     """Convert runs; noisy evaluations get an interval, and a number only where the noise leaves one.
 
@@ -96,7 +96,7 @@ def run_infos(
     return messages
 
 
-def _set_coverage(message: pb.RunInfo, run: Run, newest: RoundRecord | None) -> None:
+def _set_coverage(message: pb.RunInfo, run: StoredRun, newest: RoundRecord | None) -> None:
     """Say which classes a run teaches and tests. newest: its newest evaluation; None where there is none, or noise."""
     found = ClassCoverage() if run.coverage is None else ClassCoverage.of(run.coverage)
     if newest is not None and run.kind.measures:
@@ -126,7 +126,7 @@ def arrivals(updates: Iterable[Contribution]) -> list[pb.Arrival]:
     return [pb.Arrival(silo=u.silo, bytes=u.size, at_unix=u.received or 0.0) for u in updates]
 
 
-def declarations(run_id: str, store: Store) -> list[pb.Declaration]:
+def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
     """Return what each silo stated with its newest update of a run, without what is sealed for it alone."""
     found = []
     for name, (round, stated) in sorted(store.attestations.newest_of_run(run_id).items()):
@@ -183,7 +183,7 @@ def _silo_info(silo: Silo, dispatcher: Dispatcher, now: float, policy: str, alar
     return info
 
 
-def event(row: EventRow, store: Store) -> pb.Event:
+def event(row: EventRow, store: CoordinatorStore) -> pb.Event:
     """Convert an event; the close of a round carries its result, and milestones the run as it is now."""
     message = pb.Event(at_unix=row.at, **_shared_fields(row, pb.Event))
     if row.kind == "closed" and (closed := store.runs.round(row.run_id, row.round)) is not None:

@@ -26,7 +26,7 @@ from coordinator.api.limits import Gate, Limits
 from coordinator.api.open_streams import OpenStreams
 from coordinator.api.transfer import TransferService
 from coordinator.lead.client import ADDRESS_FILE
-from coordinator.operations.audit_trail import AuditTrail
+from coordinator.operations.audit_trail import CallAuditTrail
 from coordinator.operations.health import HealthService, Readiness
 from coordinator.operations.metrics import CoordinatorMetrics
 from coordinator.pki.authority import Authority
@@ -36,7 +36,7 @@ from coordinator.pki.server_certificate import ServerCertificate, server_credent
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
 from coordinator.runs.services import Services
-from coordinator.storage.store import OBJECTS, WEIGHTS, Store, lock_home
+from coordinator.storage.store import OBJECTS, WEIGHTS, CoordinatorStore, lock_home
 from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import FederationError, StateError
@@ -115,11 +115,11 @@ class CoordinatorServer:
         self._connections = _connections_of(_raise_descriptor_limit())
         self._loop.start()
         try:
-            self.store = Store(self.home)
+            self.store = CoordinatorStore(self.home)
             self.objects = ObjectStore(self.home / OBJECTS, sharded=True)
             self.uploads = UploadRegistry(self.home / "blobs", self.settings.quota)
             self.dispatcher = Dispatcher(self.store, self.settings.pulse_s, self.metrics.round_closed)
-            self._trail = AuditTrail.of(self.home, consortium)
+            self._trail = CallAuditTrail.of(self.home, consortium)
             signer, record = ServerCertificate(self.home).current, self._trail.recorder.record
             roster = Membership(self.home, self.store).roster
             services = Services(self.store, self.objects, self.dispatcher, signer, record, roster)

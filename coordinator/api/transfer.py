@@ -23,8 +23,8 @@ from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.records import Contribution
-from coordinator.storage.store import Store
-from coordinator.storage.uploads import Upload, UploadRegistry
+from coordinator.storage.store import CoordinatorStore
+from coordinator.storage.uploads import OpenUpload, UploadRegistry
 from fl_core.errors import REASON_CHARS, FederationError, ProtocolError, StateError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
@@ -33,7 +33,7 @@ from protos.wire import receipts
 from protos.wire.chunks import append_chunk, read_chunks
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
-from service_core.pki.identity import Kind, PeerCertificate
+from service_core.pki.identity import CertificateRole, PeerCertificate
 from service_core.storage import disk
 from service_core.storage.digests import file_digest
 from service_core.storage.object_store import ObjectStore, open_partial
@@ -50,7 +50,7 @@ class TransferService(rpc.TransferServicer):
     def __init__(
         self,
         authorizer: Authorizer,
-        store: Store,
+        store: CoordinatorStore,
         objects: ObjectStore,
         uploads: UploadRegistry,
         dispatcher: Dispatcher,
@@ -127,7 +127,7 @@ class TransferService(rpc.TransferServicer):
             async with self._uploads.writing(c.id, stream.end) as upload:
                 return pb.PutReply(have=await self._append(c, first, stream, upload, slot))
 
-    async def _append(self, c: Contribution, first: pb.Chunk, stream: PutStream, upload: Upload, slot: Slot) -> int:
+    async def _append(self, c: Contribution, first: pb.Chunk, stream: PutStream, upload: OpenUpload, slot: Slot) -> int:
         with ExitStack() as stack:
             file = await self._workers.run(lambda: stack.enter_context(open_partial(self._uploads.path(c.silo, c.id))))
             upload.digest = None
@@ -157,7 +157,7 @@ class TransferService(rpc.TransferServicer):
             self._dispatcher.delivered(c)
         return receipt
 
-    def _commit(self, contribution_id: str, silo: str, upload: Upload) -> tuple[pb.Receipt, bool]:
+    def _commit(self, contribution_id: str, silo: str, upload: OpenUpload) -> tuple[pb.Receipt, bool]:
         c = self._mine(contribution_id, silo)
         if c.received is not None:  # a second Commit came before us
             return self._receipt(c), False
@@ -166,7 +166,7 @@ class TransferService(rpc.TransferServicer):
         except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
             raise _forgotten(c) from error
 
-    def _take(self, c: Contribution, upload: Upload) -> pb.Receipt:
+    def _take(self, c: Contribution, upload: OpenUpload) -> pb.Receipt:
         if not self._store.contributions.is_open(c.id):
             raise _forgotten(c)
         have, partial = self._uploads.size(c.silo, c.id), self._uploads.path(c.silo, c.id)
@@ -222,7 +222,7 @@ class TransferService(rpc.TransferServicer):
     ) -> None:
         """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
         peer = self._authorizer.caller(context)
-        silo = peer.identity.name if peer.identity.kind is Kind.SILO else None
+        silo = peer.identity.name if peer.identity.kind is CertificateRole.SILO else None
         workers = self._leads if silo is None else self._workers
         run_id, chunks = await workers.run(self._readable, request, peer, silo)
         turns, sent = self._lead_turns if silo is None else self._turns, 0

@@ -19,7 +19,7 @@ from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership, export_roster, import_roster, sign_request
 from coordinator.pki.passphrase import PassphraseSource
 from coordinator.storage.records import Lead
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
 from fl_core.text import read_text
 from service_core.command_line import Json, command
@@ -38,9 +38,9 @@ ca = typer.Typer(
 
 
 @contextmanager
-def _authority(home: Path) -> Iterator[tuple[Authority, Membership, Store]]:
+def _authority(home: Path) -> Iterator[tuple[Authority, Membership, CoordinatorStore]]:
     authority = Authority.open(home)
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         yield authority, Membership(home, store), store
 
 
@@ -145,9 +145,9 @@ def _default(context: typer.Context, home: Home = None, as_json: Json = False) -
         show(home=home, as_json=as_json)
 
 
-def _opened(home: Path) -> closing[Store]:
+def _opened(home: Path) -> closing[CoordinatorStore]:
     Authority.open(home)
-    return closing(Store(home))
+    return closing(CoordinatorStore(home))
 
 
 @leads.command("list")

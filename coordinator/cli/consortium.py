@@ -20,7 +20,7 @@ from coordinator.lead.client import MAIN_LEAD
 from coordinator.pki import passphrase
 from coordinator.pki.authority import FOLDER, Authority
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
 from service_core import startup
 from service_core.command_line import command
@@ -93,7 +93,7 @@ def invite(
     """Make a one-time token with which a hospital joins. Send it over a channel you trust."""
     authority = Authority.open(home)
     check_name(name)
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         if not again and store.members.is_member(name):
             raise ConfigError(
                 "E-ID-30",
@@ -133,7 +133,7 @@ def revoke(
 ) -> Reply:
     """Exclude a hospital: from its next call, and within 5 s from what it has open. It touches nobody else."""
     Authority.open(home)
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         Membership(home, store).revoke(name, reason)
     return Reply({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"])
 

@@ -18,7 +18,7 @@ from coordinator.cli.runs import Client
 from coordinator.lead.client import ADDRESS_FILE, LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
-from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, Store, lock_home
+from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, CoordinatorStore, lock_home
 from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import Side, make_app
 from service_core.audit_log.log import LOG_FILE, mark_restored
@@ -27,7 +27,7 @@ from service_core.console import Reply, local_time
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of
+from service_core.pki.identity import CertificateRole, Identity, identity_of
 from service_core.storage import backup as backups
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import Credentials, FolderLock
@@ -51,7 +51,7 @@ def _layout(authority_key: bool) -> backups.HomeLayout:
 
 
 def _referenced(database: Path) -> set[str]:
-    with closing(Store(database.parent)) as store:
+    with closing(CoordinatorStore(database.parent)) as store:
         return store.contributions.referenced_digests()
 
 
@@ -69,7 +69,7 @@ def backup(
     The copy holds the keys of the service and of the lead, all runs, models and updates; keep it as you keep the home.
     """
     if (home / FILE).exists():
-        Store(home).close()  # one that is behind is not worth a copy
+        CoordinatorStore(home).close()  # one that is behind is not worth a copy
     made = backups.back_up(home, _layout(authority_key), target, software(), time.time())
     missing = f"{AUTHORITY_KEY} is not in it: keep it offline, nobody can be admitted without it"
     copied = AUTHORITY_KEY in made.files
@@ -106,7 +106,7 @@ def restore(
             facts |= {"at": contents.at, "log_restored": mark_restored(home, contents.at)}
         else:
             alone.enter_context(lock_home(home))
-        store = alone.enter_context(closing(Store(home, accept_loss=accept_loss)))
+        store = alone.enter_context(closing(CoordinatorStore(home, accept_loss=accept_loss)))
         ended = end_masked_runs(store, ObjectStore(home / OBJECTS, sharded=True).remove)
         facts |= {"runs": len(store.runs.all()), "ended": {run.id: run.reason for run in ended}}
     when, notes = "", []
@@ -174,7 +174,7 @@ class _Coordinator:
 
     def _rehearse(self) -> None:
         """Open a copy of the database, and read what the service and its leads read."""
-        with closing(Store(self.home, rehearsal=True)) as store:
+        with closing(CoordinatorStore(self.home, rehearsal=True)) as store:
             store.members.silos()
             for run in store.runs.all():
                 store.runs.rounds(run.id)
@@ -237,7 +237,7 @@ def _side(home: Path | None) -> Side:
     place = home_of(home)
     return Side(
         place,
-        lambda: Identity(Kind.COORDINATOR, Authority.open(place).consortium).uri,
+        lambda: Identity(CertificateRole.COORDINATOR, Authority.open(place).consortium).uri,
         lambda: ServerCertificate(place).current().ca_pem,
     )
 

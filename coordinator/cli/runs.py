@@ -27,7 +27,7 @@ from fl_core.errors import ConfigError
 from fl_core.errors.extras import load
 from fl_core.kinds import kind_of
 from fl_core.types.class_coverage import LEFT_OUT
-from fl_core.types.records import judgements
+from fl_core.types.records import update_outcomes
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Depends, Json, command
 from service_core.console import ERR, Reply, counted, local_time, print_json
@@ -209,7 +209,7 @@ def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
     yield from filter(None, (tables.started_from(detail.manifest_json), form, read, made and f"software: {made}"))
     yield from (f"{one.silo} withdrew from {one.run_id}: {outcome(one)}" for one in detail.withdrawals)
     kind = kind_of(detail.info.method, detail.info.rounds)
-    if kind.measures and (text := tables.aggregator_text(detail.aggregator, judgements(detail.rounds))):
+    if kind.measures and (text := tables.aggregator_text(detail.aggregator, update_outcomes(detail.rounds))):
         yield text
     yield tables.rounds_table(detail.rounds, measures=kind.measures)
     if how := kind.how_to_read(detail.info.run_id):

@@ -25,9 +25,9 @@ from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import (
     Dictionary,
     EvaluationTerms,
-    Member,
     NamedOptions,
     RunManifest,
+    RunMember,
     StartPoint,
     make_members,
 )
@@ -295,7 +295,7 @@ def _members(
     sizes: Sequence[float] | None = None,
     examples: Sequence[DeclaredSize] = (),
     dictionaries: Mapping[str, Dictionary] | None = None,
-) -> tuple[Member, ...]:
+) -> tuple[RunMember, ...]:
     """Draw who submits prototypes. Only a private or masked run keeps the declared sizes; 0: no usable one."""
     declared = None
     if sizes is not None and profiles.is_private(_choice(spec.privacy)):

@@ -12,8 +12,8 @@ from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import (
     CALIBRATION_BINS,
     CLINICAL,
+    BinnedRange,
     ClinicalMetrics,
-    Range,
     ReliabilityBin,
     TwoByTwo,
 )
@@ -102,7 +102,7 @@ def result_of(info: pb.RoundInfo) -> EvaluationResult:
 
 
 def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
-    nothing = Range(math.nan, math.nan)
+    nothing = BinnedRange(math.nan, math.nan)
     return pb.ClinicalMetrics(
         confusion=[n for row in found.confusion for n in row],
         auc_low=[(r or nothing).low for r in found.auc],
@@ -123,7 +123,7 @@ def _clinical(info: pb.RoundInfo | pb.HospitalResult, several_labels: bool) -> C
     if not info.HasField("clinical"):
         return None
     found, c = info.clinical, len(info.correct)
-    auc = [None if math.isnan(low) else Range(low, high) for low, high in zip(found.auc_low, found.auc_high)]  # noqa: B905
+    auc = [None if math.isnan(low) else BinnedRange(low, high) for low, high in zip(found.auc_low, found.auc_high)]  # noqa: B905
     bins = tuple(map(ReliabilityBin, found.bin_examples, found.bin_correct, found.bin_confidence))
     sound = (
         (len(found.confusion), len(found.labels)) == ((0, 4 * c) if several_labels else (c * c, 0))

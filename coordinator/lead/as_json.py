@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.withdrawals import withdrawal_json
 from fl_core.types import intervals
-from fl_core.types.records import RoundRecord, judgements, refused
+from fl_core.types.records import RoundRecord, refused, update_outcomes
 from privacy.accounting import measures
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import kind_word
@@ -140,7 +140,7 @@ def detail_json(detail: pb.RunDetail) -> Mapping[str, object]:
     return {
         **run_json(detail.info),
         "aggregator": detail.aggregator or None,
-        **judgements(detail.rounds),
+        **update_outcomes(detail.rounds),
         "start": start_json(detail.manifest_json),
         "round": [round_json(r) for r in detail.rounds],
         "manifest": detail.manifest_json,

@@ -21,7 +21,7 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import status
 from protos.wire.channel_options import LEAD_OPTIONS
 from protos.wire.chunks import append_chunk, read_chunks
-from service_core.operations.health import Answer
+from service_core.operations.health import HealthAnswer
 from service_core.pki.identity import Address
 from service_core.storage.digests import file_digest
 from service_core.storage.private_files import Credentials
@@ -161,7 +161,7 @@ class LeadClient:
     def silos(self) -> pb.SiloList:
         return self._call(self._lead.Silos, pb.SilosRequest())
 
-    def health(self) -> Answer:
+    def health(self) -> HealthAnswer:
         """Ask whether the service can do its work, what time it has and of which version it is."""
         with self._errors():
             return ask(self._channel)

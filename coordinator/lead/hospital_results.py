@@ -27,7 +27,7 @@ _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ComparableHospitals:
     """The hospitals that can be held against each other.
 
     compared: their balanced accuracies over `classes`, the positions of those that all of them have
@@ -63,7 +63,7 @@ class Standing:
         }
 
 
-def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> Standing:
+def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> ComparableHospitals:
     """Hold hospitals against each other; see the module for when they are ranked."""
     enough = {name: found for name, found in results.items() if sum(found.examples) >= FEW}
     if several_labels:  # of which right answers say little: most are right where nothing is
@@ -71,11 +71,11 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
     if len(enough) < 2:
         few = f" ({len(results) - len(enough)} with fewer)" if len(enough) < len(results) else ""
         found = f"{counted(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
-        return Standing({}, (), cannot_rank=f"{found}, and it takes two")
+        return ComparableHospitals({}, (), cannot_rank=f"{found}, and it takes two")
     width = min(len(found.examples) for found in enough.values())
     common = tuple(c for c in range(width) if all(of > 0 for f in enough.values() for _, of in _counts(f, c)))
     if not common:
-        return Standing(
+        return ComparableHospitals(
             {}, (), cannot_rank="no class has test images at all of them, so they tell of different diseases"
         )
     scores = {name: _balanced(found, common) for name, found in enough.items()}
@@ -85,7 +85,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
     ends = [_interval(enough[name], common, level) for name in (highest, lowest)]
     interval = intervals.difference(scores[highest], ends[0], scores[lowest], ends[1])
     chance = "" if interval.low > 0 else "the difference is within the sampling of test images"
-    return Standing(scores, common, lowest, scores[highest] - scores[lowest], interval, chance)
+    return ComparableHospitals(scores, common, lowest, scores[highest] - scores[lowest], interval, chance)
 
 
 def _counts(found: HospitalResult, c: int) -> list[tuple[float, float]]:

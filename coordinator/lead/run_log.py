@@ -15,7 +15,7 @@ from coordinator.lead.client import LeadClient, is_live
 from coordinator.lead.tables import place
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.audit_log.lines import ALLOWED, Line
+from service_core.audit_log.lines import ALLOWED, LogLine
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.console import local_time, printable
 
@@ -31,7 +31,7 @@ class RunLine:
 
     at: float
     event: pb.Event | None = None
-    audit: Line | None = None
+    audit: LogLine | None = None
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class AuditTail:
     since: float = 0.0
     _last: int = 0
 
-    def fresh(self) -> Iterator[Line]:
+    def fresh(self) -> Iterator[LogLine]:
         if not (self.home / FOLDER).is_dir():
             return
         with closing(AuditLog(self.home / FOLDER)) as log:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from fl_core.types.survey import Answer
+from fl_core.types.survey import SurveyAnswer
 from service_core.console import counted, make_table
 
 ROUNDING = 0.01
@@ -44,8 +44,8 @@ class SurveyAnswers:
     hospitals: int
     epsilon: float | None
     delta: float | None
-    answers: tuple[Answer, ...]
-    by_hospital: Mapping[str, tuple[Answer, ...]]
+    answers: tuple[SurveyAnswer, ...]
+    by_hospital: Mapping[str, tuple[SurveyAnswer, ...]]
     implausible: tuple[str, ...] = ()
     records: str = "images"
 
@@ -78,7 +78,7 @@ class SurveyAnswers:
         for where in self.implausible:
             yield f"no records give the numbers of {where}: a hospital sent others"
 
-    def _tables(self, answers: Sequence[Answer], hospitals: int, whose: str) -> Iterator[str | AnswerTable]:
+    def _tables(self, answers: Sequence[SurveyAnswer], hospitals: int, whose: str) -> Iterator[str | AnswerTable]:
         for answer in answers:
             unit = f", {answer.unit}" if answer.unit else ""
             images = () if self.epsilon is not None else (self.records,)

@@ -18,7 +18,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.survey.answers import HELD, IMAGES, PATIENTS, UNNAMED, VARIANCE, blank_answers, places
 from fl_core.survey.program import SurveyProgram
 from fl_core.types import tensor_maps
-from fl_core.types.survey import NOT_STATED, Answer, Cell, Question, document_digest, records_word
+from fl_core.types.survey import NOT_STATED, Cell, SurveyAnswer, SurveyQuestion, document_digest, records_word
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting.record_config import RecordDpConfig
@@ -112,7 +112,7 @@ def _checked(state: State, method: SurveyProgram, n_classes: int) -> Mapping[str
 
 def _answers(
     method: SurveyProgram, classes: Sequence[str], found: Mapping[str, Tensor], records: str
-) -> Iterator[Answer]:
+) -> Iterator[SurveyAnswer]:
     hospitals = round(float(found[HOSPITALS]))
     for question, place in places(method.asked, len(classes)):
         cells = []
@@ -134,10 +134,10 @@ def _answers(
         same = {0: "patients", told: records} if UNNAMED in found else {}
         counts = same.get(unnamed, f"patients or {records}")
         kind, quantiles = question.kind, _quantiles(question, cells)
-        yield Answer(str(question), kind.title, kind.unit, tuple(cells), quantiles, counts)
+        yield SurveyAnswer(str(question), kind.title, kind.unit, tuple(cells), quantiles, counts)
 
 
-def _quantiles(question: Question, cells: Sequence[Cell]) -> Mapping[str, str]:
+def _quantiles(question: SurveyQuestion, cells: Sequence[Cell]) -> Mapping[str, str]:
     """Find the bin of each quantile by the numbers that were told; those of noise that are below 0 count as 0."""
     if question.kind.bins is None:
         return {}
@@ -157,7 +157,7 @@ def _quantiles(question: Question, cells: Sequence[Cell]) -> Mapping[str, str]:
     return found
 
 
-def _implausible(answers: Sequence[Answer]) -> Iterator[str]:
+def _implausible(answers: Sequence[SurveyAnswer]) -> Iterator[str]:
     """Name cells with fewer records than patients, or fewer of either than none; noise is allowed six deviations."""
     for answer in answers:
         for cell in answer.cells:

@@ -14,7 +14,7 @@ from fl_core.aggregation import options
 from fl_core.training import clinical_report
 from fl_core.types import secagg
 from fl_core.types.clinical import BASIC
-from fl_core.types.records import NO_BOUND, Judged, judgements
+from fl_core.types.records import NO_BOUND, JudgedUpdates, update_outcomes
 from privacy.accounting.measures import (
     BALANCED,
     MACRO_AUC,
@@ -89,7 +89,7 @@ def awaited(silo: pb.AwaitedSilo) -> str:
 
 
 def judged_text(counts: Mapping[str, int]) -> str:
-    """Say what became of the updates of some rounds, as `judgements` counts it; empty where nothing did."""
+    """Say what became of the updates of some rounds, as `update_outcomes` counts it; empty where nothing did."""
     parts = [
         (counts["updates_refused"], "update", " refused"),
         (counts["updates_cut"], "update", " clipped"),
@@ -310,9 +310,9 @@ def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Ta
     return make_table("Rounds", (*head, "took part", "missing or cut", "clipped"), rows)
 
 
-def changed_parts(rounds: Iterable[Judged]) -> list[str]:
+def changed_parts(rounds: Iterable[JudgedUpdates]) -> list[str]:
     """Say what became of the updates of rounds, where any was refused or cut, or nothing bounded them."""
-    said = judged_text(judgements(rounds))
+    said = judged_text(update_outcomes(rounds))
     return [f"({said})"] if said else []
 
 

@@ -13,10 +13,10 @@ from coordinator.pki.server_certificate import ServerCertificate
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
-from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
+from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.recorder import Recorder
-from service_core.pki.identity import Identity, Kind, peer_of
+from service_core.pki.identity import CertificateRole, Identity, peer_of
 
 log = logging.getLogger(__name__)
 _SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id", "preview")
@@ -57,15 +57,15 @@ class CountingContext:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditTrail:
+class CallAuditTrail:
     """Records the calls of one service. Never refuses one: where the disk takes no line, the log says so."""
 
     recorder: Recorder
     certificate: ServerCertificate
 
     @classmethod
-    def of(cls, home: Path, consortium: str) -> AuditTrail:
-        own = Identity(Kind.COORDINATOR, consortium).uri
+    def of(cls, home: Path, consortium: str) -> CallAuditTrail:
+        own = Identity(CertificateRole.COORDINATOR, consortium).uri
         return cls(Recorder(AuditLog(home / FOLDER), own), ServerCertificate(home))
 
     @contextmanager
@@ -94,20 +94,20 @@ class AuditTrail:
                 if wrong := self.recorder.keep(head):
                     log.warning("E-STATE-80: %s", wrong)
             except FederationError as error:
-                self.recorder.record(Entry(who, "head", outcome=REFUSED, code=error.code))
+                self.recorder.record(LogEntry(who, "head", outcome=REFUSED, code=error.code))
         receipt = reply.receipt if isinstance(reply, pb.OpenReply) and reply.HasField("receipt") else reply
         if isinstance(receipt, pb.Receipt):
             own = self.recorder.signed_head(self.certificate.current())
             if own is not None:
                 receipt.log_head.CopyFrom(log_heads.to_message(own))
             self.recorder.record(
-                Entry(
+                LogEntry(
                     receipt.silo, "update taken", f"run={receipt.run_id} round={receipt.round + 1}", bytes=receipt.size
                 )
             )
 
 
-def _entry(method: str, context: Any, request: object) -> Entry:  # noqa: ANN401
+def _entry(method: str, context: Any, request: object) -> LogEntry:  # noqa: ANN401
     what = method.removeprefix("/consilium.v1.")
     try:
         peer = peer_of(context.auth_context())
@@ -119,4 +119,4 @@ def _entry(method: str, context: Any, request: object) -> Entry:  # noqa: ANN401
     if "round" in shown:
         shown["round"] += 1
     about = " ".join(f"{name}={str(value)[:64]}" for name, value in shown.items() if value)
-    return Entry(who, what, about, serial=serial, address=str(context.peer()))
+    return LogEntry(who, what, about, serial=serial, address=str(context.peer()))

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.api.authorization import Context
-from service_core.operations.health import Answer, about
+from service_core.operations.health import HealthAnswer, about
 from service_core.storage import disk
 
 PROBLEMS = ("database", "disk", "scheduler", "maintenance", "stopping")
@@ -108,13 +108,13 @@ class HealthService(health_pb2_grpc.HealthServicer):
         return known.NOT_SERVING if self._readiness.problems() else known.SERVING
 
 
-def ask(channel: grpc.Channel) -> Answer:
+def ask(channel: grpc.Channel) -> HealthAnswer:
     """Ask a coordinator how it is; raises grpc.RpcError where it does not answer."""
     stub, asked = health_pb2_grpc.HealthStub(channel), time.time()
     check = stub.Check  # type: ignore[attr-defined]  # set in __init__, which the stub does not show
     answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=_ASK_S)
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    return Answer.of(serving, call.trailing_metadata() or (), asked, time.time())
+    return HealthAnswer.of(serving, call.trailing_metadata() or (), asked, time.time())
 
 
 def _holds(check: Callable[[], bool]) -> bool:

@@ -13,13 +13,13 @@ from coordinator.operations.health import PROBLEMS, Readiness
 from coordinator.storage.records import RoundRow, RunState
 from fl_core.types.enums import TaskKind
 from service_core.operations import metrics
-from service_core.operations.metrics import Family, Snapshot
-from service_core.pki.identity import Kind
+from service_core.operations.metrics import Family, GaugeSnapshot
+from service_core.pki.identity import CertificateRole
 from service_core.storage.private_files import Credentials
 
 if TYPE_CHECKING:
     from coordinator.runs.dispatcher import Dispatcher
-    from coordinator.storage.store import Store
+    from coordinator.storage.store import CoordinatorStore
 
 _P = "consilium_coordinator"
 _COMMON = metrics.common(_P)
@@ -92,7 +92,7 @@ class CoordinatorMetrics:
         self._received = RECEIVED.counter(self.registry)
         self._sent = SENT.counter(self.registry)
         self._rounds = ROUND_SECONDS.durations(self.registry)
-        for kind in (Kind.SILO, Kind.LEAD):
+        for kind in (CertificateRole.SILO, CertificateRole.LEAD):
             self._sent.labels(kind.value)
         for task in TaskKind:
             self._rounds.labels(task.value)
@@ -111,7 +111,7 @@ class CoordinatorMetrics:
     def received(self, size: int) -> None:
         self._received.inc(size)
 
-    def sent_to(self, role: Kind) -> Callable[[int], None]:
+    def sent_to(self, role: CertificateRole) -> Callable[[int], None]:
         return self._sent.labels(role.value).inc
 
     def round_closed(self, row: RoundRow) -> None:
@@ -121,7 +121,7 @@ class CoordinatorMetrics:
     def watch(
         self,
         home: Path,
-        store: Store,
+        store: CoordinatorStore,
         dispatcher: Dispatcher,
         readiness: Readiness,
         certificate: Callable[[], Credentials],
@@ -140,13 +140,13 @@ class CoordinatorMetrics:
             "disk": lambda: [metrics.disk_room(room, home)],
             "certificates": lambda: [metrics.expiries(ends, certificate())],
         }
-        self.registry.register(Snapshot(_COMMON["lookup_success"], parts))
+        self.registry.register(GaugeSnapshot(_COMMON["lookup_success"], parts))
 
 
 class _Looks:
     """What is looked up when the metrics are asked for."""
 
-    def __init__(self, store: Store, dispatcher: Dispatcher, readiness: Readiness) -> None:
+    def __init__(self, store: CoordinatorStore, dispatcher: Dispatcher, readiness: Readiness) -> None:
         self._store, self._dispatcher, self._readiness = store, dispatcher, readiness
 
     def readiness(self) -> Iterable[Metric]:

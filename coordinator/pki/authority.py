@@ -23,15 +23,15 @@ from service_core.pki import certificates
 from service_core.pki.certificates import Clock, utc_now
 from service_core.pki.identity import (
     Address,
+    CertificateRole,
     Identity,
-    Kind,
     certificate_fingerprint,
     check_name,
     identity_of,
     serial_of,
 )
 from service_core.pki.invitation import InvitationToken
-from service_core.pki.roster import Member, Revocation, Roster, SignedRoster
+from service_core.pki.roster import Revocation, Roster, RosterMember, SignedRoster
 from service_core.storage import private_files
 from service_core.storage.private_files import Credentials
 from service_core.storage.unfinished import marker_of, require_finished
@@ -163,7 +163,7 @@ class Authority:
         return made
 
     def make_lead(self, name: str) -> Credentials:
-        identity = Identity(Kind.LEAD, self.consortium, name)
+        identity = Identity(CertificateRole.LEAD, self.consortium, name)
         key = certificates.new_key()
         cert = self._issue(identity, certificates.load_key(key, "the new key").public_key(), self.lifetimes.lead_days)
         return Credentials(key, cert, self.ca_pem)
@@ -181,7 +181,7 @@ class Authority:
 
     def invite(self, name: str, lifetime: timedelta | None = None) -> Invitation:
         """Issue an invitation: a certificate with a key of its own that can enrol as `name` until it expires."""
-        identity = Identity(Kind.INVITE, self.consortium, name)
+        identity = Identity(CertificateRole.INVITE, self.consortium, name)
         key = certificates.new_key()
         days = (lifetime or timedelta(hours=self.lifetimes.invitation_hours)) / timedelta(days=1)
         cert = self._issue(identity, certificates.load_key(key, "the new key").public_key(), days)
@@ -192,7 +192,7 @@ class Authority:
     def sign_silo(self, csr_pem: bytes, name: str) -> bytes:
         """Certify the key of a request, and nothing else in it, as silo `name`; raises RefusedError (E-ID-31)."""
         public = certificates.public_key(certificates.load_request(csr_pem))
-        return self._issue(Identity(Kind.SILO, self.consortium, name), public, self.lifetimes.silo_days)
+        return self._issue(Identity(CertificateRole.SILO, self.consortium, name), public, self.lifetimes.silo_days)
 
     def renew(self, csr_pem: bytes, old_cert_pem: bytes, proof: bytes) -> bytes:
         """Certify a silo's next key; raises RefusedError (E-ID-13) unless the key in force signed the change.
@@ -203,7 +203,7 @@ class Authority:
         old = certificates.load_certificate(old_cert_pem, "the certificate to renew")
         peer = identity_of(old)
         new = certificates.public_key(certificates.load_request(csr_pem))
-        if peer.identity.kind is not Kind.SILO or peer.identity.consortium != self.consortium:
+        if peer.identity.kind is not CertificateRole.SILO or peer.identity.consortium != self.consortium:
             raise _no_renewal(f"a certificate of {peer.identity}")
         if not certificates.issued_by(old, ca):
             raise _no_renewal("a certificate of another authority")
@@ -214,7 +214,7 @@ class Authority:
             raise _no_renewal("no signature of the old key over the new one")
         return self._issue(peer.identity, new, self.lifetimes.silo_days)
 
-    def roster(self, members: Sequence[Member], revoked: Sequence[Revocation], version: int) -> SignedRoster:
+    def roster(self, members: Sequence[RosterMember], revoked: Sequence[Revocation], version: int) -> SignedRoster:
         """Sign the list of who is in force. version: higher than any given out before (silos refuse a lower one)."""
         _, key = self._ca()
         issued = self.clock().isoformat(timespec="seconds")
@@ -282,7 +282,7 @@ class Authority:
         cert = build_leaf_certificate(
             ca,
             ca_key,
-            Identity(Kind.COORDINATOR, self.consortium),
+            Identity(CertificateRole.COORDINATOR, self.consortium),
             certificates.load_key(key, "the new key").public_key(),
             self.clock(),
             timedelta(days=self.lifetimes.server_days),
@@ -337,7 +337,7 @@ def build_leaf_certificate(
             f"expected an authority in force, found one that expired on {ca.not_valid_after_utc:%Y-%m-%d}: "
             "a new consortium must be created and every hospital invited anew",
         )
-    serves = identity.kind is Kind.COORDINATOR
+    serves = identity.kind is CertificateRole.COORDINATOR
     # A common name with a blank in it can never be taken for a host name by a library that still looks there.
     subject = _name(identity.consortium, f"{identity.kind.value} {identity.name}".strip() + (" service" * serves))
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from coordinator.pki.authority import Authority
 from coordinator.storage.records import Lead
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError, FederationError
 from service_core.pki.certificates import Clock, utc_now
-from service_core.pki.identity import Kind, check_name, identity_of
+from service_core.pki.identity import CertificateRole, check_name, identity_of
 from service_core.storage import private_files
 
 
@@ -19,7 +19,7 @@ class Leads:
     """The leads of a consortium, over its authority and its store."""
 
     home: Path
-    store: Store
+    store: CoordinatorStore
     clock: Clock = utc_now
 
     def adopt(self) -> None:
@@ -30,7 +30,7 @@ class Leads:
                 peer = identity_of(private_files.read_private(path))
             except FederationError:
                 continue  # it opens nothing, and the command that uses it says so
-            if peer.identity.kind is Kind.LEAD:
+            if peer.identity.kind is CertificateRole.LEAD:
                 self.store.members.leads.add(Lead.of(peer))
 
     def all(self) -> list[Lead]:

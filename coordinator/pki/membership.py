@@ -15,15 +15,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.pki.authority import Authority, Invitation
 from coordinator.storage.members import CLOCK_SKEW_S
-from coordinator.storage.records import Certificate, InvitationRow, Silo
-from coordinator.storage.store import Store
+from coordinator.storage.records import InvitationRow, IssuedCertificate, Silo
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
 from service_core.pki.certificates import Clock, utc_now
 from service_core.pki.identity import PeerCertificate, certificate_fingerprint, check_name, colons, identity_of
 from service_core.pki.offline_signing import Admission, SigningRequest
-from service_core.pki.roster import Member, RenewalLink, Roster, SignedRoster, renewal_link
+from service_core.pki.roster import RenewalLink, Roster, RosterMember, SignedRoster, renewal_link
 
 log = logging.getLogger(__name__)
 _KEPT_PROOFS = 32
@@ -35,7 +35,7 @@ class Membership:
     """The consortium's members. The authority's key is read only when something is signed."""
 
     home: Path
-    store: Store
+    store: CoordinatorStore
     clock: Clock = utc_now
 
     def invite(self, name: str, lifetime: timedelta | None = None, validation_only: bool = False) -> Invitation:
@@ -146,7 +146,7 @@ class Membership:
         self.store.members.renew(made, (*silo.proofs, renewal_link(old, proof))[-_KEPT_PROOFS:])
         return self._membership(authority, made)
 
-    def certify(self, name: str, csr_pem: bytes, proof: bytes) -> Certificate:
+    def certify(self, name: str, csr_pem: bytes, proof: bytes) -> IssuedCertificate:
         """Certify a silo whose request came as a file; the same key gets the same certificate.
 
         Raises ConfigError (E-ID-30) for another key of a member without the proof of the one in force, RefusedError
@@ -190,28 +190,28 @@ class Membership:
             return kept[1]  # the authority's key is on another machine: its newest roster stays in force
         return self.store.members.keep_roster(now, signed)
 
-    def _membership(self, authority: Authority, made: Certificate) -> pb.Membership:
+    def _membership(self, authority: Authority, made: IssuedCertificate) -> pb.Membership:
         return pb.Membership(
             certificate_pem=made.pem.encode(), authority_pem=authority.ca_pem, signed_roster=self.roster()
         )
 
-    def _record(self, pem: bytes, enrolled: bool) -> Certificate:
+    def _record(self, pem: bytes, enrolled: bool) -> IssuedCertificate:
         peer = identity_of(pem)
         now, until = self.clock().timestamp(), peer.not_after.timestamp()
-        return Certificate(peer.serial, peer.identity.name, peer.fingerprint, pem.decode(), now, until, enrolled)
+        return IssuedCertificate(peer.serial, peer.identity.name, peer.fingerprint, pem.decode(), now, until, enrolled)
 
     def _authority(self) -> Authority:
         return Authority.open(self.home, self.clock)
 
 
-def _signed_by(held: Certificate, message: bytes, proof: bytes) -> bool:
+def _signed_by(held: IssuedCertificate, message: bytes, proof: bytes) -> bool:
     public = certificates.public_key(certificates.load_certificate(held.pem.encode(), "the store"))
     return certificates.verify(public, certificates.RENEWAL, message, proof)
 
 
-def roster_member(silo: Silo) -> Member:
+def roster_member(silo: Silo) -> RosterMember:
     since = datetime.fromtimestamp(silo.since, UTC).isoformat(timespec="seconds")
-    return Member.of(silo.certificate.pem.encode(), since, tuple(RenewalLink(*link) for link in silo.proofs))
+    return RosterMember.of(silo.certificate.pem.encode(), since, tuple(RenewalLink(*link) for link in silo.proofs))
 
 
 # ---- an authority whose key is on another machine: the files that are carried between them ---------------------------
@@ -227,7 +227,7 @@ def export_roster(authority: Authority, members: Membership, certificate_pem: by
     return Admission(authority.addresses, authority.ca_pem, SignedRoster.unpack(members.roster()), certificate_pem)
 
 
-def import_roster(home: Path, store: Store, answer: Admission) -> Roster:
+def import_roster(home: Path, store: CoordinatorStore, answer: Admission) -> Roster:
     """Store the members and the roster of an admission in the service's home, and return the roster.
 
     Raises RefusedError: E-ID-10 when another authority signed it, E-ID-14 on an unsound roster or one older than the
@@ -246,7 +246,9 @@ def import_roster(home: Path, store: Store, answer: Admission) -> Roster:
     return roster
 
 
-def _certificate(member: Member) -> Certificate:
+def _certificate(member: RosterMember) -> IssuedCertificate:
     peer = identity_of(member.certificate.encode())
     issued, until = peer.not_before.timestamp(), peer.not_after.timestamp()
-    return Certificate(peer.serial, member.name, peer.fingerprint, member.certificate, issued, until, enrolled=False)
+    return IssuedCertificate(
+        peer.serial, member.name, peer.fingerprint, member.certificate, issued, until, enrolled=False
+    )

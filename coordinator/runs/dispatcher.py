@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coordinator.runs.tasks import FromSilo, RunTasks
-from coordinator.storage.records import Contribution, RoundRow, Run, RunState
-from coordinator.storage.store import Store
+from coordinator.storage.records import Contribution, RoundRow, RunState, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
@@ -128,7 +128,9 @@ class Dispatcher:
     Guarantees: a silo has at most one session; a task of a silo that was revoked does not wait.
     """
 
-    def __init__(self, store: Store, pulse_s: float, on_close: Callable[[RoundRow], None] = lambda _row: None) -> None:
+    def __init__(
+        self, store: CoordinatorStore, pulse_s: float, on_close: Callable[[RoundRow], None] = lambda _row: None
+    ) -> None:
         """Set up without sessions. on_close: called once for each round that is closed."""
         self._on_close = on_close
         self.store = store
@@ -294,7 +296,7 @@ class Dispatcher:
             self.send(name, round_closed(row, name))
         self.changes.notify()
 
-    def announce_end(self, run: Run) -> None:
+    def announce_end(self, run: StoredRun) -> None:
         for name in run.members:
             self.send(name, run_ended(run))
         self.changes.notify()
@@ -371,7 +373,7 @@ def round_closed(row: RoundRow, name: str) -> pb.CoordinatorMessage:
     return pb.CoordinatorMessage(round_closed=closed)
 
 
-def run_ended(run: Run) -> pb.CoordinatorMessage:
+def run_ended(run: StoredRun) -> pb.CoordinatorMessage:
     return pb.CoordinatorMessage(run_ended=pb.RunEnded(run_id=run.id, state=run.state.value, reason=run.reason))
 
 

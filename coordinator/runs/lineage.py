@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from coordinator.storage.records import Run
+from coordinator.storage.records import StoredRun
 from coordinator.storage.runs import WITHDRAWN, RunStore
 from fl_core.errors import ConfigError, StateError
 from fl_core.methods import build_method
@@ -23,7 +23,7 @@ from fl_core.rounds.manifest import RunManifest
 _NAMED = 5
 
 
-class Given(NamedTuple):
+class GivenModel(NamedTuple):
     """An update that is in a model: the run and the training round that it came in, and its fingerprint, if any."""
 
     run: str
@@ -32,20 +32,20 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RunLineage:
     """What is known of one run from the runs before it."""
 
     runs: RunStore
 
-    def before(self, run: Run) -> Iterator[Run]:
+    def before(self, run: StoredRun) -> Iterator[StoredRun]:
         """Yield the runs that a run goes on from, the nearest first."""
         while parent := parent_of(run):
             run = self.runs.get(parent)
             yield run
 
-    def updates_in(self, run: Run) -> dict[str, list[Given]]:
+    def updates_in(self, run: StoredRun) -> dict[str, list[GivenModel]]:
         """Return by silo the updates that a run's model depends on; whose sums were taken out has none."""
-        found: dict[str, list[Given]] = {}
+        found: dict[str, list[GivenModel]] = {}
         summed = False
         for one in reversed([run, *self.before(run)]):
             if adds(one) and not summed:
@@ -60,10 +60,10 @@ class Line:
             most = exchanges(one) if adds(one) else len(rows)
             for record in rows[:most]:  # sums are complete then: what comes later is nothing
                 for name in record.included:
-                    found.setdefault(name, []).append(Given(one.id, record.round, record.added.get(name, "")))
+                    found.setdefault(name, []).append(GivenModel(one.id, record.round, record.added.get(name, "")))
         return found
 
-    def withdrawn(self, run: Run) -> dict[str, list[str]]:
+    def withdrawn(self, run: StoredRun) -> dict[str, list[str]]:
         """Return who has withdrawn from a run or those before it, with the runs."""
         found: dict[str, list[str]] = {}
         for one in (run, *self.before(run)):
@@ -71,14 +71,14 @@ class Line:
                 found.setdefault(event.silo, []).append(one.id)
         return found
 
-    def not_asked(self, parent: Run, adds_up: bool) -> dict[str, str]:
+    def not_asked(self, parent: StoredRun, adds_up: bool) -> dict[str, str]:
         """Return who may not be a member of a run that goes on from another, and why."""
         found = {name: f"withdrew from {', '.join(ids)}" for name, ids in self.withdrawn(parent).items()}
         if adds_up and adds(parent):
             found = dict.fromkeys(self.updates_in(parent), "is in its sums already") | found
         return found
 
-    def require_fits(self, parent: Run | None, manifest: RunManifest) -> None:
+    def require_fits(self, parent: StoredRun | None, manifest: RunManifest) -> None:
         """Refuse a run that would count a hospital twice, or one that has withdrawn, or the sums of other features.
 
         parent: what the run goes on from, if anything.
@@ -102,7 +102,7 @@ class Line:
         if adding and adds(parent):
             _require_same_sums(parent, manifest)
 
-    def require_open(self, parent: Run) -> None:
+    def require_open(self, parent: StoredRun) -> None:
         """Raise StateError (E-RUN-11) on a run with a hospital's updates that it has withdrawn, or with half a sum."""
         if gone := sorted({event.silo for event in self.runs.events_of(parent.id, WITHDRAWN)}):
             raise StateError(
@@ -118,7 +118,7 @@ class Line:
                 "its hospitals' examples; resume it first, or start anew",
             )
 
-    def _require_taken_out(self, parent: Run | None, manifest: RunManifest, digests: Sequence[str]) -> None:
+    def _require_taken_out(self, parent: StoredRun | None, manifest: RunManifest, digests: Sequence[str]) -> None:
         """Refuse to take out of a run's sums what was never added to them, or was taken out already."""
         name = manifest.members[0].name
         given = self.updates_in(parent).get(name, []) if parent is not None and adds(parent) else []
@@ -130,12 +130,12 @@ class Line:
             )
 
 
-def method_of(run: Run) -> tuple[str, Mapping[str, Any]]:
+def method_of(run: StoredRun) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the options of a run's method."""
     return _read(run.manifest)[:2]
 
 
-def parent_of(run: Run) -> str:
+def parent_of(run: StoredRun) -> str:
     """Return `Run.parent`, of each manifest read once."""
     return _read(run.manifest)[2]
 
@@ -146,13 +146,13 @@ def _read(manifest: str) -> tuple[str, Mapping[str, Any], str]:
     return str(raw["method"]["name"]), raw["method"]["options"], str((raw.get("start") or {}).get("run", ""))
 
 
-def adds(run: Run) -> bool:
+def adds(run: StoredRun) -> bool:
     """Tell whether a run keeps sums that others can add to."""
     name, options = method_of(run)
     return name == Analytic.name and options.get("covariance", "moments") == "moments"
 
 
-def taken_out(run: Run) -> bool:
+def taken_out(run: StoredRun) -> bool:
     """Tell whether a run takes the sums of its one member out."""
     return bool(_digests(method_of(run)[1]))
 
@@ -162,17 +162,17 @@ def _digests(options: Mapping[str, Any]) -> list[str]:
     return named.split(",") if named else []
 
 
-def is_complete(run: Run) -> bool:
+def is_complete(run: StoredRun) -> bool:
     """Tell whether every exchange of a run is closed."""
     return run.closed >= exchanges(run)
 
 
-def exchanges(run: Run) -> int:
+def exchanges(run: StoredRun) -> int:
     """Return how many rounds a run's method takes to end; 0 where every round brings it further."""
     return build_method(*method_of(run)).exchanges
 
 
-def _require_same_sums(parent: Run, now: RunManifest) -> None:
+def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:
     before = RunManifest.from_json(parent.manifest)
     if any(m.privacy.name != "none" or m.method.options.get("release", "exact") != "exact" for m in (before, now)):
         raise ConfigError(

@@ -21,8 +21,8 @@ from coordinator.runs.open_round import AwaitedSilo, OpenRound, Waiting
 from coordinator.runs.preflight import ask_preflight
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import FromMember, RunInterrupted, RunTasks, stated, unless_over
-from coordinator.storage.records import Contribution, Run, RunState, Steering
-from coordinator.storage.store import Store
+from coordinator.storage.records import Contribution, RunState, Steering, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES
 from fl_core.aggregation.masked_sum import unsigned
@@ -35,16 +35,16 @@ from fl_core.types.secagg import MASKS
 from fl_core.types.values import Part, State
 from privacy.compiled_run import CompiledRun, secagg_run
 from privacy.secagg.coordinator_side import Opened, SealedRound, UploadSum
-from privacy.secagg.keys import Entry, Vouch, Vouched, pinned_signature, vouch
-from privacy.secagg.messages import Bytes, Confirmation, Seal, Shares
+from privacy.secagg.keys import MemberKeys, VerifiedKeys, Vouch, pinned_signature, vouch
+from privacy.secagg.messages import Bytes, Confirmation, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggError, SecaggRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, TaskKey
 from service_core.audit_log.lines import REFUSED
-from service_core.audit_log.lines import Entry as AuditEntry
+from service_core.audit_log.lines import LogEntry as AuditEntry
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of
+from service_core.pki.identity import CertificateRole, Identity, identity_of
 
 ENTRY_BYTES = 16 << 10
 """Of one member's keys, its certificate included: nothing signs what stands around a certificate."""
@@ -67,12 +67,12 @@ class MaskedRounds:
     it is, and of its updates a lost one alone is asked for again; nothing is opened otherwise.
     """
 
-    run: Run
+    run: StoredRun
     compiled: CompiledRun
     services: Services
     tasks: RunTasks
     _secagg: SecaggRun = field(init=False)
-    _keys: Vouched = field(init=False)
+    _keys: VerifiedKeys = field(init=False)
     _open: OpenRound = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class MaskedRounds:
             text = f"the keys of {len(entries)} hospitals are fixed for this run"
             self.services.store.secagg.keep_keys(self.run.id, objects.put(raw), len(raw), text)
 
-    def _stored_keys(self) -> Vouched:
+    def _stored_keys(self) -> VerifiedKeys:
         """Read the keys that are stored; raises StateError (E-STATE-22) when they cannot be read."""
         raw = self.services.objects.verified(self.masks["secagg_keys_digest"]).read_bytes()
         try:
@@ -141,7 +141,7 @@ class MaskedRounds:
         except DecodeError as error:
             raise StateError("E-STATE-22", f"expected the keys of {self.run.id}, found other bytes") from error
 
-    def _vouch(self, keys: pb.SecaggKeys, trusted: Vouch) -> Vouched:
+    def _vouch(self, keys: pb.SecaggKeys, trusted: Vouch) -> VerifiedKeys:
         entries = zip(self.run.members, keys.entries, strict=True)
         return vouch(self._secagg, [_entry(name, entry) for name, entry in entries], trusted)
 
@@ -298,8 +298,8 @@ class MaskedRounds:
         return message
 
 
-def _entry(name: str, sent: pb.SecaggEntry) -> Entry:
-    return Entry(name, sent.agree, sent.sign, sent.certificate_pem, sent.signature)
+def _entry(name: str, sent: pb.SecaggEntry) -> MemberKeys:
+    return MemberKeys(name, sent.agree, sent.sign, sent.certificate_pem, sent.signature)
 
 
 def _message_of(seal: Seal, kind: TaskKind, signer_pem: bytes) -> pb.SecaggSeal:
@@ -406,7 +406,7 @@ class SetOpening:
             self._refused.pop(silo, None)
         elif isinstance(message, pb.SecaggShares):
             shares = tuple((s.block, s.dealer, s.slot, s.share) for s in message.shares)
-            self.state.answer(member, Shares(*about, shares))
+            self.state.answer(member, RevealedShares(*about, shares))
             self._refused.pop(silo, None)
         elif message.seal_hash in (b"", self.state.hash) and member in self.state.unanswered:
             self._refused[silo] = stated(message.code, "").code + self._because(message)
@@ -441,7 +441,7 @@ class SetOpening:
         about = f"run={self.round.run.run_id} round={self.round.number + 1}: {text[:_AUDITED]}"
         consortium = identity_of(self.services.signer().cert_pem).identity.consortium
         self.services.record(
-            AuditEntry(Identity(Kind.SILO, consortium, silo).uri, "sealed set", about, REFUSED, error.code)
+            AuditEntry(Identity(CertificateRole.SILO, consortium, silo).uri, "sealed set", about, REFUSED, error.code)
         )
 
     # ---- asked by the run's thread -------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ class SetOpening:
 # ---- after a restoration ---------------------------------------------------------------------------------------------
 
 
-def end_masked_runs(store: Store, remove: Callable[[str], None]) -> list[Run]:
+def end_masked_runs(store: CoordinatorStore, remove: Callable[[str], None]) -> list[StoredRun]:
     """End every masked run that is not over and whose members' keys were fixed; return them, as they are now.
 
     For a coordinator that comes from a backup: a hospital opens one set of a round and has deleted the keys of every
@@ -550,7 +550,7 @@ def end_masked_runs(store: Store, remove: Callable[[str], None]) -> list[Run]:
     return ended
 
 
-def _why(run: Run) -> str:
+def _why(run: StoredRun) -> str:
     rounds = f"{run.closed} of {run.rounds} rounds" if run.rounds else "the evaluation"
     if run.closed == 0:
         remedy = "No round was closed: submit it again"

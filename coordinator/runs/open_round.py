@@ -11,7 +11,7 @@ from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunTasks
 from coordinator.storage.records import RoundRow, Steering
 from fl_core.errors import FederationError, RefusedError, UnavailableError
-from fl_core.rounds.closing import Attendance, ClosingRule, Decision, PendingSilo, Verdict
+from fl_core.rounds.closing import Attendance, ClosingRule, ClosingVerdict, Decision, PendingSilo
 from fl_core.rounds.manifest import RunManifest
 from service_core.console import span
 
@@ -144,7 +144,7 @@ class OpenRound:
             now, silos = self._clock() - self._began, self._attendance(steering)
             decision = replace(self._rule, extension=steering.extension(self.number)).decide(silos, now)
             self._decision = decision
-        if decision.verdict is Verdict.WAIT:
+        if decision.verdict is ClosingVerdict.WAIT:
             self._show(decision, now)
             return
         for lost in decision.lost:
@@ -203,7 +203,7 @@ class OpenRound:
         )
 
     def _given_up(self, silo: Attendance, decision: Decision) -> FederationError:
-        why = "the quorum was missed" if decision.verdict is Verdict.PAUSE else "the round closed without it"
+        why = "the quorum was missed" if decision.verdict is ClosingVerdict.PAUSE else "the round closed without it"
         return UnavailableError("E-RUN-13", f"no update ({self._where(silo.name)}): {why}")
 
 

@@ -9,7 +9,7 @@ from coordinator.runs.open_round import OpenRound
 from coordinator.runs.preflight import ask_preflight
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunTasks
-from coordinator.storage.records import Run, Steering
+from coordinator.storage.records import Steering, StoredRun
 from fl_core.rounds.engine import Observer, RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
@@ -27,7 +27,7 @@ class PlainRounds:
     from the answers before round 0. A restart finds all that it needs in the updates that are there.
     """
 
-    run: Run
+    run: StoredRun
     compiled: CompiledRun
     services: Services
     tasks: RunTasks

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.tasks import PendingTask, Preflight, RunTasks, no_answer
-from coordinator.storage.records import Run
+from coordinator.storage.records import StoredRun
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
@@ -23,7 +23,7 @@ _NO_ANSWER = no_answer().code
 
 
 def ask_preflight(
-    run: Run,
+    run: StoredRun,
     manifest: RunManifest,
     dispatcher: Dispatcher,
     tasks: RunTasks,

@@ -14,7 +14,7 @@ from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.open_round import OpenRound, Waiting, excluded_error
 from coordinator.runs.plain_rounds import PlainRounds
 from coordinator.runs.services import Services
-from coordinator.runs.tasks import PendingTask, RunInterrupted, Task, unless_over
+from coordinator.runs.tasks import PendingTask, RoundTask, RunInterrupted, unless_over
 from coordinator.runs.update_checks import UpdateChecks, checked, declared_sizes
 from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN
@@ -229,11 +229,11 @@ class ActiveRun(Observer):
         state, stored = self._stored
         return stored if all(msg[group] is state[group] for group in msg) else None
 
-    def task(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> Task:
+    def task(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> RoundTask:
         """Say what a silo is asked for in the open round."""
         store, base = self.services.store, self.rounds.base(kind)
         sent = StoredObject(base, 0) if base else self.broadcast(msg, context.round)
-        return Task(
+        return RoundTask(
             self.id,
             context.round,
             kind,
@@ -321,7 +321,7 @@ class HospitalPort:
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the close that was stored is announced to every silo."""
 
-    def _outcome(self, task: Task, pending: PendingTask) -> str:
+    def _outcome(self, task: RoundTask, pending: PendingTask) -> str:
         """Wait for an update; one that was committed while its silo was given up has a receipt, and is taken."""
         try:
             return pending.wait()
@@ -331,7 +331,7 @@ class HospitalPort:
                 raise
             return digest
 
-    def _taken(self, task: Task) -> str | None:
+    def _taken(self, task: RoundTask) -> str | None:
         """Return the digest of the update that was taken before; one that the disk has lost is asked for again."""
         services = self.run.services
         contribution = services.store.contributions.contribution(task.contribution_id)

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from coordinator.runs import lineage, start_point
-from coordinator.runs.lineage import Line
+from coordinator.runs.lineage import RunLineage
 from coordinator.runs.open_round import Waiting
 from coordinator.runs.run import ActiveRun, StoredObject
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.runs.update_checks import UpdateChecks
-from coordinator.storage.records import Run, RunState
+from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.runs import require_state
 from coordinator.storage.uploads import UploadRegistry
 from fl_core import validate
@@ -58,7 +58,7 @@ class RunScheduler:
         self._stopping = False
         self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
 
-    def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> Run:
+    def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> StoredRun:
         """Take a run and queue it; a repeated submission with one request id is one run.
 
         start_from: the id of a run whose last model this one starts from. A start that the manifest names by its
@@ -83,7 +83,7 @@ class RunScheduler:
         sizes = dict(CompiledRun.of(manifest).updates.known_sizes(sizes))
         beside = self._beside(manifest) if manifest.evaluation.beside else None
         parent = self.store.runs.get(start_from) if start_from else None
-        Line(self.store.runs).require_fits(parent, manifest)
+        RunLineage(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
         weights = None if manifest.start is None else manifest.start.weights
         if start_from or weights is not None:
@@ -130,7 +130,7 @@ class RunScheduler:
         with self.services.model_lock:
             return other, start_point.beside(run, self.objects)
 
-    def abort(self, query: str, reason: str = "aborted by the lead") -> Run:
+    def abort(self, query: str, reason: str = "aborted by the lead") -> StoredRun:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
         run = self.store.runs.find(query)
         run = self.store.runs.end(run.id, RunState.ABORTED, reason)
@@ -142,7 +142,7 @@ class RunScheduler:
         self.dispatcher.announce_end(run)
         return run
 
-    def resume(self, query: str, quorum: int = 0) -> Run:
+    def resume(self, query: str, quorum: int = 0) -> StoredRun:
         """Let a paused or failed run go on at its last closed round; what refused is asked again.
 
         quorum: updates that close a round from now on; 0 leaves what it is. Raises StateError (E-RUN-11) when it is in
@@ -161,7 +161,7 @@ class RunScheduler:
         self._enqueue(run)
         return run
 
-    def exclude(self, query: str, silo: str, readmit: bool = False) -> Run:
+    def exclude(self, query: str, silo: str, readmit: bool = False) -> StoredRun:
         """Await a silo no longer and ask it for no further round; or, with `readmit`, ask it again from the next on.
 
         An update of it that is here already counts. Raises ConfigError: E-RUN-05 on no member of the run, E-CFG-02 when
@@ -186,7 +186,7 @@ class RunScheduler:
         self.dispatcher.changes.notify()
         return run
 
-    def extend(self, query: str, hours: float) -> Run:
+    def extend(self, query: str, hours: float) -> StoredRun:
         """Give everybody who is awaited in the open round so much more time.
 
         Raises ConfigError (E-CFG-02) on a number that is none; StateError (E-RUN-11) when no round is open.
@@ -205,13 +205,13 @@ class RunScheduler:
             active = self._active.get(run_id)
         return None if active is None else active.waiting()
 
-    def _open_round(self, run: Run) -> int:
+    def _open_round(self, run: StoredRun) -> int:
         row = self.store.runs.round(run.id, run.closed)
         if row is None or not row.is_open:
             raise StateError("E-RUN-11", f"expected an open round of {run.id}, found none yet: wait for the next")
         return row.round
 
-    def with_model_digest(self, run: Run) -> Run:
+    def with_model_digest(self, run: StoredRun) -> StoredRun:
         """Return a run with the digest of its newest model, which is computed when it is first asked for."""
         if run.model_digest or not run.closed or run.state_object is None:
             return run
@@ -257,7 +257,7 @@ class RunScheduler:
             waiting = bool(self._queue) and len(active) < self.parallel
         return not self._stopping and not waiting and all(run.thread.is_alive() for run in active)
 
-    def _enqueue(self, run: Run) -> None:
+    def _enqueue(self, run: StoredRun) -> None:
         with self._lock:
             if run.state.ended or run.id in self._active or run.id in self._queue:
                 return
@@ -329,9 +329,9 @@ class RunScheduler:
                 self.uploads.discard(silo, contribution)
 
 
-def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> Run:
+def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> StoredRun:
     slug = re.sub(r"[^a-z0-9]+", "-", manifest.name.lower()).strip("-")[:40] or "run"
-    return Run(
+    return StoredRun(
         id=f"{slug}-{secrets.token_hex(2)}",
         name=manifest.name,
         request_id=request_id,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.storage.store import Store
-from service_core.audit_log.lines import Entry
+from coordinator.storage.store import CoordinatorStore
+from service_core.audit_log.lines import LogEntry
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import Credentials
 
@@ -22,10 +22,10 @@ class Services:
     global generator, which all threads share.
     """
 
-    store: Store
+    store: CoordinatorStore
     objects: ObjectStore
     dispatcher: Dispatcher
     signer: Callable[[], Credentials]
-    record: Callable[[Entry], object]
+    record: Callable[[LogEntry], object]
     roster: Callable[[], bytes]
     model_lock: threading.Lock = field(default_factory=threading.Lock)

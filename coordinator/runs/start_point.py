@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.storage.records import Run
+from coordinator.storage.records import StoredRun
 from fl_core.aggregation import adaptive_guards
 from fl_core.errors import ConfigError, ProtocolError, StateError
 from fl_core.rounds.manifest import RunManifest, StartPoint, Weights
@@ -16,7 +16,7 @@ from protos.wire import codec
 from service_core.storage.object_store import ObjectStore
 
 
-def require_over(parent: Run) -> None:
+def require_over(parent: StoredRun) -> None:
     """Raise StateError (E-RUN-11) unless a run is over, paused or failed, closed a round and still has its model."""
     if not parent.state.ended:
         raise StateError(
@@ -36,7 +36,7 @@ def require_over(parent: Run) -> None:
         )
 
 
-def resolve(parent: Run | None, manifest: RunManifest, objects: ObjectStore) -> tuple[RunManifest, State]:
+def resolve(parent: StoredRun | None, manifest: RunManifest, objects: ObjectStore) -> tuple[RunManifest, State]:
     """Return the manifest with its start point, and the server state that its first round begins with.
 
     Without a parent the model is filled with the weights that the manifest's start names, an object that is here.
@@ -60,7 +60,7 @@ def resolve(parent: Run | None, manifest: RunManifest, objects: ObjectStore) -> 
     return replace(manifest, start=compiled.pinned_start(state, start)), state
 
 
-def beside(other: Run, objects: ObjectStore) -> State:
+def beside(other: StoredRun, objects: ObjectStore) -> State:
     """Return what is sent of a run's last model, for it to be measured beside another one.
 
     Raises StateError as `require_over`, E-STATE-22, E-STATE-63 on a model that is missing or damaged; ConfigError
@@ -96,7 +96,7 @@ def read_weights(objects: ObjectStore, weights: Weights) -> Tensors:
     return codec.read_weights(file)
 
 
-def _from_parent(parent: Run, compiled: CompiledRun, objects: ObjectStore) -> tuple[State, StartPoint]:
+def _from_parent(parent: StoredRun, compiled: CompiledRun, objects: ObjectStore) -> tuple[State, StartPoint]:
     require_over(parent)
     assert parent.state_object is not None
     manifest, before = compiled.manifest, RunManifest.from_json(parent.manifest)
@@ -146,7 +146,7 @@ def _with_weights(run: CompiledRun, objects: ObjectStore) -> CompiledRun:
     return run if named is None else run.with_weights(read_weights(objects, named))
 
 
-def _require_same_model(parent: Run, before: RunManifest, now: RunManifest) -> None:
+def _require_same_model(parent: StoredRun, before: RunManifest, now: RunManifest) -> None:
     for what, then, found in (
         ("classes", list(before.schema.classes), list(now.schema.classes)),
         ("model", before.model.name, now.model.name),

@@ -12,7 +12,7 @@ from functools import partial
 from typing import ClassVar, Protocol, TypeVar
 
 from coordinator.storage.records import Contribution
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, StateError, UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
@@ -38,7 +38,7 @@ def unless_over(write: Callable[[], T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RoundTask:
     """One silo's part of a round.
 
     due: time.monotonic() of the round's deadline, as the offer names it; who is given up when, `OpenRound` decides
@@ -127,7 +127,7 @@ class PendingTask:
     entry, trains: the keys and classes that came with a preflight's answer.
     """
 
-    task: Task | Preflight
+    task: RoundTask | Preflight
     offered: bool = False
     accepted: bool = False
     noted: bool = False
@@ -193,7 +193,7 @@ class RunTasks:
     def __init__(
         self,
         run_id: str,
-        store: Store,
+        store: CoordinatorStore,
         send: Callable[[str, pb.CoordinatorMessage], None],
         notify: Callable[[], None],
     ) -> None:
@@ -210,7 +210,7 @@ class RunTasks:
     # ---- asked by the run ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def pending_task(self, task: Task | Preflight) -> Iterator[PendingTask]:
+    def pending_task(self, task: RoundTask | Preflight) -> Iterator[PendingTask]:
         """Keep a task open inside the block; raises RunInterrupted when the run was interrupted."""
         pending = PendingTask(task)
         with self._lock:
@@ -308,7 +308,7 @@ class RunTasks:
         """Process what a silo says; about what it is not asked (any more) it is ignored. software_of: the silo's."""
         if isinstance(said, pb.Answer):
             pending = self._pending_of(silo, said.round, FROM_WIRE.get(said.kind))
-            if pending is not None and isinstance(pending.task, Task):
+            if pending is not None and isinstance(pending.task, RoundTask):
                 self._answer(pending, said, software_of)
         elif isinstance(said, pb.PreflightAnswer):
             pending = self._pending_of(silo, 0, None)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from coordinator.storage.records import Contribution
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.aggregation.fixed_point import check_layout
-from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck, with_undeclared
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, UpdateNorms, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import require_expected, round_layout
@@ -51,7 +51,7 @@ def _check_masked(update: BundleFile, layout: Layout) -> None:
             raise ProtocolError("E-WIRE-06", f"part {name!r} of a masked update: found {update.dtypes(name)}")
 
 
-def declared_sizes(store: Store, run_id: str) -> dict[str, DeclaredSize]:
+def declared_sizes(store: CoordinatorStore, run_id: str) -> dict[str, DeclaredSize]:
     """Return what silos had declared when the run was submitted; who declares nothing counts as the largest does."""
     found = store.runs.declared_sizes(run_id)
     return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in found})
@@ -72,12 +72,12 @@ class UpdateChecks:
     model_lock: held while a run is built, as by `RunScheduler`.
     """
 
-    def __init__(self, store: Store, model_lock: threading.Lock) -> None:
+    def __init__(self, store: CoordinatorStore, model_lock: threading.Lock) -> None:
         self._store = store
         self._model_lock = model_lock
         self._of = lru_cache(_REMEMBERED)(self._checks_of)
         self._lock = threading.Lock()
-        self._measured: dict[str, Measured] = {}
+        self._measured: dict[str, UpdateNorms] = {}
 
     def check(self, contribution: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless the update may be part of its round."""
@@ -98,7 +98,7 @@ class UpdateChecks:
         """Return the check of updates like this one."""
         return self._of(contribution.run_id)[0][contribution.kind]
 
-    def measured(self, contribution_id: str) -> Measured | None:
+    def measured(self, contribution_id: str) -> UpdateNorms | None:
         """Return what an update measured when it was checked, once; None where that is not remembered."""
         with self._lock:
             return self._measured.pop(contribution_id, None)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.runs import lineage
-from coordinator.runs.lineage import Given, Line
-from coordinator.storage.records import Run, RunState
+from coordinator.runs.lineage import GivenModel, RunLineage
+from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.runs import FETCHED, WITHDRAWN
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.aggregation import options as aggregators
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import MAX_NAME_CHARS, NamedOptions, RunManifest, StartPoint
@@ -31,7 +31,7 @@ from service_core.version import version
 
 CONTEXT = "consilium withdrawal v1"
 _OVER = (RunState.FINISHED, RunState.ABORTED)
-Submit = Callable[[RunManifest, str, str, str], Run]
+Submit = Callable[[RunManifest, str, str, str], StoredRun]
 """As `RunScheduler.submit`."""
 
 
@@ -44,10 +44,10 @@ class AffectedRun:
     """
 
     silo: str
-    run: Run
+    run: StoredRun
     at: float
-    given: Sequence[Given]
-    by: Run | None
+    given: Sequence[GivenModel]
+    by: StoredRun | None
     reason: str
     left: Sequence[str]
     fetched: Sequence[str]
@@ -94,13 +94,13 @@ class Withdrawals:
     submit: takes a run   delete_unused: deletes the objects that a run no longer needs.
     """
 
-    store: Store
+    store: CoordinatorStore
     submit: Submit
     delete_unused: Callable[[str], None]
 
     @property
-    def _line(self) -> Line:
-        return Line(self.store.runs)
+    def _line(self) -> RunLineage:
+        return RunLineage(self.store.runs)
 
     def withdraw(self, silo: str, lead: str, preview: bool = False) -> list[AffectedRun]:
         """Note that a hospital has withdrawn from every run whose model has its updates, and begin what takes them out.
@@ -125,7 +125,7 @@ class Withdrawals:
                 self._begin(found, lead)
         return self._affected(silo)
 
-    def of(self, run: Run) -> list[AffectedRun]:
+    def of(self, run: StoredRun) -> list[AffectedRun]:
         """Return the withdrawals from a run and from those that it goes on from."""
         line = self._line
         return [
@@ -151,7 +151,7 @@ class Withdrawals:
                 found.append(self._about(run, silo, given))
         return found
 
-    def _about(self, run: Run, silo: str, given: Sequence[Given]) -> AffectedRun:
+    def _about(self, run: StoredRun, silo: str, given: Sequence[GivenModel]) -> AffectedRun:
         read = self.store.runs.events_of(run.id, FETCHED)
         noted = next((e for e in self.store.runs.events_of(run.id, WITHDRAWN) if e.silo == silo), None)
         left = sorted(set(self._line.updates_in(run)) - {silo})
@@ -160,12 +160,12 @@ class Withdrawals:
         fetched = [f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(e.at))} UTC {e.text}" for e in read]
         return AffectedRun(silo, run, 0.0 if noted is None else noted.at, given, by, reason, left, fetched)
 
-    def _taking_out(self, run: Run, silo: str = "") -> Run | None:
+    def _taking_out(self, run: StoredRun, silo: str = "") -> StoredRun | None:
         """Return the run that takes a hospital's sums, or any one's, out of those of a run, unless it was aborted."""
         others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.taken_out(o))
         return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
 
-    def _obstacle(self, run: Run, silo: str, given: Sequence[Given], left: Sequence[str]) -> str:
+    def _obstacle(self, run: StoredRun, silo: str, given: Sequence[GivenModel], left: Sequence[str]) -> str:
         """Say why a hospital's updates cannot be taken out of a model exactly; empty where they can."""
         if not lineage.adds(run):
             return "trained by gradients, or of class means alone: one hospital's part cannot be told from the rest"
@@ -231,5 +231,5 @@ class Withdrawals:
         )
 
 
-def _is_half(run: Run) -> bool:
+def _is_half(run: StoredRun) -> bool:
     return run.state is RunState.ABORTED and lineage.adds(run) and not lineage.is_complete(run)

@@ -10,7 +10,7 @@ from datetime import datetime
 from sqlalchemy import Connection, Integer, RowMapping, Table, delete, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.records import Certificate, DataOffer, InvitationRow, Lead, MembershipStatus, Silo
+from coordinator.storage.records import DataOffer, InvitationRow, IssuedCertificate, Lead, MembershipStatus, Silo
 from coordinator.storage.schema import (
     alarms,
     certificates,
@@ -205,9 +205,9 @@ class MemberStore:
         invitation: str,
         name: str,
         fingerprint: str,
-        sign: Callable[[], Certificate],
+        sign: Callable[[], IssuedCertificate],
         proofs: tuple[tuple[str, str], ...] = (),
-    ) -> Certificate:
+    ) -> IssuedCertificate:
         """Use up an invitation for a key and return the certificate that `sign` makes for it.
 
         proofs: the chain by which the other silos can follow a member that joins again to this key.
@@ -231,7 +231,7 @@ class MemberStore:
                         "at once (coordinator revoke); otherwise ask for a new one",
                     )
                 if held.issued <= now + CLOCK_SKEW_S:  # else it is from a clock that was ahead: not valid for long
-                    return Certificate(**held._mapping)
+                    return IssuedCertificate(**held._mapping)
             made = sign()
             used = {"used": now, "fingerprint": fingerprint, "certificate": made.serial}
             db.execute(update(invitations).where(invitations.c.serial == invitation).values(**used))
@@ -239,16 +239,16 @@ class MemberStore:
             db.execute(update(silos).where(silos.c.name == name).values(validation_only=row.validation_only))
             return made
 
-    def renew(self, made: Certificate, proofs: tuple[tuple[str, str], ...]) -> None:
+    def renew(self, made: IssuedCertificate, proofs: tuple[tuple[str, str], ...]) -> None:
         """Record a renewed certificate; older ones of the silo stay in force until it is first used."""
         with self._db.write() as db:
             _certify(db, made, proofs, self._clock())
 
-    def certificates_of(self, name: str) -> list[Certificate]:
+    def certificates_of(self, name: str) -> list[IssuedCertificate]:
         """Return all certificates that a silo was given."""
         with self._db.read() as db:
             return [
-                Certificate(**row._mapping)
+                IssuedCertificate(**row._mapping)
                 for row in db.execute(select(certificates).where(certificates.c.name == name))
             ]
 
@@ -266,7 +266,7 @@ class MemberStore:
             _bump(db)
             return True
 
-    def adopt(self, roster: Roster, signed: SignedRoster, held: Sequence[Certificate]) -> None:
+    def adopt(self, roster: Roster, signed: SignedRoster, held: Sequence[IssuedCertificate]) -> None:
         """Store a roster that was signed on another machine. held: the certificates of its members.
 
         A member whose certificate was revoked here stays revoked, and a silo that is not in the roster is revoked.
@@ -374,7 +374,7 @@ def _to_silo(row: RowMapping, now: float) -> Silo:
     raw = row["data"]
     lists = ("shape", "classes", "holds", "metrics")  # the first rows of 0.1.0 lack the last two
     data = DataOffer(**raw | {name: tuple(raw.get(name, ())) for name in lists}) if raw else DataOffer()
-    held = Certificate(**{c.name: row[f"certificate_{c.name}"] for c in certificates.c})
+    held = IssuedCertificate(**{c.name: row[f"certificate_{c.name}"] for c in certificates.c})
     proofs = tuple((previous, signature) for previous, signature in row["proofs"])
     own = {name: row[name] for name in ("name", "since", "software", "last_seen")}
     if own["last_seen"] > now + CLOCK_SKEW_S:
@@ -383,13 +383,15 @@ def _to_silo(row: RowMapping, now: float) -> Silo:
     return Silo(revoked=row["state"] == "revoked", certificate=held, proofs=proofs, data=data, **own)
 
 
-def _certify(db: Connection, made: Certificate, proofs: tuple[tuple[str, str], ...], now: float) -> None:
+def _certify(db: Connection, made: IssuedCertificate, proofs: tuple[tuple[str, str], ...], now: float) -> None:
     db.execute(insert(certificates).values(row_values(certificates, made)))
     _set_certificate(db, made, "member", proofs, now)
     _bump(db)
 
 
-def _set_certificate(db: Connection, made: Certificate, state: str, proofs: Sequence[object], since: float) -> None:
+def _set_certificate(
+    db: Connection, made: IssuedCertificate, state: str, proofs: Sequence[object], since: float
+) -> None:
     """Give a silo, new or known, its newest certificate. since: of a new one."""
     changed = {"state": state, "serial": made.serial, "proofs": proofs}
     row = upsert(silos).values(name=made.name, since=since, software="", last_seen=0.0, **changed)

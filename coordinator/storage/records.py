@@ -91,7 +91,7 @@ class DataOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class IssuedCertificate:
     """A certificate that a silo was given. serial and fingerprint: lower-case hex; enrolled: by an invitation."""
 
     serial: str
@@ -113,7 +113,7 @@ class Silo:
 
     name: str
     revoked: bool
-    certificate: Certificate
+    certificate: IssuedCertificate
     since: float
     proofs: tuple[tuple[str, str], ...] = ()
     software: str = ""
@@ -168,7 +168,7 @@ class InvitationRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StoredRun:
     """A run. accuracy is -1 before the first evaluation; state_object: digest of the newest server state.
 
     coverage: `ClassCoverage.facts`, from before round 1 on.
@@ -247,7 +247,7 @@ class RoundRow:
         return self.record.round
 
 
-class Evaluated(NamedTuple):
+class EvaluationSummary(NamedTuple):
     """What a closed round measured, for an accuracy. Fields as in `RoundRecord`."""
 
     correct: tuple[float, ...]

@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import insert as upsert
 
-from coordinator.storage.records import LIVE, Evaluated, EventRow, ObjectKind, RoundRow, Run, RunState
+from coordinator.storage.records import LIVE, EvaluationSummary, EventRow, ObjectKind, RoundRow, RunState, StoredRun
 from coordinator.storage.schema import declared_sizes, events, objects, rounds, row_values, runs, secagg_seals
 from coordinator.storage.steering import note_resumed
 from fl_core.errors import ConfigError, StateError
@@ -53,13 +53,13 @@ class RunStore:
 
     def add(
         self,
-        run: Run,
+        run: StoredRun,
         manifest_size: int,
         sizes: Mapping[str, tuple[float, float]] | None = None,
         start: tuple[str, int] | None = None,
         weights: tuple[str, int] | None = None,
         other: tuple[str, int] | None = None,
-    ) -> Run:
+    ) -> StoredRun:
         """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if it asked for another.
 
         sizes: training and test examples that its silos declare, 0 where they do not say.
@@ -102,16 +102,16 @@ class RunStore:
             found = db.execute(select(declared_sizes).where(declared_sizes.c.run_id == run_id))
             return [(row.silo, row.train, row.test) for row in found]
 
-    def of_request(self, request_id: str) -> Run | None:
+    def of_request(self, request_id: str) -> StoredRun | None:
         with self._db.read() as db:
             return _of_request(db, request_id)
 
-    def get(self, run_id: str) -> Run:
+    def get(self, run_id: str) -> StoredRun:
         """Return a run by its id; raises ConfigError (E-RUN-10) when there is none."""
         with self._db.read() as db:
             return _run(db, run_id)
 
-    def find(self, query: str) -> Run:
+    def find(self, query: str) -> StoredRun:
         """Return the newest run with this id or name, or the `latest` of all; raises ConfigError (E-RUN-10)."""
         newest = runs.c.created.desc(), runs.c.id
         with self._db.read() as db:
@@ -122,12 +122,12 @@ class RunStore:
             raise ConfigError("E-RUN-10", f"expected the id or name of a run, found {query!r}: see `coordinator runs`")
         return _to_run(row)
 
-    def all(self) -> list[Run]:
+    def all(self) -> list[StoredRun]:
         """Return all runs, newest first."""
         with self._db.read() as db:
             return [_to_run(row) for row in db.execute(select(runs).order_by(runs.c.created.desc(), runs.c.id))]
 
-    def page(self, after: str, size: int) -> list[Run]:
+    def page(self, after: str, size: int) -> list[StoredRun]:
         """Return at most so many runs, newest first; after: the id of the last one before them, empty: the newest.
 
         Raises ConfigError (E-RUN-10) when there is no such run.
@@ -148,17 +148,17 @@ class RunStore:
         with self._db.read() as db:
             return {row.run_id: RoundRecord.of(row.record) for row in db.execute(newest)}
 
-    def evaluations(self, run_ids: Collection[str]) -> dict[str, list[Evaluated]]:
+    def evaluations(self, run_ids: Collection[str]) -> dict[str, list[EvaluationSummary]]:
         """Return what the closed rounds of each run measured, in order, in one statement that reads nothing else."""
-        facts = [rounds.c.record[name].label(name) for name in Evaluated._fields]
+        facts = [rounds.c.record[name].label(name) for name in EvaluationSummary._fields]
         closed = select(rounds.c.run_id, *facts).where(rounds.c.run_id.in_(run_ids), rounds.c.is_open == 0)
-        evaluated: dict[str, list[Evaluated]] = {run_id: [] for run_id in run_ids}
+        evaluated: dict[str, list[EvaluationSummary]] = {run_id: [] for run_id in run_ids}
         with self._db.read() as db:
             for run_id, *lists in db.execute(closed.order_by(rounds.c.run_id, rounds.c.round)):
-                evaluated[run_id].append(Evaluated(*map(tuple, lists)))
+                evaluated[run_id].append(EvaluationSummary(*map(tuple, lists)))
         return evaluated
 
-    def unfinished(self) -> list[Run]:
+    def unfinished(self) -> list[StoredRun]:
         """Return the runs that are waiting or running, oldest first."""
         return [run for run in reversed(self.all()) if not run.state.ended]
 
@@ -177,7 +177,7 @@ class RunStore:
         with self._db.read() as db:
             return [(row.id, row.closed, row.rounds) for row in db.execute(newest.limit(most))]
 
-    def begin(self, run_id: str, state_object: str, size: int) -> Run:
+    def begin(self, run_id: str, state_object: str, size: int) -> StoredRun:
         """Set a run to running; a new one gets this server state. Raises StateError (E-RUN-11) when it has ended."""
         with self._db.write() as db:
             run = live_run(db, run_id)
@@ -188,18 +188,18 @@ class RunStore:
                 _move(db, run, RunState.RUNNING, "continued")
             return _run(db, run_id)
 
-    def end(self, run_id: str, state: RunState, reason: str) -> Run:
+    def end(self, run_id: str, state: RunState, reason: str) -> StoredRun:
         """End a run; raises StateError (E-RUN-11) where it may not come from the state that it is in."""
         with self._db.write() as db:
             self._end(db, _run(db, run_id), state, reason)
             return _run(db, run_id)
 
-    def _end(self, db: Connection, run: Run, state: RunState, reason: str = "", round: int | None = None) -> None:
+    def _end(self, db: Connection, run: StoredRun, state: RunState, reason: str = "", round: int | None = None) -> None:
         _move(db, run, state, state.value, reason=reason, ended=self._clock())
         text = f"{state.value}: {reason}" if reason else state.value
         self._event(db, run.id, "ended", run.closed if round is None else round, text=text)
 
-    def resume(self, run_id: str, quorum: int = 0) -> Run:
+    def resume(self, run_id: str, quorum: int = 0) -> StoredRun:
         """Set a paused or failed run to waiting again; quorum: from now on, 0 changes nothing.
 
         Raises StateError (E-RUN-11) when it is neither.
@@ -266,7 +266,7 @@ class RunStore:
         state: tuple[str, int] | None,
         model_digest: str,
         replaces: str = "",
-    ) -> Run:
+    ) -> StoredRun:
         """Store a round's result, the server state after it (digest, size) and the run's progress.
 
         The closing evaluation has no new state (None) and finishes the run. model_digest: empty where it is not known.
@@ -400,7 +400,7 @@ def _change_round(db: Connection, run_id: str, round: int, **values: object) -> 
     db.execute(update(rounds).where(rounds.c.run_id == run_id, rounds.c.round == round).values(**values))
 
 
-def require_state(run: Run, states: Iterable[RunState], verb: str) -> Run:
+def require_state(run: StoredRun, states: Iterable[RunState], verb: str) -> StoredRun:
     """Return a run; raises StateError (E-RUN-11) unless it is in one of these states. verb: what it cannot be else."""
     if run.state not in states:
         valid = " or ".join(state.value for state in states)
@@ -410,32 +410,32 @@ def require_state(run: Run, states: Iterable[RunState], verb: str) -> Run:
     return run
 
 
-def _move(db: Connection, run: Run, state: RunState, verb: str, **values: object) -> None:
+def _move(db: Connection, run: StoredRun, state: RunState, verb: str, **values: object) -> None:
     """Bring a run into another state: the one place that does. Raises as `require_state`."""
     require_state(run, state.comes_from, verb)
     _change_run(db, run.id, state=state.value, **values)
 
 
-def live_run(db: Connection, run_id: str) -> Run:
+def live_run(db: Connection, run_id: str) -> StoredRun:
     """Read a run inside an open transaction; raises StateError (E-RUN-11) when it has ended."""
     return require_state(_run(db, run_id), LIVE, "continued")
 
 
-def _run(db: Connection, run_id: str) -> Run:
+def _run(db: Connection, run_id: str) -> StoredRun:
     row = db.execute(select(runs).where(runs.c.id == run_id)).first()
     if row is None:
         raise ConfigError("E-RUN-10", f"expected the id of a run, found {run_id!r}: see `coordinator runs`")
     return _to_run(row)
 
 
-def _of_request(db: Connection, request_id: str) -> Run | None:
+def _of_request(db: Connection, request_id: str) -> StoredRun | None:
     row = db.execute(select(runs).where(runs.c.request_id == request_id)).first()
     return None if row is None else _to_run(row)
 
 
-def _to_run(row: Row[tuple[object, ...]]) -> Run:
+def _to_run(row: Row[tuple[object, ...]]) -> StoredRun:
     raw = row._mapping
-    return Run(**{**raw, "state": RunState(raw["state"]), "members": tuple(raw["members"])})
+    return StoredRun(**{**raw, "state": RunState(raw["state"]), "members": tuple(raw["members"])})
 
 
 def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:

@@ -21,7 +21,7 @@ _MOST_ANSWERS = 1 << 53
 """Of a silo that states more no more is kept."""
 
 
-class SecaggStore:
+class MaskedRunStore:
     """Keys and sets of masked runs.
 
     Guarantees: a run has one object of keys and a round has one set, whatever is asked for later.

@@ -11,7 +11,7 @@ from coordinator.storage.contributions import ContributionStore
 from coordinator.storage.members import MemberStore
 from coordinator.storage.runs import RunStore
 from coordinator.storage.schema import MIGRATIONS, metadata
-from coordinator.storage.secagg import SecaggStore
+from coordinator.storage.secagg import MaskedRunStore
 from coordinator.storage.steering import SteeringStore
 from service_core.storage.object_store import count_objects
 from service_core.storage.private_files import FolderLock, own_home
@@ -31,7 +31,7 @@ def lock_home(home: Path) -> FolderLock:
     return FolderLock(home, LOCK_FILE, "another coordinator")
 
 
-class Store:
+class CoordinatorStore:
     """The coordinator's database, usable from many threads and beside a second process (the command line)."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Store:
         self.contributions = ContributionStore(self.database, clock)
         self.steering = SteeringStore(self.database)
         self.attestations = AttestationStore(self.database)
-        self.secagg = SecaggStore(self.database, clock)
+        self.secagg = MaskedRunStore(self.database, clock)
 
     def close(self) -> None:
         self.database.close()

@@ -17,7 +17,7 @@ _TAKEOVER_S = 10.0
 
 
 @dataclass(slots=True)
-class Upload:
+class OpenUpload:
     """An upload under way. digest: of all of its bytes, where its last stream brought them all."""
 
     digest: str | None = None
@@ -35,7 +35,7 @@ class UploadRegistry:
     def __init__(self, folder: Path, quota: int = QUOTA_BYTES) -> None:
         self._folder = folder / "partial"
         self.quota = quota
-        self._uploads: dict[str, Upload] = {}
+        self._uploads: dict[str, OpenUpload] = {}
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, silo: str, contribution: str) -> Path:
@@ -55,9 +55,9 @@ class UploadRegistry:
         return [(file.parent.name, file.name) for file in self._folder.glob("*/*")]
 
     @asynccontextmanager
-    async def writing(self, contribution: str, end: Callable[[], object] | None = None) -> AsyncIterator[Upload]:
+    async def writing(self, contribution: str, end: Callable[[], object] | None = None) -> AsyncIterator[OpenUpload]:
         """Become the only writer of an upload; ends the older one, or raises UnavailableError (E-NET-12)."""
-        upload = self._uploads.setdefault(contribution, Upload())
+        upload = self._uploads.setdefault(contribution, OpenUpload())
         if upload.end is not None:
             upload.end()
         try:

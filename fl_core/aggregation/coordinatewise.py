@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from fl_core.aggregation.aggregator import BLOCK, Aggregator
 from fl_core.aggregation.options import GeometricMedian, Median, TrimmedMean
-from fl_core.aggregation.round_sum import Decided, RoundSum
-from fl_core.aggregation.update_check import Measured, UpdateCheck
+from fl_core.aggregation.round_sum import AggregationDecision, RoundSum
+from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms
 from fl_core.errors import ConfigError
 from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.types.interfaces import Method
@@ -55,16 +55,16 @@ class CoordinatewiseSum(RoundSum):
         self._options = options
         self._updates: dict[int, Bundle] = {}
 
-    def add(self, update: Bundle, name: str, silo: int, measured: Measured) -> None:  # noqa: ARG002
+    def add(self, update: Bundle, name: str, silo: int, measured: UpdateNorms) -> None:  # noqa: ARG002
         summed = {part: update[part] for part in update if part in METRIC_PARTS}
         self.sums.add(summed, silo)
         self._updates[silo] = {part: update[part] for part in update if part not in METRIC_PARTS}
 
-    def finish(self) -> Decided:
+    def finish(self) -> AggregationDecision:
         updates = [self._updates[silo] for silo in sorted(self._updates)]
         for name in sorted(updates[0]) if updates else ():
             self._part(name, updates)
-        return Decided()
+        return AggregationDecision()
 
     def _part(self, name: str, updates: Sequence[Bundle]) -> None:
         there = [u for u in updates if float(u[name].weight) > 0]

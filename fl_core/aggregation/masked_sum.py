@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.flat_blocks import BLOCKS, CLASSES, WORDS, FlatLayout
-from fl_core.aggregation.round_sum import Decided, RoundSum
-from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck
+from fl_core.aggregation.round_sum import AggregationDecision, RoundSum
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, UpdateNorms
 from fl_core.errors import ProtocolError, RefusedError
 from fl_core.types.values import Bundle
 
@@ -51,7 +51,7 @@ class MaskedSum(RoundSum):
         self._added: list[str] = []
         self._total: Bundle = {}
 
-    def measure(self, update: Bundle, name: str) -> Measured:  # noqa: ARG002
+    def measure(self, update: Bundle, name: str) -> UpdateNorms:  # noqa: ARG002
         """Check what can be seen of an update: kind and number of its words."""
         for block, words in self._words.items():
             found = update[block].total[WORDS] if block in update else None
@@ -59,15 +59,15 @@ class MaskedSum(RoundSum):
                 raise ProtocolError(
                     "E-WIRE-06", f"expected {len(words)} words of {words.dtype} as {block!r}, found something else"
                 )
-        return Measured({}, {})
+        return UpdateNorms({}, {})
 
-    def add(self, update: Bundle, name: str, silo: int, measured: Measured) -> None:  # noqa: ARG002
+    def add(self, update: Bundle, name: str, silo: int, measured: UpdateNorms) -> None:  # noqa: ARG002
         for block, words in self._words.items():
             mine, theirs = unsigned(words), unsigned(update[block].total[WORDS])
             np.add(mine, theirs, out=mine)  # modulo 2^32 or 2^64
         self._added.append(name)
 
-    def finish(self) -> Decided:
+    def finish(self) -> AggregationDecision:
         """Open the sum of what was added.
 
         Raises FederationError as `Unmask`, RefusedError (E-RUN-48) where the sum holds what no set of honest
@@ -86,7 +86,7 @@ class MaskedSum(RoundSum):
                 f"expected a sum that updates of {len(self._added)} hospitals add up to, found another "
                 f"({error.message}): nothing is merged, and who is to blame cannot be told",
             ) from error
-        return Decided()
+        return AggregationDecision()
 
     def total(self) -> Bundle:
         return self._total

@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import BUFFERS
 from fl_core.aggregation.options import NormClipped
-from fl_core.aggregation.update_check import Measured, UpdateCheck
+from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms
 from fl_core.errors import RefusedError
 from fl_core.types.values import Bundle, Part
 
@@ -60,7 +60,7 @@ NO_HISTORY = NormHistory()
 
 
 @dataclass(slots=True)
-class Decided:
+class AggregationDecision:
     """What became of a round's updates, by silo and in words; medians: of the accepted norms, by block.
 
     cut_rows: how many rows were cut, over all silos   unbounded: whether something of the updates had nothing of this
@@ -81,20 +81,20 @@ class RoundSum:
         self.sums = sums
         self.check = check
 
-    def measure(self, update: Bundle, name: str) -> Measured:
+    def measure(self, update: Bundle, name: str) -> UpdateNorms:
         """Check an update; raises ProtocolError as `UpdateCheck.check`, RefusedError (E-RUN-44)."""
         return self.check.check(update, name)
 
-    def add(self, update: Bundle, name: str, silo: int, measured: Measured) -> None:  # noqa: ARG002
+    def add(self, update: Bundle, name: str, silo: int, measured: UpdateNorms) -> None:  # noqa: ARG002
         """Take an update that was measured; silo: its index in the roster.
 
         Raises ProtocolError where a file can no longer be read: the round cannot go on.
         """
         self.sums.add(update, silo)
 
-    def finish(self) -> Decided:
+    def finish(self) -> AggregationDecision:
         """Add what had to wait for the others; raises as `add`."""
-        return Decided()
+        return AggregationDecision()
 
     def total(self) -> Bundle:
         """Return the sum in integer units, once it is finished."""
@@ -110,7 +110,7 @@ class RoundSum:
 class _Update:
     update: Bundle
     silo: int
-    measured: Measured
+    measured: UpdateNorms
 
 
 class NormClippedSum(RoundSum):
@@ -139,13 +139,13 @@ class NormClippedSum(RoundSum):
         self._late: dict[str, _Update] = {}
         self._norms: dict[str, Mapping[str, float]] = {}
 
-    def measure(self, update: Bundle, name: str) -> Measured:
+    def measure(self, update: Bundle, name: str) -> UpdateNorms:
         measured = super().measure(update, name)
         if self._options.signs:
             require_direction(measured, name, self._bias)
         return measured
 
-    def add(self, update: Bundle, name: str, silo: int, measured: Measured) -> None:
+    def add(self, update: Bundle, name: str, silo: int, measured: UpdateNorms) -> None:
         self._norms[name] = measured.norms
         waits = frozenset(part for part in update if part in measured.rows or self._is_level(part))
         late = {part: update[part] for part in sorted(waits)}
@@ -157,8 +157,8 @@ class NormClippedSum(RoundSum):
         else:
             self._waiting[name] = _Update(now, silo, measured)
 
-    def finish(self) -> Decided:
-        decided, references = Decided(), self._references()
+    def finish(self) -> AggregationDecision:
+        decided, references = AggregationDecision(), self._references()
         moved = self._moved(references)
         for name, held in sorted(self._waiting.items()):
             over = [
@@ -243,7 +243,7 @@ class NormClippedSum(RoundSum):
         )
         return str(error)
 
-    def _add_cut(self, held: _Update, name: str, references: Mapping[str, float], decided: Decided) -> None:
+    def _add_cut(self, held: _Update, name: str, references: Mapping[str, float], decided: AggregationDecision) -> None:
         factors: dict[tuple[str, str], float | Tensor] = {}
         for block, norm in self._differences(name).items():
             if block in references and norm > (bound := self._options.clip_at * references[block]):
@@ -258,7 +258,7 @@ class NormClippedSum(RoundSum):
 
     # ---- rows and levels -------------------------------------------------------------------------------------------
 
-    def _add_late(self, decided: Decided) -> None:
+    def _add_late(self, decided: AggregationDecision) -> None:
         """Add the parts that are judged by this round's medians."""
         left = {name: late for name, late in sorted(self._late.items()) if name not in decided.refused}
         factors: dict[str, dict[tuple[str, str], float | Tensor]] = {name: {} for name in left}
@@ -311,7 +311,7 @@ class NormClippedSum(RoundSum):
         return found
 
 
-def require_direction(measured: Measured, name: str, bias: Tensor | None) -> None:
+def require_direction(measured: UpdateNorms, name: str, bias: Tensor | None) -> None:
     """Raise RefusedError (E-RUN-44) on an update that lowers the score of its own classes; as `Measured.direction`."""
     if measured.direction(bias) < 0:
         raise RefusedError(

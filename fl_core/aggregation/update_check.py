@@ -89,7 +89,7 @@ class NoisyRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class UpdateNorms:
     """The norms of an update's mean values, in float64.
 
     Attributes:
@@ -127,7 +127,7 @@ class Measured:
 class MeasuredUpdate(dict[str, Part]):
     """An update that the check of its run has passed and measured before, with the same bytes."""
 
-    def __init__(self, update: Bundle, measured: Measured) -> None:
+    def __init__(self, update: Bundle, measured: UpdateNorms) -> None:
         super().__init__(update)
         self.measured = measured
 
@@ -170,7 +170,7 @@ class UpdateCheck:
         rows = None if rows is None else NoisyRows(rows.length, n * rows.count, n * rows.value)
         return replace(self, sizes={"": together}, noise=noise, noisy_rows=rows, signs=False, updates=n)
 
-    def check(self, update: Bundle, silo: str = "") -> Measured:
+    def check(self, update: Bundle, silo: str = "") -> UpdateNorms:
         """Check an update and measure it.
 
         Raises ProtocolError: E-WIRE-06 on another layout or a file that cannot be read, E-WIRE-05 on a number that is
@@ -201,13 +201,13 @@ class UpdateCheck:
         signs = self.signs and silo not in self.coarse
         counted = float(update["delta"].weight) if bias is not None and signs else 0.0
         if bias is None or not counted > 0:
-            return Measured(norms, rows)
+            return UpdateNorms(norms, rows)
         change = bias.detach().cpu().double() * self._scale("delta", "head.bias", bias) / counted
         tested = self._numbers(f"{METRICS}.weight", update[METRICS].weight)
         correct = self._numbers(METRICS, update[METRICS].total["correct"])
         if float(correct.sum()) >= _KNOWN * float(tested.sum()):
-            return Measured(norms, rows)
-        return Measured(norms, rows, tuple(change.tolist()), tuple(tested.tolist()), self._decay(counted, silo))
+            return UpdateNorms(norms, rows)
+        return UpdateNorms(norms, rows, tuple(change.tolist()), tuple(tested.tolist()), self._decay(counted, silo))
 
     def _decay(self, weight: float, silo: str) -> float:
         """Bound the share of a parameter that weight decay takes away in one round."""

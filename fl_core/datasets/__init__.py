@@ -296,7 +296,7 @@ class _Scans:
 
 def _find(
     reference: str, data_root: Path | None, request: DataRequest, scans: _Scans, fewest: int = 2
-) -> SourceIndex | arrays.Share | digits.Share | table.TableIndex:
+) -> SourceIndex | arrays.ArrayShare | digits.DigitShare | table.TableIndex:
     ref, classes = parse(reference), request.classes
     _check_settings(ref.source, request, fewest)
     if ref.source == "digits":
@@ -305,12 +305,12 @@ def _find(
         root = data_root or (Path(os.environ[DATA_ROOT]) if DATA_ROOT in os.environ else None)
         if ref.federation is None:
             return user_data.everything(ref.source, root, classes)
-        return arrays.Share.of(user_data.read, ref.source, root, *_place(ref), classes)
+        return arrays.ArrayShare.of(user_data.read, ref.source, root, *_place(ref), classes)
     if ref.path is not None:
         return scans.find(ref, classes)
     root = None if ref.source == "spiral" else _root(data_root)
     if reader := _reader(ref.source, root):
-        return arrays.Share.of(reader, ref.source, root, *_place(ref), classes)
+        return arrays.ArrayShare.of(reader, ref.source, root, *_place(ref), classes)
     return _scan(ref, root, classes)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_core.datasets.augmentation import Augmentation, augmented
 from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.decoding.limits import UnreadableError
-from fl_core.datasets.image_loader import Form, ImageLoader, SquareKey, shared_loader
+from fl_core.datasets.image_loader import ImageFormat, ImageLoader, SquareKey, shared_loader
 from fl_core.errors import DataError
 from fl_core.types.values import Examples
 
@@ -85,7 +85,7 @@ class ImageExamples(Examples):
         for i in wanted:
             if i not in self._seen:
                 self._seen[i] = SquareKey.of(self.paths[i])
-        form = Form(self._transform.stored, self._transform.window)
+        form = ImageFormat(self._transform.stored, self._transform.window)
         try:
             squares = self._loader.squares([(self.paths[i], self._seen[i]) for i in wanted], form)
         except UnreadableError as error:

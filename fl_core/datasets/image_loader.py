@@ -55,7 +55,7 @@ class SquareKey(NamedTuple):
         return cls(str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
 
-class Form(NamedTuple):
+class ImageFormat(NamedTuple):
     """What a square is made with: its side in pixels, and the window of DICOM's grey values."""
 
     side: int
@@ -85,7 +85,7 @@ class ImageLoader:
         self.folder, self.cache_bytes, self.threads = folder, cache_bytes, threads or cores()
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decode")
         self._lock = Lock()
-        self._shelves: OrderedDict[Form, _CacheFile] = OrderedDict()
+        self._shelves: OrderedDict[ImageFormat, _CacheFile] = OrderedDict()
         self._unchecked = _LOOK_EVERY
         self._stopped = cache_bytes <= 0
 
@@ -104,7 +104,7 @@ class ImageLoader:
                 shelf.file.close()
             self._shelves.clear()
 
-    def squares(self, wanted: Sequence[tuple[Path, SquareKey | None]], form: Form) -> Pixels:
+    def squares(self, wanted: Sequence[tuple[Path, SquareKey | None]], form: ImageFormat) -> Pixels:
         """Return (B, side, side, 3), in the order of `wanted`; raises UnreadableError with its path."""
         out = np.empty((len(wanted), form.side, form.side, 3), dtype=np.uint8)
         missing = [k for k, (_, key) in enumerate(wanted) if not self._look_up(key, form, out[k])]
@@ -128,7 +128,7 @@ class ImageLoader:
                 out[k] = out[first[wanted[k]]]
         return out
 
-    def _look_up(self, key: SquareKey | None, form: Form, out: Pixels) -> bool:
+    def _look_up(self, key: SquareKey | None, form: ImageFormat, out: Pixels) -> bool:
         if key is None or (self._stopped and not self._shelves):
             return False
         with self._lock:
@@ -143,7 +143,7 @@ class ImageLoader:
         out[...] = np.frombuffer(found, np.uint8).reshape(out.shape)
         return True
 
-    def _keep(self, key: SquareKey | None, form: Form, pixels: Pixels) -> None:
+    def _keep(self, key: SquareKey | None, form: ImageFormat, pixels: Pixels) -> None:
         if key is None or self._stopped:
             return
         with self._lock:
@@ -161,7 +161,7 @@ class ImageLoader:
             shelf.place[key] = shelf.size
             shelf.size += pixels.nbytes
 
-    def _make_room(self, size: int, form: Form) -> bool:
+    def _make_room(self, size: int, form: ImageFormat) -> bool:
         """Make room by dropping squares of other forms, the least recently used first; False when there is none."""
         while self.kept_bytes + size > self.cache_bytes:
             oldest = next(iter(self._shelves), form)
@@ -178,7 +178,7 @@ class ImageLoader:
         return True
 
 
-def square(path: Path, form: Form) -> Pixels:
+def square(path: Path, form: ImageFormat) -> Pixels:
     """Decode a file to its middle square (side, side, 3), whose side is the image's shorter one, resized."""
     image, size = open_image(path, form.window), (form.side, form.side)
     return np.array(ImageOps.fit(image, size, method=Image.Resampling.BILINEAR))

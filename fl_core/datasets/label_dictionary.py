@@ -35,7 +35,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LabelEntry:
     """What a name stands for: one class, a set of classes, or none; and the line that says so."""
 
     classes: tuple[str, ...]
@@ -46,7 +46,7 @@ class Entry:
 class LabelDictionary:
     """A hospital's table. faults: of single lines, which are left out."""
 
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    entries: Mapping[str, LabelEntry] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
     @property
@@ -84,13 +84,13 @@ def read_dictionary(folder: Path) -> LabelDictionary:
         others = ", ".join(sorted(set(raw) - {TABLE})) or "nothing"
         raise DataError("E-DATA-07", f"expected one table [{TABLE}] in {file}, found {others[:200]} beside or in it")
     lines = _lines(text)
-    entries, faults = dict[str, Entry](), list[tuple[int, str]]()
+    entries, faults = dict[str, LabelEntry](), list[tuple[int, str]]()
     for name, value in table.items():
         line = lines.get(name, 0)
         if fault := _fault(name, value):
             faults.append((line, f"line {line or '?'}: {name[:40]!r}: {fault}"))
         else:
-            entries[name] = Entry((value,) if isinstance(value, str) else tuple(value), line)
+            entries[name] = LabelEntry((value,) if isinstance(value, str) else tuple(value), line)
     return LabelDictionary(entries=entries, faults=tuple(text for _, text in sorted(faults)))
 
 
@@ -207,7 +207,7 @@ class Translator:
         hint = did_you_mean(wrong, classes)
         return f" ({FILE} line {', '.join(map(str, sorted(lines)[:5]))}{f'; {hint}' if hint else ''})"
 
-    def _listed(self, counts: Mapping[str, int], what: Callable[[Entry], str] = lambda _: "") -> str:
+    def _listed(self, counts: Mapping[str, int], what: Callable[[LabelEntry], str] = lambda _: "") -> str:
         parts = []
         for name, count in sorted(counts.items())[:_SHOWN]:
             entry = self.dictionary.entries[name]

@@ -126,8 +126,8 @@ def _split(name: str, expected: Schema, split: str, x: object, y: object) -> Spl
     return SplitArrays(values.contiguous().cpu(), whole.cpu().numpy().astype(np.int64))
 
 
-def everything(name: str, root: Path | None, classes: Sequence[str] | None) -> arrays.Share:
+def everything(name: str, root: Path | None, classes: Sequence[str] | None) -> arrays.ArrayShare:
     """Take a whole data set as one hospital's own."""
     whole = arrays.cached(read, name, root)
     indices = SiloIndices(np.arange(len(whole.train.y)), np.arange(len(whole.test.y)))
-    return arrays.Share(whole, indices, tuple(classes or whole.classes), name)
+    return arrays.ArrayShare(whole, indices, tuple(classes or whole.classes), name)

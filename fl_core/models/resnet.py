@@ -32,7 +32,7 @@ _TORCHVISION = ("resnet18", "resnet50")
 _WIDE_STEM, _WIDE_WIDTHS, _WIDE_BLOCKS = 16, (160, 320, 640), 4
 
 
-class Plan(NamedTuple):
+class ResNetLayout(NamedTuple):
     """What tells the depths apart: blocks per stage, their inner widths, and whether they are bottlenecks."""
 
     name: str
@@ -95,7 +95,7 @@ class ResNet18(HeadOptions):
     groups: int = 2
     stem: str = "cifar"
     omitted_at_default: ClassVar[frozenset[str]] = HeadOptions.omitted_at_default | {"stem"}
-    _plan: ClassVar[Plan] = Plan("resnet18", (2, 2, 2, 2), (64, 128, 256, 512))
+    _plan: ClassVar[ResNetLayout] = ResNetLayout("resnet18", (2, 2, 2, 2), (64, 128, 256, 512))
 
     def build(self, schema: Schema) -> SplitModel:
         plan = self._plan
@@ -150,7 +150,7 @@ class ResNet18(HeadOptions):
 class ResNet50(ResNet18):
     """CIFAR ResNet-50: 23,520,842 parameters with 3 channels and 10 classes."""
 
-    _plan: ClassVar[Plan] = Plan("resnet50", (3, 4, 6, 3), (64, 128, 256, 512), bottleneck=True)
+    _plan: ClassVar[ResNetLayout] = ResNetLayout("resnet50", (3, 4, 6, 3), (64, 128, 256, 512), bottleneck=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class ResNet20(ResNet18):
     """ResNet-20 with 1x1 shortcuts, head without bias: 272,464 parameters with 3 channels and 10 classes."""
 
     head_bias: bool = False
-    _plan: ClassVar[Plan] = Plan("resnet20", (3, 3, 3), (16, 32, 64))
+    _plan: ClassVar[ResNetLayout] = ResNetLayout("resnet20", (3, 3, 3), (16, 32, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class ResNet56(ResNet18):
     """ResNet-56 with 1x1 shortcuts, head without bias: 855,760 parameters with 3 channels and 10 classes."""
 
     head_bias: bool = False
-    _plan: ClassVar[Plan] = Plan("resnet56", (9, 9, 9), (16, 32, 64))
+    _plan: ClassVar[ResNetLayout] = ResNetLayout("resnet56", (9, 9, 9), (16, 32, 64))
 
 
 class WideBlock(nn.Module):

@@ -43,7 +43,7 @@ class Attendance:
         return self.answered is None and not self.refused
 
 
-class Verdict(Enum):
+class ClosingVerdict(Enum):
     """What is to be done with an open round. PAUSE: the quorum was missed, and the lead decides."""
 
     CLOSE = "close"
@@ -64,7 +64,7 @@ class PendingSilo:
 class Decision:
     """A verdict, who is awaited, and who is given up though nobody else has brought its classes."""
 
-    verdict: Verdict
+    verdict: ClosingVerdict
     awaited: tuple[PendingSilo, ...] = ()
     lost: tuple[PendingSilo, ...] = ()
 
@@ -94,8 +94,8 @@ class ClosingRule:
         end = self.deadline + self.extension
         if len(there) < self.needed:
             if len(there) + len(waiting) < self.needed or now >= end:
-                return Decision(Verdict.PAUSE)
-            return Decision(Verdict.WAIT, tuple(PendingSilo(s.name, end, _alone(s, brought)) for s in waiting))
+                return Decision(ClosingVerdict.PAUSE)
+            return Decision(ClosingVerdict.WAIT, tuple(PendingSilo(s.name, end, _alone(s, brought)) for s in waiting))
         h = max(self._half(silos), self.patience / 2)
         limits = [
             PendingSilo(s.name, min(self._limit(s, brought, h) + self.extension, end), _alone(s, brought))
@@ -103,7 +103,7 @@ class ClosingRule:
         ]
         awaited = tuple(a for a in limits if now < a.until)
         lost = tuple(a for a in limits if now >= a.until and a.classes)
-        return Decision(Verdict.WAIT if awaited else Verdict.CLOSE, awaited, lost)
+        return Decision(ClosingVerdict.WAIT if awaited else ClosingVerdict.CLOSE, awaited, lost)
 
     @staticmethod
     def _half(silos: Sequence[Attendance]) -> float:

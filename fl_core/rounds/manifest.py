@@ -60,7 +60,7 @@ class NamedOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RunMember:
     """One silo of the run: its name, and whether it was drawn to submit prototypes.
 
     units: its declared number of records (or groups) in a private or masked run, which rates and weights follow from;
@@ -264,7 +264,7 @@ class RunManifest:
     train: TrainConfig
     rounds: Annotated[int, bounded(between, 0, MAX_ROUNDS)]
     seed: int
-    members: tuple[Member, ...]
+    members: tuple[RunMember, ...]
     layout: Layout
     grid: FixedPointFormat
     privacy: NamedOptions
@@ -384,7 +384,7 @@ def make_members(
     prototype_share: float,
     units: Sequence[int] | None = None,
     dictionaries: Mapping[str, Dictionary] | None = None,
-) -> tuple[Member, ...]:
+) -> tuple[RunMember, ...]:
     """Freeze a roster, with the silos that submit prototypes drawn from the seed.
 
     units: declared sizes, if any   dictionaries: of labels, of the silos that told of one, by name.
@@ -394,4 +394,4 @@ def make_members(
     drawn = sampling.prototype_submitters(seed, names, prototype_share)
     sizes = [0] * len(names) if units is None else units
     told = dictionaries or {}
-    return tuple(Member(*m, *told.get(m[0], ())) for m in zip(names, drawn, sizes, strict=True))
+    return tuple(RunMember(*m, *told.get(m[0], ())) for m in zip(names, drawn, sizes, strict=True))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fl_core.survey.facts import SurveyedRecords
-from fl_core.types.survey import Question
+from fl_core.types.survey import SurveyQuestion
 from fl_core.types.values import SurveySums, Tensors
 
 IMAGES, PATIENTS, HELD, UNNAMED, VARIANCE = "images", "patients", "held", "unnamed", "variance"
@@ -106,7 +106,7 @@ def blank_answers(query: SurveySums) -> Tensors:
     return found | ({VARIANCE: torch.zeros((), dtype=torch.float64)} if query.private else {})
 
 
-def places(questions: tuple[Question, ...], n_classes: int) -> Iterator[tuple[Question, slice]]:
+def places(questions: tuple[SurveyQuestion, ...], n_classes: int) -> Iterator[tuple[SurveyQuestion, slice]]:
     """Say where the cells of each question lie."""
     start = 0
     for question in questions:

@@ -27,7 +27,7 @@ from fl_core.datasets.image_loader import cores
 from fl_core.datasets.sources.table import TableExamples
 from fl_core.errors import ConfigError
 from fl_core.types.columns import Column
-from fl_core.types.survey import AGE_COLUMNS, MAKES, SEX_COLUMNS, Question
+from fl_core.types.survey import AGE_COLUMNS, MAKES, SEX_COLUMNS, SurveyQuestion
 from fl_core.types.targets import is_multi_label
 from fl_core.types.values import Examples, Progress
 
@@ -79,7 +79,11 @@ class SurveyedRecords:
 
 
 def surveyed(
-    questions: Sequence[Question], train: Examples, test: Examples, n_classes: int, progress: Progress | None = None
+    questions: Sequence[SurveyQuestion],
+    train: Examples,
+    test: Examples,
+    n_classes: int,
+    progress: Progress | None = None,
 ) -> SurveyedRecords:
     """Read what the questions are about of all records, and nothing else."""
     splits, names = (train, test), {question.name for question in questions}
@@ -226,7 +230,7 @@ def _sex(column: Column, value: NDArray[np.float64]) -> str | None:
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
 
-def _shares(question: Question, facts: Sequence[RecordFacts], images: Sequence[int], n_classes: int) -> Tensor:
+def _shares(question: SurveyQuestion, facts: Sequence[RecordFacts], images: Sequence[int], n_classes: int) -> Tensor:
     found = torch.zeros(len(facts), question.count(n_classes), dtype=torch.float64)
     if question.name == "intensity":
         return _intensities(question, facts, found)
@@ -238,7 +242,7 @@ def _shares(question: Question, facts: Sequence[RecordFacts], images: Sequence[i
     return found
 
 
-def _cell(question: Question, names: Sequence[str], fact: RecordFacts, images: int) -> int:
+def _cell(question: SurveyQuestion, names: Sequence[str], fact: RecordFacts, images: int) -> int:
     """Return the cell of a record; the last one where the question has no other for it."""
     match question.name:
         case "classes":
@@ -266,7 +270,7 @@ def _step(value: int, last: Sequence[int]) -> int:
     return next((k for k, most in enumerate(last) if value <= most), len(last))
 
 
-def _intensities(question: Question, facts: Sequence[RecordFacts], found: Tensor) -> Tensor:
+def _intensities(question: SurveyQuestion, facts: Sequence[RecordFacts], found: Tensor) -> Tensor:
     for i, fact in enumerate(facts):
         if fact.grey is None or not fact.grey.sum() > 0:
             found[i, -1] = 1.0

@@ -18,7 +18,7 @@ from fl_core.kinds.one_answer import OneAnswer
 from fl_core.kinds.survey import SurveyRun
 from fl_core.survey.answers import blank_answers
 from fl_core.types.interfaces import LocalData
-from fl_core.types.survey import Question, parse_questions
+from fl_core.types.survey import SurveyQuestion, parse_questions
 from fl_core.types.values import RoundContext, SurveySums, Tensors
 
 
@@ -42,7 +42,7 @@ class SurveyProgram(OneAnswer):
         _ = self.asked
 
     @cached_property
-    def asked(self) -> tuple[Question, ...]:
+    def asked(self) -> tuple[SurveyQuestion, ...]:
         return parse_questions(self.questions)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fl_core.types import intervals
-from fl_core.types.clinical import ClinicalMetrics, Range
+from fl_core.types.clinical import BinnedRange, ClinicalMetrics
 from fl_core.types.intervals import Interval
 
 FEW = 10
@@ -102,7 +102,7 @@ def reliability_rows(found: ClinicalMetrics) -> list[tuple[str, ...]]:
     ]
 
 
-def auc(found: Range | None, interval: Interval | None = None) -> str:
+def auc(found: BinnedRange | None, interval: Interval | None = None) -> str:
     if found is None:
         return "-"
     return f"{found.middle:.3f}" + (f" ({interval.low:.3f} to {interval.high:.3f})" if interval is not None else "")

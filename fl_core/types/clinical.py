@@ -42,7 +42,7 @@ def balanced_counts(
     return ((), ()) if clinical is None else clinical.balanced_counts
 
 
-class Range(NamedTuple):
+class BinnedRange(NamedTuple):
     """What is known of a number that was counted in bins: it lies between `low` and `high`."""
 
     low: float
@@ -89,7 +89,7 @@ class ClinicalMetrics:
     """
 
     confusion: tuple[tuple[int, ...], ...]
-    auc: tuple[Range | None, ...]
+    auc: tuple[BinnedRange | None, ...]
     bins: tuple[ReliabilityBin, ...]
     labels: tuple[TwoByTwo, ...] = ()
 
@@ -151,12 +151,12 @@ class ClinicalMetrics:
         return macro_mean(right / of if of else None for right, of in zip(*self.balanced_counts, strict=True))
 
     @property
-    def macro_auc(self) -> Range | None:
+    def macro_auc(self) -> BinnedRange | None:
         """Return the mean AUC over the classes that have examples, and others beside them; exact up to the range."""
         known = [r for r in self.auc if r is not None]
         if not known:
             return None
-        return Range(sum(r.low for r in known) / len(known), sum(r.high for r in known) / len(known))
+        return BinnedRange(sum(r.low for r in known) / len(known), sum(r.high for r in known) / len(known))
 
     @property
     def calibration_error(self) -> float | None:
@@ -169,7 +169,7 @@ class ClinicalMetrics:
         """Read what `dataclasses.asdict` made of one, by way of JSON."""
         return cls(
             tuple(tuple(row) for row in raw["confusion"]),
-            tuple(r and Range(*r) for r in raw["auc"]),
+            tuple(r and BinnedRange(*r) for r in raw["auc"]),
             tuple(ReliabilityBin(*b) for b in raw["bins"]),
             tuple(TwoByTwo(*t) for t in raw.get("labels", ())),
         )
@@ -203,7 +203,7 @@ class ClinicalMetrics:
         }
 
 
-def binned_auc(positive: Sequence[int], negative: Sequence[int]) -> Range | None:
+def binned_auc(positive: Sequence[int], negative: Sequence[int]) -> BinnedRange | None:
     """Return what binned scores, bins in ascending order, leave of P(score of a positive > of a negative), ties half.
 
     Pairs in one bin may be in either order. None without a positive or without a negative.
@@ -216,4 +216,4 @@ def binned_auc(positive: Sequence[int], negative: Sequence[int]) -> Range | None
         won += p * below
         tied += p * n
         below += n
-    return Range(won / pairs, (won + tied) / pairs)
+    return BinnedRange(won / pairs, (won + tied) / pairs)

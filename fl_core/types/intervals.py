@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
-from fl_core.types.clinical import ClinicalMetrics, Range
+from fl_core.types.clinical import BinnedRange, ClinicalMetrics
 
 LEVEL = 0.95
 _STEPS = 60
@@ -79,7 +79,7 @@ def difference(first: float, of_first: Interval, second: float, of_second: Inter
     return Interval(max(-1.0, first - second - down), min(1.0, first - second + up))
 
 
-def auc(found: Range | None, positives: int, negatives: int, level: float = LEVEL) -> Interval | None:
+def auc(found: BinnedRange | None, positives: int, negatives: int, level: float = LEVEL) -> Interval | None:
     """Return the interval of an area that was measured on so many examples of the class and others; None of none."""
     if found is None or positives < 1 or negatives < 1:
         return None

@@ -58,7 +58,7 @@ class Bins:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class QuestionKind:
     """What is known of a question by its name. cells: names of fixed cells, none of bins and of classes."""
 
     title: str
@@ -67,24 +67,24 @@ class Kind:
     unit: str = ""
 
 
-QUESTIONS: Mapping[str, Kind] = {
-    "classes": Kind("Class"),
-    "images": Kind("Images", ("training", "test")),
-    "patients": Kind("Images of the patient", ("1", "2", "3 to 4", "5 to 8", "9 to 16", "17 or more")),
-    "sizes": Kind("Shorter side", bins=Bins(0, 4096, 256, 64), unit="pixels"),
-    "spacing": Kind("Distance of pixels", bins=Bins(0, 2000, 100, 50), unit="um"),
-    "bits": Kind("Bits of a value", ("1 to 8", "9 to 10", "11 to 12", "13 to 16", NOT_STATED)),
-    "makes": Kind("Device make", (*MAKES, NOT_STATED)),
-    "missing": Kind("Missing values of a row", ("0", "1", "2", "3 to 5", "6 or more", NOT_STATED)),
-    "intensity": Kind("Pixels by grey value", bins=Bins(0, 256, 16, 8), unit="of 8 bits"),
-    "ages": Kind("Age", bins=Bins(0, 120, 10, 5), unit="years"),
-    "sex": Kind("Sex", ("female", "male", "another", NOT_STATED)),
+QUESTIONS: Mapping[str, QuestionKind] = {
+    "classes": QuestionKind("Class"),
+    "images": QuestionKind("Images", ("training", "test")),
+    "patients": QuestionKind("Images of the patient", ("1", "2", "3 to 4", "5 to 8", "9 to 16", "17 or more")),
+    "sizes": QuestionKind("Shorter side", bins=Bins(0, 4096, 256, 64), unit="pixels"),
+    "spacing": QuestionKind("Distance of pixels", bins=Bins(0, 2000, 100, 50), unit="um"),
+    "bits": QuestionKind("Bits of a value", ("1 to 8", "9 to 10", "11 to 12", "13 to 16", NOT_STATED)),
+    "makes": QuestionKind("Device make", (*MAKES, NOT_STATED)),
+    "missing": QuestionKind("Missing values of a row", ("0", "1", "2", "3 to 5", "6 or more", NOT_STATED)),
+    "intensity": QuestionKind("Pixels by grey value", bins=Bins(0, 256, 16, 8), unit="of 8 bits"),
+    "ages": QuestionKind("Age", bins=Bins(0, 120, 10, 5), unit="years"),
+    "sex": QuestionKind("Sex", ("female", "male", "another", NOT_STATED)),
 }
 _WORD = re.compile(r"([a-z]{1,20})(?::(\d{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SurveyQuestion:
     """One question. width: of its bins, 0 where it has none.
 
     Raises ConfigError: E-CFG-01 on another name, E-CFG-02 on bins that are too narrow or do not divide the range.
@@ -107,7 +107,7 @@ class Question:
             )
 
     @classmethod
-    def of(cls, word: str) -> Question:
+    def of(cls, word: str) -> SurveyQuestion:
         """Read `name` or `name:width`; raises as the class."""
         found = _WORD.fullmatch(word.strip())
         if found is None:
@@ -120,7 +120,7 @@ class Question:
         return f"{self.name}:{self.width}" if self.width else self.name
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> QuestionKind:
         return QUESTIONS[self.name]
 
     def count(self, n_classes: int) -> int:
@@ -138,10 +138,10 @@ class Question:
         return (*(f"{low} to {low + self.width}" for low in edges), f"{bins.high} or more", NOT_STATED)
 
     @property
-    def least(self) -> Question:
+    def least(self) -> SurveyQuestion:
         """The question with the narrowest bins that its own are made of; shares of pixels are rounded in each."""
         bins = self.kind.bins
-        return self if bins is None or self.name == "intensity" else Question(self.name, bins.least)
+        return self if bins is None or self.name == "intensity" else SurveyQuestion(self.name, bins.least)
 
     def within(self, classes: Sequence[str]) -> dict[str, str]:
         """Return in which of its cells each cell of `least` lies."""
@@ -155,12 +155,12 @@ class Question:
         return () if bins is None else tuple(range(bins.low, bins.high + 1, self.width))
 
 
-def parse_questions(text: str) -> tuple[Question, ...]:
+def parse_questions(text: str) -> tuple[SurveyQuestion, ...]:
     """Read questions with commas between, and put them into the table's order.
 
     Raises ConfigError: E-CFG-02 on none, or on one that is asked twice; as `Question.of`.
     """
-    found = [Question.of(word) for word in text.split(",")] if text.strip() else []
+    found = [SurveyQuestion.of(word) for word in text.split(",")] if text.strip() else []
     names = [question.name for question in found]
     if not found or len(set(names)) != len(names):
         what = "none" if not found else f"{max(names, key=names.count)!r} twice"
@@ -170,12 +170,12 @@ def parse_questions(text: str) -> tuple[Question, ...]:
     return tuple(sorted(found, key=lambda question: list(QUESTIONS).index(question.name)))
 
 
-def document(questions: Sequence[Question]) -> str:
+def document(questions: Sequence[SurveyQuestion]) -> str:
     """Write the question document: canonical JSON, equal for equal questions."""
     return json.dumps({"questions": [asdict(q) for q in questions]}, sort_keys=True, separators=(",", ":"))
 
 
-def document_digest(questions: Sequence[Question]) -> str:
+def document_digest(questions: Sequence[SurveyQuestion]) -> str:
     """Name a question document: its BLAKE3, in hex."""
     return blake3(document(questions).encode()).hexdigest()
 
@@ -201,7 +201,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SurveyAnswer:
     """What is known of one question.
 
     quantiles: the bin of each quantile; empty without bins or numbers   counts: what the numbers called patients are

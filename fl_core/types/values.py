@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.enums import Weighing
-from fl_core.types.survey import MIN_PATIENTS, Question
+from fl_core.types.survey import MIN_PATIENTS, SurveyQuestion
 
 Tensors = Mapping[str, Tensor]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
@@ -236,7 +236,7 @@ class SurveySums:
     `fl_core.survey.answers`.
     """
 
-    questions: tuple[Question, ...]
+    questions: tuple[SurveyQuestion, ...]
     n_classes: int
     allowed: frozenset[str] | None = None
     least: int = MIN_PATIENTS
@@ -248,7 +248,7 @@ class SurveySums:
     def cells(self) -> int:
         return sum(question.count(self.n_classes) for question in self.questions)
 
-    def answers(self, question: Question) -> bool:
+    def answers(self, question: SurveyQuestion) -> bool:
         return self.allowed is None or question.name in self.allowed
 
 

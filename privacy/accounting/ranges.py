@@ -18,7 +18,7 @@ from fl_core.types.records import MAX_VIEWS, TrainConfig
 from privacy.accounting.record_config import DpConfig
 
 
-class Range(NamedTuple):
+class AllowedRange(NamedTuple):
     """What a number may be: from `low` to `high`; off: 0 is good, too, and switches something off."""
 
     low: float
@@ -32,9 +32,9 @@ class Range(NamedTuple):
         return f"{'0 or ' if self.off else ''}{self.low:g} to {self.high:g}"
 
 
-CLIP = Range(1e-4, 1e4)
-_STEPS = Range(1, 10**8)
-_GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
+CLIP = AllowedRange(1e-4, 1e4)
+_STEPS = AllowedRange(1, 10**8)
+_GROUPS: tuple[tuple[AllowedRange, tuple[str, ...]], ...] = (
     (
         CLIP,
         (
@@ -47,13 +47,13 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        Range(1e-3, 1e3),
+        AllowedRange(1e-3, 1e3),
         ("privacy.coupled_clip_ratio", "privacy.count_weight", "privacy.prototype_scale", "method.tau", "method.tau_p"),
     ),
-    (Range(1e-3, 1e6), ("privacy.epsilon",)),
-    (Range(1e-15, 1e-3), ("privacy.delta",)),
+    (AllowedRange(1e-3, 1e6), ("privacy.epsilon",)),
+    (AllowedRange(1e-15, 1e-3), ("privacy.delta",)),
     (
-        Range(1e-2, 1e6),
+        AllowedRange(1e-2, 1e6),
         (
             "privacy.prototype_noise",
             "privacy.metric_noise",
@@ -62,13 +62,13 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
             "privacy.metric_clip",
         ),
     ),
-    (Range(1e-2, 1e6, True), ("privacy.bit_noise",)),
-    (Range(1e-3, 1e9, True), ("privacy.min_count",)),
-    (Range(1e-3, 10), ("privacy.clip_rate",)),
-    (Range(1e-2, 1), ("privacy.clip_decay", "train.lr_decay")),
-    (Range(1e-3, 0.999), ("privacy.target_quantile",)),
+    (AllowedRange(1e-2, 1e6, True), ("privacy.bit_noise",)),
+    (AllowedRange(1e-3, 1e9, True), ("privacy.min_count",)),
+    (AllowedRange(1e-3, 10), ("privacy.clip_rate",)),
+    (AllowedRange(1e-2, 1), ("privacy.clip_decay", "train.lr_decay")),
+    (AllowedRange(1e-3, 0.999), ("privacy.target_quantile",)),
     (
-        Range(1, 10**6),
+        AllowedRange(1, 10**6),
         (
             "privacy.microbatch",
             "privacy.physical_batch",
@@ -77,31 +77,31 @@ _GROUPS: tuple[tuple[Range, tuple[str, ...]], ...] = (
             "train.batch_size",
         ),
     ),
-    (Range(1, 10**6, True), ("privacy.max_per_unit",)),
-    (Range(1e-6, 1e3), ("train.lr", "method.server_lr", "method.feature_lr")),
-    (Range(1e-6, 0.999, True), ("train.momentum",)),
-    (Range(1e-12, 10, True), ("train.weight_decay", "method.weight_decay")),
-    (Range(1e-4, 1e4, True), ("train.clip_norm",)),
-    (Range(1, 10**5), ("train.epochs", "rounds")),
-    (Range(1, 10**8, True), ("train.max_steps", "train.micro_batch")),
-    (Range(1, MAX_VIEWS), ("train.views",)),
+    (AllowedRange(1, 10**6, True), ("privacy.max_per_unit",)),
+    (AllowedRange(1e-6, 1e3), ("train.lr", "method.server_lr", "method.feature_lr")),
+    (AllowedRange(1e-6, 0.999, True), ("train.momentum",)),
+    (AllowedRange(1e-12, 10, True), ("train.weight_decay", "method.weight_decay")),
+    (AllowedRange(1e-4, 1e4, True), ("train.clip_norm",)),
+    (AllowedRange(1, 10**5), ("train.epochs", "rounds")),
+    (AllowedRange(1, 10**8, True), ("train.max_steps", "train.micro_batch")),
+    (AllowedRange(1, MAX_VIEWS), ("train.views",)),
     (_STEPS, ("epochs x units / train.batch_size",)),
-    (Range(1, 10**4, True), ("cohort", "quorum", "image_size")),
-    (Range(1, 10**4), ("silos", "grid.n_max")),
-    (Range(1e-3, 2.0**40), ("grid.bounds",)),
-    (Range(1, 1024, True), ("threads",)),
-    (Range(1e-3, 1e9), ("deadline_s", "patience_s")),
-    (Range(1, 10**9, True), ("units",)),
-    (Range(-(2**63), 2**63 - 1), ("seed",)),
-    (Range(1e-3, 1e5), ("method.scale", "method.logit_scale")),
-    (Range(1e-3, 1e5, True), ("method.fix_scaling",)),
-    (Range(1e-3, 1e3, True), ("fedlc.tau",)),
-    (Range(1e-12, 1, True), ("method.eps",)),
-    (Range(1e-12, 1e4, True), ("other strengths of a method",)),
-    (Range(1, 10**5, True), ("other counts of a method or model", "other counts of privacy")),
-    (Range(1e-6, 1e4, True), ("other numbers of a model", "other numbers of privacy")),
+    (AllowedRange(1, 10**4, True), ("cohort", "quorum", "image_size")),
+    (AllowedRange(1, 10**4), ("silos", "grid.n_max")),
+    (AllowedRange(1e-3, 2.0**40), ("grid.bounds",)),
+    (AllowedRange(1, 1024, True), ("threads",)),
+    (AllowedRange(1e-3, 1e9), ("deadline_s", "patience_s")),
+    (AllowedRange(1, 10**9, True), ("units",)),
+    (AllowedRange(-(2**63), 2**63 - 1), ("seed",)),
+    (AllowedRange(1e-3, 1e5), ("method.scale", "method.logit_scale")),
+    (AllowedRange(1e-3, 1e5, True), ("method.fix_scaling",)),
+    (AllowedRange(1e-3, 1e3, True), ("fedlc.tau",)),
+    (AllowedRange(1e-12, 1, True), ("method.eps",)),
+    (AllowedRange(1e-12, 1e4, True), ("other strengths of a method",)),
+    (AllowedRange(1, 10**5, True), ("other counts of a method or model", "other counts of privacy")),
+    (AllowedRange(1e-6, 1e4, True), ("other numbers of a model", "other numbers of privacy")),
 )
-RANGES: Mapping[str, Range] = {name: found for found, names in _GROUPS for name in names}
+RANGES: Mapping[str, AllowedRange] = {name: found for found, names in _GROUPS for name in names}
 
 
 def text() -> str:

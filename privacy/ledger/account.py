@@ -19,7 +19,7 @@ from typing import Any
 from fl_core.errors import RefusedError
 from privacy.accounting.accountant import Bound, Filter, Mechanism, aggregated
 from privacy.accounting.shared_noise import SharedNoise
-from privacy.ledger.event_chain import Event
+from privacy.ledger.event_chain import LedgerEvent
 
 OPEN = ("INTENT", "RUNNING")
 CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
@@ -49,7 +49,7 @@ class PlannedRelease:
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """One planned release, usually one round of one run.
 
     owner: the process that reserved it   coordinator: who asked; empty where nobody did, as after a restoration.
@@ -84,7 +84,7 @@ class Entry:
         return json.dumps(facts | asked | {"mechanisms": plain(self.planned)} | more)
 
     @classmethod
-    def of(cls, event: Event) -> Entry:
+    def of(cls, event: LedgerEvent) -> LedgerEntry:
         facts = json.loads(event.detail)
         return cls(
             str(event.entry),
@@ -164,7 +164,7 @@ class Account:
         refusals: (coordinator, code) -> how often by the last event about it
     """
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, LedgerEntry] = field(default_factory=dict)
     collections: dict[str, tuple[str, str]] = field(default_factory=dict)
     single: set[str] = field(default_factory=set)
     versions: dict[str, Version] = field(default_factory=dict)
@@ -175,9 +175,9 @@ class Account:
     restored: int = 0
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     _spent: dict[str, Counter[tuple[float, float]]] = field(default_factory=lambda: defaultdict(Counter))
-    _of_run: dict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
+    _of_run: dict[str, dict[str, LedgerEntry]] = field(default_factory=lambda: defaultdict(dict))
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: LedgerEvent) -> None:
         """Apply one event; raises UnsoundError on one that does not follow from those before."""
         try:
             if event.entry is not None:
@@ -206,25 +206,25 @@ class Account:
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise UnsoundError(f"its detail cannot be read ({type(error).__name__}: {error})") from error
 
-    def _move(self, event: Event) -> None:
+    def _move(self, event: LedgerEvent) -> None:
         id = str(event.entry)
         entry = self.entries.get(id)
         old = "" if entry is None else entry.state
         if event.state not in _NEXT.get(old, ()):
             raise UnsoundError(f"{id!r} cannot go from {old or 'nothing'} to {event.state}")
         if entry is None:
-            entry = self._enter(Entry.of(event))
+            entry = self._enter(LedgerEntry.of(event))
         self._tally(entry, -1)
         entry.state = event.state
         self._tally(entry, 1)
 
-    def _enter(self, entry: Entry) -> Entry:
+    def _enter(self, entry: LedgerEntry) -> LedgerEntry:
         self.entries[entry.id] = self._of_run[f"run {entry.run}"][entry.id] = entry
         if entry.manifest:
             self._of_run[f"manifest {entry.manifest}"][entry.id] = entry
         return entry
 
-    def _tally(self, entry: Entry, sign: int) -> None:
+    def _tally(self, entry: LedgerEntry, sign: int) -> None:
         if entry.charged:
             for p in entry.planned:
                 self._spent[entry.collection][p.mechanism.noise, p.mechanism.rate] += sign * p.mechanism.steps
@@ -246,10 +246,10 @@ class Account:
         self.versions = {fingerprint: Version(*row) for fingerprint, row in facts["versions"].items()}
         self.units = dict(facts["units"])
         for collection, detail, at in facts["budgets"]:
-            self.apply(Event(0, None, collection, "BUDGET", detail, at))
+            self.apply(LedgerEvent(0, None, collection, "BUDGET", detail, at))
         self.kept = {(fingerprint, name): (value, at) for fingerprint, name, value, at in facts["kept"]}
         for id, state, detail, at in facts["entries"]:
-            entry = self._enter(Entry.of(Event(0, id, id, "", detail, at)))
+            entry = self._enter(LedgerEntry.of(LedgerEvent(0, id, id, "", detail, at)))
             entry.state = state
             self._tally(entry, 1)
         self.forgiven, self.restored = set(facts["forgiven"]), int(facts["restored"])
@@ -272,7 +272,7 @@ class Account:
         made = [e.planned for e in self.entries.values() if e.collection == collection and e.charged]
         return aggregated(p.alone for planned in made for p in planned)
 
-    def of_run(self, run: str, manifest: str, collection: str) -> list[Entry]:
+    def of_run(self, run: str, manifest: str, collection: str) -> list[LedgerEntry]:
         """List the entries of a run at a collection: under its id or its manifest, since others choose both."""
         found = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
         return [entry for entry in found.values() if entry.collection == collection]
@@ -312,7 +312,7 @@ class LedgerTask:
     fingerprint: str
     coordinator: str = ""
 
-    def may_be_of(self, entry: Entry) -> bool:
+    def may_be_of(self, entry: LedgerEntry) -> bool:
         return self.coordinator == entry.coordinator or not (self.coordinator and entry.coordinator)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from fl_core.errors import StateError
 from privacy.accounting.accountant import Filter
-from privacy.ledger.account import Account, Budget, Entry, UnsoundError, plain, planned_of
-from privacy.ledger.event_chain import GENESIS, Event, unkeyed_hash
+from privacy.ledger.account import Account, Budget, LedgerEntry, UnsoundError, plain, planned_of
+from privacy.ledger.event_chain import GENESIS, LedgerEvent, unkeyed_hash
 
 _ENTRY = "entry"
 
@@ -25,11 +25,11 @@ def snapshot(db: sqlite3.Connection, name: str) -> str:
 
     Raises StateError (E-BUDGET-07) on an event that was changed, and on rows that differ from the events.
     """
-    events: list[Event] = []
+    events: list[LedgerEvent] = []
     previous = GENESIS
     rows = db.execute("SELECT seq, entry, subject, state, detail, created_at, prev_hash, hash FROM event ORDER BY seq")
     for *fields, before, digest in rows:
-        event = Event(*fields)
+        event = LedgerEvent(*fields)
         if (event.seq, before, digest) != (len(events) + 1, previous, unkeyed_hash(previous, event)):
             raise _edited(name, f"event {event.seq} was changed")
         events.append(event)
@@ -40,7 +40,7 @@ def snapshot(db: sqlite3.Connection, name: str) -> str:
         raise _edited(name, f"its rows are not those of its events ({type(error).__name__}: {error})") from error
 
 
-def _read(db: sqlite3.Connection, events: Sequence[Event]) -> Account:
+def _read(db: sqlite3.Connection, events: Sequence[LedgerEvent]) -> Account:
     """Follow the events. Each row is used up by the event that made it, and none may be left."""
     made = _rows(db)
     account = Account()
@@ -74,7 +74,7 @@ def _rows(db: sqlite3.Connection) -> dict[tuple[str, str, str], list[str]]:
         "SELECT id, collection, fingerprint, run, manifest, round, attempt, kind, created_at FROM entry"
     ):
         planned = planned_of(mechanisms.pop(id))
-        entry = Entry(id, collection, fingerprint, run, manifest, round, attempt, kind, at, planned)
+        entry = LedgerEntry(id, collection, fingerprint, run, manifest, round, attempt, kind, at, planned)
         names = f"{run}/{round}/{kind}/{attempt}/{collection}"
         if kind == "restored":
             names = f"restored/{round}/{run.removeprefix('restored ')[:16]}/{collection}"

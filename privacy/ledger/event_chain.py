@@ -37,7 +37,7 @@ _FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
 Snapshot = Callable[[sqlite3.Connection, str], str]
 
 
-class Event(NamedTuple):
+class LedgerEvent(NamedTuple):
     """One event as the file has it; entry: what it moves, None where it is about no entry."""
 
     seq: int
@@ -82,7 +82,7 @@ class EventChain:
 
     @property
     def events(self) -> Chain:
-        return Chain(Event._fields[1:], lambda previous, row: self._hash(previous, Event(*row)), START)
+        return Chain(LedgerEvent._fields[1:], lambda previous, row: self._hash(previous, LedgerEvent(*row)), START)
 
     def changed(self, what: str) -> StateError:
         return StateError(
@@ -91,7 +91,7 @@ class EventChain:
             "trained until it is restored from a backup",
         )
 
-    def follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[Event, ChainHead]]:
+    def follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[LedgerEvent, ChainHead]]:
         """Yield the events after a checked head, each with its own head.
 
         Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-08 when the head itself is gone.
@@ -101,14 +101,14 @@ class EventChain:
         head = after
         try:
             for row, head in self.events.follow(db, after):
-                yield Event(*row), head
+                yield LedgerEvent(*row), head
         except BrokenChainError as broken:
             last = broken.after.seq
             raise self.changed(f"event {last + 1} does not follow from event {last}") from None
         if 0 < self.unkeyed >= head.seq:
             raise self.changed(f"it ends at event {head.seq}, before it came under its key")
 
-    def _hash(self, previous: str, event: Event) -> str:
+    def _hash(self, previous: str, event: LedgerEvent) -> str:
         return (
             unkeyed_hash(previous, event) if event.seq <= self.unkeyed else keyed_hash(self._mac_key, previous, event)
         )
@@ -185,12 +185,12 @@ class EventChain:
             yield db
 
 
-def keyed_hash(key: bytes, previous: str, event: Event) -> str:
+def keyed_hash(key: bytes, previous: str, event: LedgerEvent) -> str:
     text = json.dumps([previous, *event], separators=(",", ":"))
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def unkeyed_hash(previous: str, event: Event) -> str:
+def unkeyed_hash(previous: str, event: LedgerEvent) -> str:
     """Return the hash that events of version 1 have."""
     fields = [previous, event.entry or "", event.subject, event.state, event.detail, event.created_at]
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()

@@ -27,7 +27,7 @@ from privacy.ledger.account import (
     SEEDED,
     Account,
     Budget,
-    Entry,
+    LedgerEntry,
     LedgerTask,
     PlannedRelease,
     Refusal,
@@ -37,8 +37,8 @@ from privacy.ledger.account import (
 )
 from privacy.ledger.event_chain import (
     START,
-    Event,
     EventChain,
+    LedgerEvent,
     now,
     rolled_back,
     schema_differences,
@@ -182,12 +182,12 @@ class Ledger:
             self._take(self.chain.follow(db, self._seen))
         return self._account
 
-    def _take(self, events: Iterable[tuple[Event, ChainHead]]) -> None:
+    def _take(self, events: Iterable[tuple[LedgerEvent, ChainHead]]) -> None:
         for event, head in events:
             self._apply(self._account, event)
             self._seen = head
 
-    def _apply(self, account: Account, event: Event) -> None:
+    def _apply(self, account: Account, event: LedgerEvent) -> None:
         if event.seq <= self.chain.unkeyed:
             return  # the first event under the key repeats what these say
         try:
@@ -291,7 +291,7 @@ class Ledger:
             refusal = refused(account, collection, task, [p.mechanism for p in planned], cap, run)
             same = [e for e in account.of_run(task.run, "", collection) if (e.round, e.kind) == (task.round, task.kind)]
             entry = f"{task.run}/{task.round}/{task.kind}/{len(same)}/{collection}"
-            made = Entry(
+            made = LedgerEntry(
                 entry,
                 collection,
                 task.fingerprint,
@@ -443,7 +443,7 @@ class Ledger:
     def _digests(self, names: Iterable[str]) -> set[bytes]:
         return {hmac.new(self.chain.units_key, name.encode(), hashlib.sha256).digest() for name in names}
 
-    def enter(self, db: sqlite3.Connection, made: Entry, state: str) -> None:
+    def enter(self, db: sqlite3.Connection, made: LedgerEntry, state: str) -> None:
         """Write an entry and its first event, within a transaction of `writing`."""
         self.chain.write(db, made.id, made.id, state, made.detail(), made.created_at)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fl_core.errors import StateError
 from privacy.accounting.accountant import Filter, Mechanism, rdp
 from privacy.ledger import owners
-from privacy.ledger.account import ATTEMPTS, Account, Entry
+from privacy.ledger.account import ATTEMPTS, Account, LedgerEntry
 from privacy.ledger.event_chain import now
 from privacy.ledger.ledger import Ledger, PlannedRelease
 from privacy.ledger.sealed import Figures, largest_of, most_expensive, unseal
@@ -57,7 +57,7 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
         entry = f"restored/{newest.head.seq}/{newest.head.hash[:16]}"
         for name, planned in charges.items():
             fingerprint = [f for f, v in account.versions.items() if v.collection == name][-1]
-            made = Entry(
+            made = LedgerEntry(
                 f"{entry}/{name}",
                 name,
                 fingerprint,

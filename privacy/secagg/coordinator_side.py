@@ -18,10 +18,10 @@ from privacy.secagg.messages import (
     CHECK_WORDS,
     Bytes,
     Confirmation,
+    MaskedUpload,
     Opening,
+    RevealedShares,
     Seal,
-    Shares,
-    Upload,
     Words,
     check_about,
 )
@@ -66,7 +66,7 @@ class UploadSum:
         found.envelopes = {member: _Envelope(*parts) for member, parts in kept.items()}
         return found
 
-    def add(self, member: int, object_digest: bytes, upload: Upload) -> None:
+    def add(self, member: int, object_digest: bytes, upload: MaskedUpload) -> None:
         """Add an upload.
 
         Raises ProtocolError (E-WIRE-06) on its tensors; SecaggError: E-RUN-51 on its sender, E-RUN-06 once the sum is
@@ -120,7 +120,7 @@ class SealedRound:
     """A sealed set: collects confirmations, then answers, then takes the masks off."""
 
     def __init__(self, total: UploadSum, seal: Seal, sign_keys: Sequence[bytes]) -> None:
-        """total: of exactly the sealed uploads, also after a restart. sign_keys: of all members, `Vouched.sign`.
+        """total: of exactly the sealed uploads, also after a restart. sign_keys: of all members, `VerifiedKeys.sign`.
 
         Raises SecaggError (E-RUN-51) where the sum is not that of the sealed set.
         """
@@ -163,7 +163,7 @@ class SealedRound:
         given = tuple((u, envelopes[u].salt.tobytes(), envelopes[u].packages[row].tobytes()) for u in self.inside)
         return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, given)
 
-    def answer(self, member: int, shares: Shares) -> None:
+    def answer(self, member: int, shares: RevealedShares) -> None:
         """Take a member's answer; a later one replaces it. member: whose session it came by.
 
         Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-RUN-48 for other shares

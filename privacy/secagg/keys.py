@@ -24,14 +24,14 @@ from fl_core.types.secagg import SECRET
 from privacy.secagg.shamir import Random
 from privacy.secagg.terms import Round, SecaggError, SecaggRun, digest, frame, kdf
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
-from service_core.pki.roster import Member, renewed_from
+from service_core.pki.identity import CertificateRole, Identity, identity_of, parse_certificate
+from service_core.pki.roster import RosterMember, renewed_from
 
 KEYS_CONTEXT = "consilium secagg keys v1"
 """What an identity key signs an entry under."""
 
 
-class Entry(NamedTuple):
+class MemberKeys(NamedTuple):
     """A member's public keys of one run, 32 bytes each; the signature is its identity key's (DER) over `message`."""
 
     name: str
@@ -44,18 +44,18 @@ class Entry(NamedTuple):
         return frame("entry", run.run_id, run.manifest_digest, self.name, self.agree, self.sign)
 
 
-class Vouched(NamedTuple):
+class VerifiedKeys(NamedTuple):
     """What follows from everybody's entries. digest: K. sign: Ed25519 public keys, in the manifest's order."""
 
     digest: bytes
     sign: tuple[bytes, ...]
 
 
-Vouch = Callable[[Entry, bytes], bool]
+Vouch = Callable[[MemberKeys, bytes], bool]
 """Says whether the entry's signature over these bytes is that of the pinned identity of its name."""
 
 
-def vouch(run: SecaggRun, entries: Sequence[Entry], trusted: Vouch) -> Vouched:
+def vouch(run: SecaggRun, entries: Sequence[MemberKeys], trusted: Vouch) -> VerifiedKeys:
     """Check everybody's entries; raises SecaggError (E-ID-33) that blames the member whose entry is wrong.
 
     Guarantees: each member of the manifest is there once, in its order, with keys that no other member has, under a
@@ -79,11 +79,11 @@ def vouch(run: SecaggRun, entries: Sequence[Entry], trusted: Vouch) -> Vouched:
             )
         known |= keys
     flat = [part for entry in entries for part in (entry.name, entry.agree, entry.sign)]
-    return Vouched(digest("keys", run.run_id, run.manifest_digest, *flat), tuple(entry.sign for entry in entries))
+    return VerifiedKeys(digest("keys", run.run_id, run.manifest_digest, *flat), tuple(entry.sign for entry in entries))
 
 
 def pinned_signature(
-    entry: Entry, message: bytes, consortium: str, pins: Mapping[str, str], members: Mapping[str, Member]
+    entry: MemberKeys, message: bytes, consortium: str, pins: Mapping[str, str], members: Mapping[str, RosterMember]
 ) -> bool:
     """Say whether the pinned identity of a name signed its entry.
 
@@ -97,7 +97,7 @@ def pinned_signature(
         holder, key = identity_of(certificate), certificates.public_key(certificate)
     except (FederationError, ValueError):
         return False
-    if pinned is None or holder.identity != Identity(Kind.SILO, consortium, entry.name):
+    if pinned is None or holder.identity != Identity(CertificateRole.SILO, consortium, entry.name):
         return False
     if holder.fingerprint != pinned:
         if member is None or member.fingerprint not in (pinned, holder.fingerprint):
@@ -126,9 +126,9 @@ class OwnKeys:
         agree = X25519PrivateKey.from_private_bytes(self.agree).public_key().public_bytes_raw()
         return agree, Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
 
-    def entry(self, run: SecaggRun, name: str, certificate_pem: bytes, sign: Callable[[bytes], bytes]) -> Entry:
+    def entry(self, run: SecaggRun, name: str, certificate_pem: bytes, sign: Callable[[bytes], bytes]) -> MemberKeys:
         """Make what the silo sends. sign: by its identity key, under KEYS_CONTEXT."""
-        entry = Entry(name, *self.publics(), certificate_pem, b"")
+        entry = MemberKeys(name, *self.publics(), certificate_pem, b"")
         return entry._replace(signature=sign(entry.message(run)))
 
 
@@ -148,7 +148,7 @@ class RunKeys:
     position: int = 0
 
     @classmethod
-    def agree(cls, run: SecaggRun, name: str, own: OwnKeys, entries: Sequence[Entry], trusted: Vouch) -> RunKeys:
+    def agree(cls, run: SecaggRun, name: str, own: OwnKeys, entries: Sequence[MemberKeys], trusted: Vouch) -> RunKeys:
         """Take everybody's keys, once; raises SecaggError (E-ID-33). Store it in the place of `own`, which goes.
 
         Guarantees: as `vouch`; and the keys under this silo's name are its own.

@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class MaskedUpload:
     """What a silo uploads: five tensors, in this order.
 
     Rows of commitments[block] and of packages are the round's cohort, ascending: of the seed with that member (of its
@@ -98,7 +98,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class RevealedShares:
     """A member's answer: (block, dealer, slot, share of 33 bytes), in the order of `Round.opened`."""
 
     run_id: str
@@ -108,7 +108,7 @@ class Shares:
     shares: tuple[tuple[int, int, int, bytes], ...]
 
 
-Message = Confirmation | Opening | Shares
+Message = Confirmation | Opening | RevealedShares
 
 
 def check_about(message: Message, round: Round, seal_hash: bytes, sender: int | None = None) -> None:

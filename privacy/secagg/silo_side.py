@@ -18,13 +18,22 @@ from fl_core.types.secagg import SECRET
 from privacy.secagg import packages
 from privacy.secagg.keys import RunKeys, confirmed_by
 from privacy.secagg.masks import add_mask, check_words, subtracted
-from privacy.secagg.messages import CHECK_WORDS, Confirmation, Opening, Seal, Shares, Upload, Words, check_about
+from privacy.secagg.messages import (
+    CHECK_WORDS,
+    Confirmation,
+    MaskedUpload,
+    Opening,
+    RevealedShares,
+    Seal,
+    Words,
+    check_about,
+)
 from privacy.secagg.shamir import Random, split
 from privacy.secagg.terms import BLOCKS, CLASSES, Round, SecaggError, SecaggRun
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRow:
+class MaskedTaskRow:
     """What a silo keeps of one task until its close; empty where it has not happened.
 
     base_digest: what it masked for, or was sealed. object_digest: of its one upload. seal_hash, inside: the one set
@@ -39,7 +48,7 @@ class RoundRow:
     inside: tuple[int, ...] = ()
 
 
-Store = Callable[[RoundRow], None]
+Store = Callable[[MaskedTaskRow], None]
 """Writes a row to the disk, in the place of the one that was passed beside it; raises where it cannot, or where the row
 on the disk is another one by now."""
 
@@ -52,11 +61,11 @@ def blank(words: int, dtype: str) -> Words:
 def mask(
     keys: RunKeys,
     round: Round,
-    row: RoundRow | None,
+    row: MaskedTaskRow | None,
     model: Words,
     classes: Words,
     random: Random = secrets.token_bytes,
-) -> Upload:
+) -> MaskedUpload:
     """Mask the vector of a task, in place. model, classes: as `blank` makes them; check words are written here.
 
     Write the file, then store `uploaded(...)`, then send. Raises SecaggError: E-RUN-49 where the task has an upload,
@@ -71,7 +80,7 @@ def mask(
     return masked(keys.of(round), round, (model, classes), random)
 
 
-def require_unmasked(row: RoundRow | None, round: Round) -> None:
+def require_unmasked(row: MaskedTaskRow | None, round: Round) -> None:
     """Raise SecaggError as `mask`, before there is a vector: E-RUN-49; E-RUN-50 for another base or a sealed task."""
     if row is None:
         return
@@ -86,14 +95,14 @@ def require_unmasked(row: RoundRow | None, round: Round) -> None:
         raise SecaggError("E-RUN-50", f"round {round.number} is sealed: an update comes too late")
 
 
-def uploaded(round: Round, object_digest: bytes) -> RoundRow:
+def uploaded(round: Round, object_digest: bytes) -> MaskedTaskRow:
     """Make the row of a task whose upload is on the disk. object_digest: of the file, 32 bytes."""
     if len(object_digest) != SECRET:
         raise ValueError(f"expected a digest of {SECRET} bytes, found {len(object_digest)}")
-    return RoundRow(round.kind, round.number, round.base_digest, object_digest)
+    return MaskedTaskRow(round.kind, round.number, round.base_digest, object_digest)
 
 
-def masked(keys: RunKeys, round: Round, blocks: tuple[Words, Words], random: Random) -> Upload:
+def masked(keys: RunKeys, round: Round, blocks: tuple[Words, Words], random: Random) -> MaskedUpload:
     """Mask both blocks in place and make shares, packages and commitments. keys: at the round's position."""
     own, cohort = keys.index, round.cohort
     round.place(own)
@@ -110,7 +119,7 @@ def masked(keys: RunKeys, round: Round, blocks: tuple[Words, Words], random: Ran
         for k, w in enumerate(cohort)
     ]
     bound = [packages.commitment(round, own, v, block, seed) for (block, v), seed in seeds.items()]
-    return Upload(
+    return MaskedUpload(
         np.frombuffer(salt, np.uint8),
         np.frombuffer(b"".join(bound), np.uint8).reshape(len(BLOCKS), round.n, SECRET),
         np.frombuffer(b"".join(sealed), np.uint8).reshape(round.n, -1),
@@ -122,7 +131,7 @@ def confirm(
     run: SecaggRun,
     keys: RunKeys,
     seal: Seal,
-    row: RoundRow | None,
+    row: MaskedTaskRow | None,
     *,
     cohort: Sequence[int],
     signed: Callable[[bytes, bytes], bool],
@@ -168,13 +177,15 @@ def confirm(
             f"another set of {round.kind} in round {round.number} was confirmed here: a second one would open a "
             "difference of two sums; the run ends, and a new one goes on from its last model",
         )
-    known = row or RoundRow(round.kind, round.number, round.base_digest)
+    known = row or MaskedTaskRow(round.kind, round.number, round.base_digest)
     if not known.seal_hash:
         store(replace(known, seal_hash=hashed, inside=inside))
     return Confirmation(run.run_id, round.kind, round.number, hashed, keys.confirm(hashed))
 
 
-def answer(run: SecaggRun, keys: RunKeys, opening: Opening, row: RoundRow | None, *, cohort: Sequence[int]) -> Shares:
+def answer(
+    run: SecaggRun, keys: RunKeys, opening: Opening, row: MaskedTaskRow | None, *, cohort: Sequence[int]
+) -> RevealedShares:
     """Give the shares that open the set which was confirmed here; they leave without anything being stored.
 
     Raises SecaggError: E-RUN-50 for another set than the confirmed one, or a round that is closed here; E-RUN-51 for
@@ -200,7 +211,7 @@ def answer(run: SecaggRun, keys: RunKeys, opening: Opening, row: RoundRow | None
         for u, salt, package in opening.packages
     }
     shares = tuple((b, u, v, packages.share_at(round, plain[u], b, v)) for b, u, v in round.opened(row.inside))
-    return Shares(run.run_id, round.kind, round.number, row.seal_hash, shares)
+    return RevealedShares(run.run_id, round.kind, round.number, row.seal_hash, shares)
 
 
 # ---- the census: how many hospitals contribute rows of a class -------------------------------------------------------
@@ -215,11 +226,13 @@ class Proof:
 
     seal: Seal
     confirmations: Mapping[int, bytes]
-    uploads: Mapping[int, tuple[bytes, Upload]]
+    uploads: Mapping[int, tuple[bytes, MaskedUpload]]
     seeds: Mapping[int, bytes]
 
 
-def verify_census(run: SecaggRun, keys: RunKeys, classes: int, proof: Proof, row: RoundRow | None) -> NDArray[np.int64]:
+def verify_census(
+    run: SecaggRun, keys: RunKeys, classes: int, proof: Proof, row: MaskedTaskRow | None
+) -> NDArray[np.int64]:
     """Recompute H, one number per class, from its proof. row: of the census here, None where this silo was away.
 
     Raises SecaggError: E-RUN-50 for another run's set, or another than this silo sent and confirmed, E-RUN-51 for one
@@ -255,7 +268,7 @@ def verify_census(run: SecaggRun, keys: RunKeys, classes: int, proof: Proof, row
     return total[CHECK_WORDS:].astype(np.int64)
 
 
-def _check_row(row: RoundRow, round: Round) -> None:
+def _check_row(row: MaskedTaskRow, round: Round) -> None:
     if (row.kind, row.number) != (round.kind, round.number):
         raise ValueError(f"expected the row of {round.kind} in round {round.number}, found that of {row}")
     if row.base_digest != round.base_digest:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fl_core.errors import ConfigError
-from service_core.audit_log.lines import REFUSED, Line
+from service_core.audit_log.lines import REFUSED, LogLine
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.verification import heads_in, verify
 from service_core.command_line import command
@@ -79,7 +79,7 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         """Show the lines of the log, oldest first. Whether they are what was written says `log verify`."""
         from_time = _time(since)
 
-        def fits(line: Line) -> bool:
+        def fits(line: LogLine) -> bool:
             entry = line.entry
             asked = (who or "") in entry.who and (what or "") in entry.what and line.at >= from_time
             return asked and not (refused and entry.outcome != REFUSED)
@@ -116,13 +116,13 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
     return app
 
 
-def _show(log: AuditLog, fits: Callable[[Line], bool], as_json: bool, last: int | None, follow: bool) -> None:
-    after, shown = 0, deque[tuple[Line, str]](maxlen=last)
+def _show(log: AuditLog, fits: Callable[[LogLine], bool], as_json: bool, last: int | None, follow: bool) -> None:
+    after, shown = 0, deque[tuple[LogLine, str]](maxlen=last)
     while True:
         for number, text in log.texts(after):
             after = number
             try:
-                line = Line.decode(text)
+                line = LogLine.decode(text)
             except ValueError:
                 typer.echo(f"line {number} is no line of an audit log: log verify", err=True)
                 continue
@@ -138,7 +138,7 @@ def _show(log: AuditLog, fits: Callable[[Line], bool], as_json: bool, last: int 
         time.sleep(_LOOK_S)
 
 
-def _print(line: Line, text: str, as_json: bool) -> None:
+def _print(line: LogLine, text: str, as_json: bool) -> None:
     typer.echo(text) if as_json else _show_line(line)
 
 
@@ -151,7 +151,7 @@ def _time(text: str | None) -> float:
         raise ConfigError("E-CFG-02", f"--since: expected a day or a time as 2026-11-23T14:30: {error}") from None
 
 
-def _show_line(line: Line) -> None:
+def _show_line(line: LogLine) -> None:
     """Print all fields with tabs between, on a terminal those that say something."""
     entry = line.entry
     extra = [f"{entry.bytes} bytes"] * bool(entry.bytes) + [f"x {entry.times}"] * (entry.times != 1)

@@ -20,7 +20,7 @@ _TEXTS = ("who", "what", "about", "outcome", "code", "serial", "address")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """What happened.
 
     Attributes:
@@ -46,7 +46,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """An entry in its place. number: from 1   at: Unix time   before: hash of the line before, empty in the first.
 
     salt: 128 random bits. The other side gets the line's hash, and must not be able to try out what the line says.
@@ -55,7 +55,7 @@ class Line:
     number: int
     at: float
     before: str
-    entry: Entry
+    entry: LogEntry
     salt: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def encode(self) -> str:
@@ -69,7 +69,7 @@ class Line:
         return json.dumps(fields | {"salt": self.salt, "before": self.before}, separators=(",", ":"))
 
     @classmethod
-    def decode(cls, raw: str | bytes) -> Line:
+    def decode(cls, raw: str | bytes) -> LogLine:
         """Read a line; raises ValueError on anything else. Fields that a later version adds are left out."""
         try:
             fields = json.loads(raw.decode("ascii") if isinstance(raw, bytes) else raw)
@@ -83,7 +83,7 @@ class Line:
             raise ValueError(f"no line of an audit log: {error!r}") from None
         if not 0 < number < 2**63:
             raise ValueError("a line without a number")
-        return cls(number, at, before, Entry(**texts, **counts, head=head), salt)
+        return cls(number, at, before, LogEntry(**texts, **counts, head=head), salt)
 
 
 def line_hash(text: str) -> str:

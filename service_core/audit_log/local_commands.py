@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from fl_core.errors import FederationError
-from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
+from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.storage.unfinished import marker_of
 
@@ -105,12 +105,12 @@ def record_commands(
             record_commands(inner.typer_instance, reading, home_of, name)
 
 
-def _entry(name: str, options: Mapping[str, Any], via: str, outcome: str = ALLOWED, code: str = "") -> Entry:
+def _entry(name: str, options: Mapping[str, Any], via: str, outcome: str = ALLOWED, code: str = "") -> LogEntry:
     given = {key: value for key, value in options.items() if key in SHOWN and value not in (None, False)}
     about = " ".join(
         f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in given.items()
     )
-    return Entry(f"{_user()}, {via}" if via else _user(), f"command {name}", about, outcome, code)
+    return LogEntry(f"{_user()}, {via}" if via else _user(), f"command {name}", about, outcome, code)
 
 
 def _user() -> str:
@@ -120,6 +120,6 @@ def _user() -> str:
         return f"user {os.getuid()}"
 
 
-def _append(home: Path, entry: Entry) -> None:
+def _append(home: Path, entry: LogEntry) -> None:
     with closing(AuditLog(home / FOLDER)) as log:
         log.append(entry)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 
 from fl_core.errors import StateError
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import Entry, Line, line_hash
+from service_core.audit_log.lines import LogEntry, LogLine, line_hash
 from service_core.storage import private_files
 from service_core.storage.chain import BUSY_S, Chain, ChainHead, Row, disk_taken, transaction
 from service_core.storage.disk import disk_errors
@@ -54,7 +54,7 @@ def _hash(previous: str, row: Row) -> str:
     """Hash a line; nothing where it does not name its own number and the line before."""
     number, text = row
     try:
-        line = Line.decode(text)
+        line = LogLine.decode(text)
     except ValueError:
         return ""
     return line_hash(text) if (line.number, line.before) == (number, previous) else ""
@@ -89,7 +89,7 @@ class AuditLog:
             raise StateError("E-STATE-80", f"expected an audit log in {folder}, found none")
         return cls(folder)
 
-    def append(self, *entries: Entry) -> None:
+    def append(self, *entries: LogEntry) -> None:
         """Write one line for each entry; raises as `transaction`, E-STATE-80 on a damaged file: nothing is written."""
         with self._writing() as db:
             for entry in entries:
@@ -98,7 +98,7 @@ class AuditLog:
     def mark_restored(self, about: str) -> int:
         """Write that the log was put back, on the disk on return; return the line's number."""
         with self._writing() as db:
-            line = self._write(db, Entry(OWN, RESTORED, about, outcome="noticed"))
+            line = self._write(db, LogEntry(OWN, RESTORED, about, outcome="noticed"))
             _keep(db, RESTORED, json.dumps(line))
         self.sync()
         return line.seq
@@ -134,11 +134,11 @@ class AuditLog:
                 rows = db.execute(query, (rows[-1][0], _READ)).fetchall()
             yield from rows
 
-    def lines(self, after: int = 0) -> Iterator[Line]:
+    def lines(self, after: int = 0) -> Iterator[LogLine]:
         """Yield the lines after one; what is none is left out: `verify` tells."""
         for _, text in self.texts(after):
             with suppress(ValueError):
-                yield Line.decode(text)
+                yield LogLine.decode(text)
 
     def sync(self) -> None:
         """Bring all lines to the disk; while it waits for that, others may append. Raises as `append`."""
@@ -205,10 +205,10 @@ class AuditLog:
         for statement in statements(_APPEND_ONLY):
             db.execute(statement)
 
-    def _write(self, db: sqlite3.Connection, entry: Entry) -> ChainHead:
+    def _write(self, db: sqlite3.Connection, entry: LogEntry) -> ChainHead:
         before = CHAIN.head(db)
         number = max(before.seq, last_number(db)) + 1  # where the end was cut off, the gap stays for `verify`
-        return CHAIN.append(db, (Line(number, self._clock(), before.hash, entry).encode(),), number)
+        return CHAIN.append(db, (LogLine(number, self._clock(), before.hash, entry).encode(),), number)
 
     def _kept(self, db: sqlite3.Connection, of: str) -> SignedHead | None:
         try:
@@ -236,7 +236,7 @@ class AuditLog:
         count = lost = 0
         for raw in (raw for file in files for raw in file.read_bytes().splitlines()):
             try:
-                line, text = Line.decode(raw), raw.decode()
+                line, text = LogLine.decode(raw), raw.decode()
             except ValueError:
                 lost += 1
                 continue
@@ -260,7 +260,7 @@ class AuditLog:
         last = max(last_number(db), number)
         db.execute("DELETE FROM sqlite_sequence WHERE name = 'event'")
         db.execute("INSERT INTO sqlite_sequence VALUES ('event', ?)", (last,))
-        self._write(db, Entry(OWN, "taken over", about, outcome="noticed"))
+        self._write(db, LogEntry(OWN, "taken over", about, outcome="noticed"))
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
@@ -283,13 +283,13 @@ def last_number(db: sqlite3.Connection) -> int:
     return int(row[0]) if row else 0
 
 
-def last_lines(home: Path, most: int) -> list[Line]:
+def last_lines(home: Path, most: int) -> list[LogLine]:
     """Return the newest lines of a home that can be read, oldest first. No file is made or changed."""
-    newest = list[Line]()
+    newest = list[LogLine]()
     with suppress(OSError, sqlite3.Error), closing(untouched(home / LOG_FILE)) as db:
         for (text,) in db.execute("SELECT text FROM event ORDER BY seq DESC LIMIT ?", (most,)):
             with suppress(ValueError):
-                newest.insert(0, Line.decode(text))
+                newest.insert(0, LogLine.decode(text))
     return newest
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fl_core.errors import FederationError
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import ALLOWED, Entry
+from service_core.audit_log.lines import ALLOWED, LogEntry
 from service_core.audit_log.log import OWN, AuditLog
 from service_core.storage.private_files import Credentials
 
@@ -26,7 +26,7 @@ _Key = tuple[str, ...]
 @dataclass(slots=True)
 class _Repeated:
     since: float
-    entry: Entry
+    entry: LogEntry
     times: int = 0
     bytes: int = 0
 
@@ -35,8 +35,8 @@ HEAD_LINE_S = 3600.0
 """A head of the other side is a line of 2 kB: so often at most for each of them."""
 
 
-def _head_line(head: SignedHead) -> Entry:
-    return Entry(head.of, "head", f"its log ends at line {head.number}", head=head)
+def _head_line(head: SignedHead) -> LogEntry:
+    return LogEntry(head.of, "head", f"its log ends at line {head.number}", head=head)
 
 
 class Recorder:
@@ -61,10 +61,10 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to bring lines to the disk by itself."""
-        self.record(Entry(self.own, "service started"))
+        self.record(LogEntry(self.own, "service started"))
         self._thread.start()
 
-    def record(self, entry: Entry) -> None:
+    def record(self, entry: LogEntry) -> None:
         key = _key(entry)
         with self._lock:
             known = self._repeated.get(key)
@@ -109,7 +109,7 @@ class Recorder:
             text = f"its log ended at line {before.number}, and now ends otherwise at line {head.number}"
             if 0 < head.restored <= before.number:
                 text += f"; its home was restored at line {head.restored}, and the lines from there on are lost there"
-            self._write(Entry(head.of, "log went back", text, outcome="noticed"))
+            self._write(LogEntry(head.of, "log went back", text, outcome="noticed"))
             return (
                 f"the audit log of {head.of} was put back or changed, or its message is late: {text}. Ask that side "
                 "whether it restored a backup; this side keeps both ends"
@@ -145,7 +145,7 @@ class Recorder:
             for key in list(self._repeated):
                 self._end_window(key)
             self._write_heads(0.0, list(self._unwritten))
-            self._write(Entry(self.own, "service stopped"))
+            self._write(LogEntry(self.own, "service stopped"))
         self._sync()
         with suppress(FederationError):  # said already
             self._log.close()
@@ -159,10 +159,10 @@ class Recorder:
         if found is not None and found.times:
             self._write(replace(found.entry, times=found.times, bytes=found.bytes))
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: LogEntry) -> None:
         try:
             if self._lost:
-                self._log.append(Entry(OWN, "lost", f"{self._lost} lines could not be written", outcome="noticed"))
+                self._log.append(LogEntry(OWN, "lost", f"{self._lost} lines could not be written", outcome="noticed"))
                 self._lost = 0
             self._log.append(entry)
         except FederationError as error:
@@ -177,7 +177,7 @@ class Recorder:
             log.error("%s: the audit log cannot be brought to the disk: %s", error.code, error.message)
 
 
-def _key(entry: Entry) -> _Key:
+def _key(entry: LogEntry) -> _Key:
     """Return what makes two entries the same; of a refused call its object does not count, which the caller chooses."""
     about = entry.about if entry.outcome == ALLOWED else ""
     return entry.who or entry.address, entry.serial, entry.what, entry.outcome, entry.code, about

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from fl_core.errors import ConfigError, StateError
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import MAX_LINE, Line, line_hash
+from service_core.audit_log.lines import MAX_LINE, LogLine, line_hash
 from service_core.audit_log.log import CHAIN, OWN, RESTORED, AuditLog, RestoredAt, last_number
 from service_core.storage.chain import BrokenChainError, ChainHead
 
@@ -36,7 +36,7 @@ def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
         with file.open("rb") as lines:
             while raw := lines.readline(MAX_LINE):
                 try:
-                    head = Line.decode(raw).entry.head
+                    head = LogLine.decode(raw).entry.head
                 except ValueError:
                     continue
                 if head is not None and head.of == of:
@@ -74,7 +74,7 @@ def verify(
             for (number, text), last in CHAIN.follow(db, begin):
                 if number in hashes:
                     hashes[number] = last.hash
-                if (entry := Line.decode(text).entry).who == OWN:
+                if (entry := LogLine.decode(text).entry).who == OWN:
                     notes.append(f"line {number}: {entry.what}: {entry.about}")
                     if entry.what == RESTORED:
                         marks.append(RestoredAt(*last))
@@ -96,7 +96,7 @@ def _raise_broken(broken: BrokenChainError) -> NoReturn:
     if number != expected:
         _fail(f"expected line {expected}, found line {number} there: line {expected} is missing")
     try:
-        line = Line.decode(text)
+        line = LogLine.decode(text)
     except ValueError:
         _fail(f"expected line {number}, found text that is none: line {number} was edited")
     if line.number != number:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fl_core.errors import ConfigError, FederationError
 from service_core.console import OUT, Reply, laid_out, printable
-from service_core.operations.health import Answer
+from service_core.operations.health import HealthAnswer
 from service_core.pki.certificates import utc_now
 from service_core.pki.identity import Address, identity_of
 from service_core.storage.disk import RESERVE_BYTES, available
@@ -271,7 +271,7 @@ def reachable(address: Address, own: Credentials) -> Iterator[Finding]:
         yield problem("reachability", f"{found.code}: {found.explanation}", found.remedy)
 
 
-def other_side(answer: Answer, place: str) -> Iterator[Finding]:
+def other_side(answer: HealthAnswer, place: str) -> Iterator[Finding]:
     """Compare clock and version with what a coordinator says of itself."""
     if answer.serving:
         yield ok("coordinator", f"{place} takes calls")

@@ -18,7 +18,7 @@ _MAX_VERSION = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HealthAnswer:
     """A coordinator's answer. offset_s: how far its clock is ahead; None, as protocol: it does not tell."""
 
     serving: bool
@@ -28,7 +28,9 @@ class Answer:
     problems: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, serving: bool, metadata: Iterable[tuple[str, str | bytes]], asked: float, answered: float) -> Answer:
+    def of(
+        cls, serving: bool, metadata: Iterable[tuple[str, str | bytes]], asked: float, answered: float
+    ) -> HealthAnswer:
         """Read an answer; any bytes are one, and nonsense is as good as nothing. asked, answered: Unix seconds."""
         said = {str(k): v for k, v in metadata if isinstance(v, str)}
         try:

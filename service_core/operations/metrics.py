@@ -71,7 +71,7 @@ Look = Callable[[], Iterable[Metric]]
 
 
 @dataclass(eq=False)
-class Snapshot(Collector):
+class GaugeSnapshot(Collector):
     """Gauges that are looked up when somebody asks, in parts: where one cannot be, the others are there all the same.
 
     success: the metric that says of each part whether it could be looked up.

@@ -72,7 +72,7 @@ _REMEMBERED = 1024
 _URI = re.compile(r"(silo|lead|coordinator|invite)://([^/]*)(?:/([^/]*))?")
 
 
-class Kind(Enum):
+class CertificateRole(Enum):
     """The roles that a certificate can carry."""
 
     SILO = "silo"
@@ -96,20 +96,20 @@ def check_name(name: str, what: str = "name") -> str:
 class Identity:
     """A role, a consortium and a name within it; the coordinator's name is empty."""
 
-    kind: Kind
+    kind: CertificateRole
     consortium: str
     name: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.consortium, "consortium")
-        if self.kind is not Kind.COORDINATOR:
+        if self.kind is not CertificateRole.COORDINATOR:
             check_name(self.name, f"{self.kind.value}'s name")
         elif self.name:
             raise ConfigError("E-CFG-02", f"expected no name for the coordinator, found {self.name!r}; leave it out")
 
     @property
     def uri(self) -> str:
-        tail = "" if self.kind is Kind.COORDINATOR else f"/{self.name}"
+        tail = "" if self.kind is CertificateRole.COORDINATOR else f"/{self.name}"
         return f"{self.kind.value}://{self.consortium}{tail}"
 
     @classmethod
@@ -121,7 +121,7 @@ class Identity:
         match = _URI.fullmatch(uri)
         if match is not None:
             try:
-                identity = cls(Kind(match[1]), match[2], match[3] or "")
+                identity = cls(CertificateRole(match[1]), match[2], match[3] or "")
             except ConfigError:
                 identity = None
             if identity is not None and identity.uri == uri:

@@ -23,7 +23,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fl_core.errors import ConfigError, FederationError
 from fl_core.text import INVISIBLE
 from service_core.pki import certificates
-from service_core.pki.identity import Address, Identity, Kind, PeerCertificate, identity_of, parse_certificate
+from service_core.pki.identity import (
+    Address,
+    CertificateRole,
+    Identity,
+    PeerCertificate,
+    identity_of,
+    parse_certificate,
+)
 from service_core.storage.private_files import Credentials
 
 PREFIX = "consilium1."
@@ -80,7 +87,7 @@ class InvitationToken:
             peer = self.certificate
         except FederationError:
             raise _damaged("its certificate carries no identity") from None
-        if peer.identity != Identity(Kind.INVITE, self.consortium, self.name):
+        if peer.identity != Identity(CertificateRole.INVITE, self.consortium, self.name):
             raise _damaged(f"its certificate is for {peer.identity}")
         if not certificates.issued_by(cert, ca) or certificates.spki(
             certificates.public_key(cert)

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_core.errors import FederationError, ProtocolError, RefusedError
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
+from service_core.pki.identity import CertificateRole, Identity, identity_of, parse_certificate
 
 FORMAT = "consilium.roster.v1"
 _ENTRIES = {"format", "consortium", "version", "issued_at", "members", "revoked"}
@@ -33,7 +33,7 @@ class RenewalLink(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RosterMember:
     """A silo in force. fingerprint: SHA-256 of the public key (SPKI), hex. since: ISO 8601, UTC."""
 
     name: str
@@ -43,7 +43,7 @@ class Member:
     renewal_proof: tuple[RenewalLink, ...] = ()
 
     @classmethod
-    def of(cls, cert_pem: bytes, since: str, renewal_proof: tuple[RenewalLink, ...] = ()) -> Member:
+    def of(cls, cert_pem: bytes, since: str, renewal_proof: tuple[RenewalLink, ...] = ()) -> RosterMember:
         peer = identity_of(cert_pem)
         return cls(peer.identity.name, peer.fingerprint, cert_pem.decode(), since, renewal_proof)
 
@@ -65,7 +65,7 @@ class Roster:
     consortium: str
     version: int
     issued_at: str
-    members: tuple[Member, ...]
+    members: tuple[RosterMember, ...]
     revoked: tuple[Revocation, ...] = ()
 
     def canonical(self) -> bytes:
@@ -140,7 +140,7 @@ def _parse(document: bytes) -> Roster:
     try:
         raw = json.loads(document)
         members = tuple(
-            Member(**{**m, "renewal_proof": tuple(RenewalLink(**link) for link in m["renewal_proof"])})
+            RosterMember(**{**m, "renewal_proof": tuple(RenewalLink(**link) for link in m["renewal_proof"])})
             for m in raw["members"]
         )
         revoked = tuple(Revocation(**r) for r in raw["revoked"])
@@ -153,7 +153,7 @@ def _parse(document: bytes) -> Roster:
     return roster
 
 
-def _check_member(member: Member, consortium: str, ca: x509.Certificate, revoked: set[str]) -> None:
+def _check_member(member: RosterMember, consortium: str, ca: x509.Certificate, revoked: set[str]) -> None:
     try:
         cert = parse_certificate(member.certificate.encode())
         peer = identity_of(cert)
@@ -163,13 +163,16 @@ def _check_member(member: Member, consortium: str, ca: x509.Certificate, revoked
         raise _invalid(f"the certificate of {member.name!r} is another authority's")
     if peer.serial in revoked:
         raise _invalid(f"it lists {member.name!r} as a member and its certificate as revoked")
-    if peer.identity != Identity(Kind.SILO, consortium, member.name) or peer.fingerprint != member.fingerprint:
+    if (
+        peer.identity != Identity(CertificateRole.SILO, consortium, member.name)
+        or peer.fingerprint != member.fingerprint
+    ):
         raise _invalid(f"the certificate of {member.name!r} is for {peer.identity}, or has another key")
 
 
-def renewed_from(member: Member, consortium: str, pinned: str) -> bool:
+def renewed_from(member: RosterMember, consortium: str, pinned: str) -> bool:
     """Return whether the chain of renewals leads from the `pinned` fingerprint to the member's present key."""
-    identity = Identity(Kind.SILO, consortium, member.name)
+    identity = Identity(CertificateRole.SILO, consortium, member.name)
     final = certificates.public_key(parse_certificate(member.certificate.encode()))
     try:
         keys = [serialization.load_der_public_key(base64.b64decode(link.previous)) for link in member.renewal_proof]

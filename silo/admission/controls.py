@@ -43,7 +43,7 @@ from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import READ_ALONE
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation, ledger_position
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class HospitalControls:
     """
 
     home: Home
-    store: Store
+    store: SiloStore
     coordinator: str = ""
     _ledger: Ledger | None = field(default=None, init=False)
     _last: CompiledRun | None = field(default=None, init=False)
@@ -369,7 +369,9 @@ class HospitalControls:
         if error.code not in private_readiness.NOT_READY:
             return error
         ledger = self.existing_ledger()
-        return private_readiness.with_all(error, private_readiness.lacking(self.policy(), ledger, declared))
+        return private_readiness.with_all(
+            error, private_readiness.missing_requirements(self.policy(), ledger, declared)
+        )
 
     def require_declared(self, dataset: SiloDataset, declared: Iterable[str]) -> None:
         """Raise DataError (E-DATA-05) on a record of a class that is not declared, whatever a run's label space is."""

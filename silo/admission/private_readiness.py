@@ -16,7 +16,7 @@ NOT_READY = ("E-POLICY-16", "E-BUDGET-04", "E-BUDGET-02")
 """Codes of refusals behind which there may be more to do."""
 
 
-class Lacking(NamedTuple):
+class MissingRequirement(NamedTuple):
     """One thing that is missing, and the command or the line that brings it."""
 
     what: str
@@ -30,22 +30,24 @@ class Collections(Protocol):
     def budget(self, collection: str) -> object | None: ...
 
 
-def lacking(policy: Policy, ledger: Collections | None, declared: Collection[str]) -> list[Lacking]:
+def missing_requirements(
+    policy: Policy, ledger: Collections | None, declared: Collection[str]
+) -> list[MissingRequirement]:
     """List what is missing. ledger: None where there is none   declared: classes, where the policy names none."""
     found = []
     if not (policy.privacy.labels or declared):
-        found.append(Lacking("classes declared", "policy.toml: [privacy] labels = [...]"))
+        found.append(MissingRequirement("classes declared", "policy.toml: [privacy] labels = [...]"))
     known = [name for name in ([] if ledger is None else ledger.collections()) if "/" in name]
     if not known:
-        found.append(Lacking("data registered", "silo ledger register --data REF"))
+        found.append(MissingRequirement("data registered", "silo ledger register --data REF"))
     without = [name for name in known if ledger is not None and ledger.budget(name) is None]
     if not known or without:
         what = f"a budget for {', '.join(without)}" if without else "a budget"
-        found.append(Lacking(what, "silo ledger budget set NAME"))
+        found.append(MissingRequirement(what, "silo ledger budget set NAME"))
     return found
 
 
-def with_all(error: RefusedError, found: list[Lacking]) -> RefusedError:
+def with_all(error: RefusedError, found: list[MissingRequirement]) -> RefusedError:
     """Return a refusal that names everything that is missing, where that is more than the first thing."""
     if error.code not in NOT_READY or len(found) < 2:
         return error

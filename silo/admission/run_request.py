@@ -15,7 +15,7 @@ from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
 
 
-def leaves_of(run: CompiledRun) -> UpdateContents:
+def update_contents(run: CompiledRun) -> UpdateContents:
     """Count the numbers of an update, by part: its sums and their weights; under masks each is a word of the ring."""
     manifest, word = run.manifest, max(kind.itemsize for kind in run.dtypes)
     parts = {
@@ -61,7 +61,7 @@ def request_of(
     The charges are the most that the run takes: class counts that were released before cost nothing again.
     """
     manifest, profile = run.manifest, run.profile
-    leaves, terms = leaves_of(run), profile.terms
+    leaves, terms = update_contents(run), profile.terms
     try:
         index = manifest.index(silo)
     except ConfigError:

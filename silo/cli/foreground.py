@@ -21,7 +21,7 @@ from service_core.console import OUT, json_line, local_time, print_parts, printa
 from service_core.operations import logs
 from service_core.operations.exit_status import HANGUP, READY, STOPPING, ShutdownSignals, notify
 from service_core.operations.logs import FIELDS, LogFormat
-from silo.events import Event, event
+from silo.events import SiloEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.liveness import Liveness
 from silo.service.service import Service, SiloSettings
@@ -55,7 +55,7 @@ class Printer:
         if not as_json and not quiet and self._console.is_terminal:
             self._status = self._console.status("starting")
 
-    def show_event(self, event: Event) -> None:
+    def show_event(self, event: SiloEvent) -> None:
         with self._lock:
             try:
                 if self._missing:
@@ -127,7 +127,7 @@ def serve(
             logs.set_up(log_format, settings.home.path)
             show = partial(log_event, silo=own.identity.name)
 
-        def emit(event: Event) -> None:
+        def emit(event: SiloEvent) -> None:
             liveness.note(event)
             show(event)
 
@@ -166,7 +166,7 @@ _MEASURED = {"staged": "the update is finished and waits to be sent"}
 """Events whose text tells what was measured on the hospital's images: the log has another."""
 
 
-def log_event(event: Event, silo: str) -> None:
+def log_event(event: SiloEvent, silo: str) -> None:
     """Write an event to the log, without what was measured here."""
     facts = {name: event.facts[name] for name in FIELDS if event.facts.get(name) is not None}
     extra = {"silo": silo} | facts | {"event": event.event}

@@ -21,7 +21,7 @@ from service_core.version import software
 from silo.cli.options import AnyHome, DataRootOption, SiloHome, label_space, open_store, text_of
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import FEATURES, OBJECTS, Home
-from silo.storage.store import ASKED, Store
+from silo.storage.store import ASKED, SiloStore
 
 PAGES = ("page.html", "opened-page.html")
 """Files that open a page: they end with its process."""
@@ -71,7 +71,7 @@ def backup(
     """
     if home.database.exists() or SiloIdentity(home.path).folder.exists():
         # One that is behind is not worth a copy; a hospital that has joined and never served has keys, and no database.
-        Store(home.database).close_database()
+        SiloStore(home.database).close_database()
     made = backups.back_up(home.path, _layout(home, ledger_key), target, software(), time.time())
     ledger, key = (
         str(path.relative_to(home.path)) if path.is_relative_to(home.path) else ""

@@ -16,7 +16,7 @@ from service_core.command_line import Depends
 from service_core.operations.logs import VARIABLE, LogFormat
 from service_core.storage.unfinished import require_finished
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 
 if TYPE_CHECKING:
     from service_core.loopback import LoopbackAddress
@@ -38,8 +38,8 @@ def home_of(home: HomeOption = None) -> Home:
 
 
 @contextmanager
-def open_store(database: Path, accept_loss: bool = False) -> Iterator[Store]:
-    store = Store(database, accept_loss=accept_loss)
+def open_store(database: Path, accept_loss: bool = False) -> Iterator[SiloStore]:
+    store = SiloStore(database, accept_loss=accept_loss)
     try:
         yield store
     finally:

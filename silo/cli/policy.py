@@ -93,13 +93,13 @@ def approve(
     A decision holds for one manifest: a run that changes asks again. What a run that waits would spend is said for all
     its rounds together, at most.
     """
-    from silo.reports.questions import PolicyAndLedger, Question
+    from silo.reports.questions import PendingDecision, PolicyAndLedger
 
     with open_store(home.database) as store:
         found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
     waiting = any(a.decided is None for a in found)
     known = PolicyAndLedger.of(home) if waiting else None
-    asked = {a: Question.of(a, known) for a in found if known and a.decided is None}
+    asked = {a: PendingDecision.of(a, known) for a in found if known and a.decided is None}
     spends = {a: question.all_spends for a, question in asked.items()}
     word = {None: "waits", True: "approved", False: "denied"}
     value = [

@@ -15,7 +15,7 @@ from silo.admission import policy_in_force
 from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import UpdateContents, leaving
-from silo.storage.store import RunRecord, Store, TaskRecord
+from silo.storage.store import JoinedRun, SiloStore, TaskRecord
 from silo.training import evaluation_summary
 
 SHOWN = 3
@@ -32,13 +32,13 @@ def status(home: SiloHome) -> Reply:
     identity = SiloIdentity(home.path)
     own, addresses = identity.load(), [str(address) for address in home.addresses()]
     with open_store(home.database) as store:
-        about = own, addresses, identity.renewal_due(), Peers.of(identity, store), store
+        about = own, addresses, identity.renewal_due(), PeerStatus.of(identity, store), store
         trains = policy_in_force.trains(home)
         part = Facts([("takes part", "in evaluations alone: nothing is trained here")])
         return Reply({**status_json(*about), "trains": trains}, [*([] if trains else [part]), *_shown(*about)])
 
 
-class Peers(NamedTuple):
+class PeerStatus(NamedTuple):
     """Other members, and whose key a person of this hospital confirmed. runs: others of each masked run, by its id."""
 
     others: frozenset[str]
@@ -46,7 +46,7 @@ class Peers(NamedTuple):
     runs: Mapping[str, frozenset[str]]
 
     @classmethod
-    def of(cls, identity: SiloIdentity, store: Store) -> Peers:
+    def of(cls, identity: SiloIdentity, store: SiloStore) -> PeerStatus:
         pins, own = identity.pins(), {identity.load().identity.name}
         runs = {run_id: frozenset(run.members) - own for run_id, run in store.secagg.runs().items()}
         return cls(frozenset(pins.members()) - own, pins.confirmed() - own, runs)
@@ -55,7 +55,7 @@ class Peers(NamedTuple):
         return f"{len(others & self.confirmed)} of {counted(len(others), 'other member')} confirmed by this hospital"
 
 
-def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: Peers, store: Store) -> Json:
+def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore) -> Json:
     contact, left, broken = store.contact(), leaving(store), store.run_data.broken()
     classes = store.secagg.coverages()
     return {
@@ -90,7 +90,7 @@ def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers
     }
 
 
-def _run_json(run: RunRecord, peers: Peers, broken: Sequence[str], classes: ClassCoverage | None) -> Json:
+def _run_json(run: JoinedRun, peers: PeerStatus, broken: Sequence[str], classes: ClassCoverage | None) -> Json:
     others = peers.runs.get(run.run_id)
     return {
         "run": run.run_id,
@@ -118,7 +118,7 @@ def task_json(task: TaskRecord) -> Json:
 
 
 def _shown(
-    own: PeerCertificate, addresses: Sequence[str], due: bool, peers: Peers, store: Store
+    own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore
 ) -> Iterator[Facts | Rows | str]:
     contact, left = store.contact(), leaving(store)
     classes = {run.run_id: run.classes for run in left.runs}
@@ -182,7 +182,7 @@ _FATES = {
 }
 
 
-def _fate(run: RunRecord) -> str:
+def _fate(run: JoinedRun) -> str:
     """Say in words what became of a run; of one that could not be finished, why."""
     said = _FATES.get(run.state, f"ended as {run.state!r}")
     return f"{said}: {run.reason}" if run.reason else said

@@ -17,7 +17,7 @@ from silo.connection.retry import Backoff, CancelToken
 from silo.connection.session import PULSE_FLOOR_S, Handler, Session
 from silo.connection.transfer import RetryPolicy
 from silo.events import EmitEvent, error_event, event
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 
 RECONNECT_CAP_S = 15.0
 """The longest wait for the next session: a federation has some dozens of silos, no herd that must be spread further."""
@@ -32,7 +32,7 @@ class ControlClient:
     """
 
     connections: ConnectionManager
-    store: Store
+    store: SiloStore
     make_hello: Callable[[], pb.Hello]
     on_welcome: Callable[[pb.Welcome], None]
     diagnose: Callable[[Address], Diagnosis]

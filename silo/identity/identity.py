@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fl_core.errors import FederationError, RefusedError, StateError
 from service_core.pki import certificates
 from service_core.pki.certificates import Clock, utc_now
-from service_core.pki.identity import Address, Kind, PeerCertificate, certificate_fingerprint, identity_of
+from service_core.pki.identity import Address, CertificateRole, PeerCertificate, certificate_fingerprint, identity_of
 from service_core.pki.invitation import InvitationToken
 from service_core.pki.roster import SignedRoster
 from service_core.storage import private_files
@@ -223,7 +223,7 @@ class SiloIdentity:
             peer = identity_of(cert)
         except FederationError as error:
             raise _wrong_certificate(error.message) from None
-        if peer.identity.kind is not Kind.SILO:
+        if peer.identity.kind is not CertificateRole.SILO:
             raise _wrong_certificate(f"it is a certificate of {peer.identity}")
         if not certificates.issued_by(cert, ca):
             raise _wrong_certificate("another authority signed it")

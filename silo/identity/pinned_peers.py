@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fl_core.errors import ConfigError, RefusedError, StateError
 from service_core.pki.identity import colons
-from service_core.pki.roster import Member, Roster, SignedRoster, renewed_from
+from service_core.pki.roster import Roster, RosterMember, SignedRoster, renewed_from
 from service_core.storage import private_files
 
 
@@ -103,7 +103,7 @@ class PinnedPeers:
         by_hand = {n: pins.get(n, f) if self.pins.get(n) == f else f for n, f in self.by_hand.items()}
         replace(self, signed=signed, pins=pins, former=former, by_hand=by_hand).save()
 
-    def held(self) -> dict[str, Member]:
+    def held(self) -> dict[str, RosterMember]:
         """Give the members of the pinned roster whose present key this silo does not accept."""
         known = self.load()
         return {name: m for name, m in known.members().items() if known.pins.get(name) != m.fingerprint}
@@ -132,7 +132,7 @@ class PinnedPeers:
         known = self.load()
         return frozenset(name for name in known.accepted() if known.by_hand.get(name) == known.pins[name])
 
-    def members(self) -> dict[str, Member]:
+    def members(self) -> dict[str, RosterMember]:
         """Give the members of the pinned roster, whether their present key is accepted or not."""
         roster = self.load()._roster()
         return {} if roster is None else {member.name: member for member in roster.members}
@@ -203,7 +203,7 @@ def _decide(known: PinnedPeers, roster: Roster, accept_additions: bool) -> tuple
     return kept, RosterChange(roster.version, tuple(added), removed, tuple(rekeyed), held)
 
 
-def _objection(member: Member, known: PinnedPeers, accept_additions: bool) -> str | None:
+def _objection(member: RosterMember, known: PinnedPeers, accept_additions: bool) -> str | None:
     had = known.pins.get(member.name, known.former.get(member.name))
     if had not in (None, member.fingerprint) and not renewed_from(member, known.consortium, had):
         return "E-ID-16: another key under a known name, without a signature of the key that is pinned"

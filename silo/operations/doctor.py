@@ -21,7 +21,7 @@ from protos.wire.status import from_status
 from service_core.console import counted
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
-from service_core.operations.health import Answer
+from service_core.operations.health import HealthAnswer
 from service_core.pki import certificates
 from service_core.pki.identity import Address, identity_of
 from service_core.pki.invitation import InvitationToken
@@ -104,9 +104,9 @@ class Examination:
 
     def _rehearse(self) -> None:
         """Open a copy of the database, and read what the service reads."""
-        from silo.storage.store import Store
+        from silo.storage.store import SiloStore
 
-        store = Store(self.home.database, rehearsal=True)
+        store = SiloStore(self.home.database, rehearsal=True)
         try:
             for read in (store.history, store.outbox, store.approvals.all):
                 read()
@@ -175,10 +175,10 @@ class Examination:
     def _private_runs(self) -> Iterator[Finding]:
         """List everything that a private run would still lack here, each with the command that brings it."""
         from privacy.policy import Policy
-        from silo.admission.private_readiness import lacking
+        from silo.admission.private_readiness import missing_requirements
 
         with self._ledger_copy() if self.home.ledger.exists() else nullcontext() as ledger:
-            found = lacking(Policy.read(self.home.policy), ledger, self.classes or ())
+            found = missing_requirements(Policy.read(self.home.policy), ledger, self.classes or ())
         for what, remedy in found:
             if what == "classes declared":
                 remedy += ", or silo serve --holds A,B,..."
@@ -288,7 +288,7 @@ class Examination:
 _ASK_S = 10.0
 
 
-def ask(address: Address, own: Credentials) -> Answer:
+def ask(address: Address, own: Credentials) -> HealthAnswer:
     """Ask a coordinator how it is; raises FederationError where it refuses or does not answer."""
     with closing(connect_with(lambda: own)(address)) as channel:
         stub, asked = health_pb2_grpc.HealthStub(channel), time.time()
@@ -298,7 +298,7 @@ def ask(address: Address, own: Credentials) -> Answer:
         except grpc.RpcError as error:
             raise _explained(error) from None
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    return Answer.of(serving, call.trailing_metadata() or (), asked, time.time())
+    return HealthAnswer.of(serving, call.trailing_metadata() or (), asked, time.time())
 
 
 def _explained(error: grpc.RpcError) -> FederationError:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fl_core.errors import UnavailableError
-from silo.events import Event
+from silo.events import SiloEvent
 from silo.storage.home import Home
 
 FILE = "health.json"
@@ -34,7 +34,7 @@ class Liveness:
     _why: str = ""
     _last: float = -BEAT_S
 
-    def note(self, event: Event) -> None:
+    def note(self, event: SiloEvent) -> None:
         """Take note of an event: whether there is a session, else why not."""
         if event.event in ("connected", "disconnected"):
             self._connected, self._changed, self._last = event.event == "connected", time.time(), -BEAT_S

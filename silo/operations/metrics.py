@@ -12,10 +12,10 @@ from prometheus_client.metrics_core import Metric
 from fl_core.rounds.silo_round import SiloRound
 from fl_core.types.enums import TaskKind
 from service_core.operations import metrics
-from service_core.operations.metrics import Family, Snapshot
+from service_core.operations.metrics import Family, GaugeSnapshot
 from service_core.storage.private_files import Credentials
 from service_core.version import software
-from silo.events import EmitEvent, Event
+from silo.events import EmitEvent, SiloEvent
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -91,7 +91,7 @@ class SiloMetrics:
     def counting(self, emit: EmitEvent) -> EmitEvent:
         """Return what counts an event and emits it."""
 
-        def both(event: Event) -> None:
+        def both(event: SiloEvent) -> None:
             self._count(event)
             emit(event)
 
@@ -132,9 +132,9 @@ class SiloMetrics:
         }
         if ledger is not None:
             parts["ledger"] = lambda: _spending(ledger())
-        self.registry.register(Snapshot(_COMMON["lookup_success"], parts))
+        self.registry.register(GaugeSnapshot(_COMMON["lookup_success"], parts))
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: SiloEvent) -> None:
         code = metrics.code_label(str(event.facts.get("code") or ""))
         if event.event == "sent":
             self._updates.inc()

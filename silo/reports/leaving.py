@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fl_core import kinds
 from service_core.console import counted
-from silo.storage.store import RunRecord, Store
+from silo.storage.store import JoinedRun, SiloStore
 from silo.storage.tasks import UnprotectedUpdate
 
 WORDS: Mapping[str, str] = {
@@ -215,7 +215,7 @@ class DisclosureSummary:
         return "No image has left this hospital"
 
 
-def leaving(store: Store) -> DisclosureSummary:
+def leaving(store: SiloStore) -> DisclosureSummary:
     """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
     unprotected = Unprotected.of_home(store.unprotected())
     lines = {run_id: tuple(coverage.lines()) for run_id, coverage in store.secagg.coverages().items()}
@@ -223,7 +223,7 @@ def leaving(store: Store) -> DisclosureSummary:
     return DisclosureSummary(tuple(made), unprotected)
 
 
-def _of_run(run: RunRecord, classes: tuple[str, ...]) -> RunDisclosure:
+def _of_run(run: JoinedRun, classes: tuple[str, ...]) -> RunDisclosure:
     sent = [t for t in run.tasks if t.receipt or t.refused is not None]
     waiting = [t for t in run.tasks if t.staged is not None and t.included is None and t not in sent]
     return RunDisclosure(

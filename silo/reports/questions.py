@@ -11,8 +11,8 @@ from fl_core.errors import ConfigError, FederationError, RefusedError
 from silo.admission.policy_in_force import in_force
 from silo.identity.identity import SiloIdentity
 from silo.reports.leaving import UpdateContents
-from silo.reports.run_request import Comparison, RunRequest, SurveyPreview
-from silo.reports.spending import Preview, preview
+from silo.reports.run_request import RequestLine, RunRequest, SurveyPreview
+from silo.reports.spending import SpendingPreview, preview
 from silo.storage.approvals import Approval
 from silo.storage.home import Home
 
@@ -61,7 +61,7 @@ class PolicyAndLedger:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PendingDecision:
     """A run to decide about, with everything that a person is shown of it.
 
     previews: what it would spend; None where that cannot be said, empty where it spends nothing   spends: the same in
@@ -70,15 +70,15 @@ class Question:
 
     approval: Approval
     request: RunRequest | None
-    comparisons: tuple[Comparison, ...]
-    previews: tuple[Preview, ...] | None
+    comparisons: tuple[RequestLine, ...]
+    previews: tuple[SpendingPreview, ...] | None
     spends: str
     digest: str
 
     @classmethod
-    def of(cls, approval: Approval, known: PolicyAndLedger) -> Question:
+    def of(cls, approval: Approval, known: PolicyAndLedger) -> PendingDecision:
         request = _request(approval)
-        comparisons: tuple[Comparison, ...] = ()
+        comparisons: tuple[RequestLine, ...] = ()
         if request is not None and known.policy is not None:
             comparisons = tuple(request.compare(known.policy, known.confirmed, known.measured))
         previews, spends = _spends(request, known)
@@ -117,7 +117,7 @@ def _request(approval: Approval) -> RunRequest | None:
         return None  # shown by its sentence alone
 
 
-def _spends(request: RunRequest | None, known: PolicyAndLedger) -> tuple[tuple[Preview, ...] | None, str]:
+def _spends(request: RunRequest | None, known: PolicyAndLedger) -> tuple[tuple[SpendingPreview, ...] | None, str]:
     """Return what a run would spend, and a sentence about it."""
     if request is None:
         return None, "What it would spend is not known: an earlier version of this software was asked."

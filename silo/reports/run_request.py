@@ -19,7 +19,7 @@ from service_core.console import counted
 from silo.reports.leaving import FLOAT_BYTES, READ_ALONE, UpdateContents
 
 
-class Comparison(NamedTuple):
+class RequestLine(NamedTuple):
     """One line of a request: what is asked for, and what the policy says of it."""
 
     what: str
@@ -163,7 +163,7 @@ class RunRequest:
     def mechanisms(self) -> dict[str, list[Mechanism]]:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}
 
-    def compare(self, policy: Policy, confirmed: Collection[str] = (), measured: int = 0) -> list[Comparison]:
+    def compare(self, policy: Policy, confirmed: Collection[str] = (), measured: int = 0) -> list[RequestLine]:
         """Set what is asked for beside the policy. Whether it is allowed, the service decides: `Policy.check`.
 
         confirmed: members whose key this hospital confirmed by its fingerprint   measured: runs of the last day that
@@ -176,30 +176,30 @@ class RunRequest:
         length = kind.length(self.rounds)
         trains = "–" if runs.train else "only evaluations: nothing is trained here"
         rows = [
-            Comparison("Asked for by", self.lead or "a lead without a name", ", ".join(runs.leads) or "any lead"),
-            Comparison("Method", self.method, ", ".join(runs.methods) or "any method"),
-            Comparison("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
-            Comparison("Length", f"{length}, with {self.hospitals} hospitals, {self.model}{start}", trains),
+            RequestLine("Asked for by", self.lead or "a lead without a name", ", ".join(runs.leads) or "any lead"),
+            RequestLine("Method", self.method, ", ".join(runs.methods) or "any method"),
+            RequestLine("Data", f"{self.data}, {len(self.classes)} classes: {', '.join(self.classes)}", "–"),
+            RequestLine("Length", f"{length}, with {self.hospitals} hospitals, {self.model}{start}", trains),
         ]
         rows.append(self._sums(policy, confirmed))
         if self.survey is not None:
             allowed = f"{', '.join(policy.survey.allow) or 'none'}; {self.survey.floor(policy.survey.min_patients)}"
             asked = ", ".join(dict.fromkeys(row.question for row in self.survey.rows))
-            rows.append(Comparison("Questions", asked, allowed))
+            rows.append(RequestLine("Questions", asked, allowed))
         if self.extensions:
             allowed = ", ".join(runs.extensions) or "none"
-            rows.append(Comparison("Code of others", "; ".join(self.extensions), allowed))
+            rows.append(RequestLine("Code of others", "; ".join(self.extensions), allowed))
         if self.epsilon is None or self.delta is None:
             asked, allowed = "no differential privacy", f"only {floors.require}" if floors.require else "also without"
-            rows.append(Comparison("Privacy", asked, allowed))
+            rows.append(RequestLine("Privacy", asked, allowed))
             return rows if self.survey else [*rows, self._results(policy, measured), self._prototypes(policy)]
         rows += [
-            Comparison(
+            RequestLine(
                 "Privacy",
                 f"epsilon {self.epsilon:g} at delta {self.delta:g} for {self.subject} ({self.profile})",
                 f"at most {most}" + (f", only {floors.require}" if floors.require else ""),
             ),
-            Comparison(
+            RequestLine(
                 "Noise",
                 "from a secret source" if self.rng == "secure" else "that can be repeated: it protects nobody",
                 "only secret noise" if floors.rng == "secure" else "also noise that can be repeated",
@@ -208,7 +208,7 @@ class RunRequest:
         if self.survey is not None:
             return rows
         rows.append(
-            Comparison(
+            RequestLine(
                 "Test images",
                 "counted exactly" if self.test_data == "public" else "counted with noise",
                 "also counted exactly" if floors.public_test else "only with noise",
@@ -217,10 +217,12 @@ class RunRequest:
         if self.shared is not None:
             least = floors.min_noise_alone
             of_its_own = f"of this hospital's own from {least:g} on, found {self.shared.noise_alone:.3g}"
-            rows.append(Comparison("Noise on updates", str(self.shared), of_its_own if least < math.inf else "its own"))
+            rows.append(
+                RequestLine("Noise on updates", str(self.shared), of_its_own if least < math.inf else "its own")
+            )
         return [*rows, self._prototypes(policy)]
 
-    def _sums(self, policy: Policy, confirmed: Collection[str]) -> Comparison:
+    def _sums(self, policy: Policy, confirmed: Collection[str]) -> RequestLine:
         """Say who reads single updates, and whose keys that rests on."""
         floors, asked = policy.secagg, f"none: {READ_ALONE}"
         if self.sums_of:
@@ -230,9 +232,9 @@ class RunRequest:
         allowed = ["only with it" if floors.require else "also without it"]
         allowed += [f"sums over at least {floors.min_sum}"] if floors.min_sum else []
         allowed += [f"at least {floors.confirmed_peers} confirmed"] if floors.confirmed_peers else []
-        return Comparison("Secure aggregation", asked, ", ".join(allowed))
+        return RequestLine("Secure aggregation", asked, ", ".join(allowed))
 
-    def _results(self, policy: Policy, measured: int) -> Comparison:
+    def _results(self, policy: Policy, measured: int) -> RequestLine:
         """Say what an exact evaluation sends of the results on this hospital's test images."""
         said = policy.evaluation
         accuracies = "correct answers per class"
@@ -250,9 +252,9 @@ class RunRequest:
             left = f": {', '.join(self.few)}" if self.few else ""
             allowed += f"; no class of fewer than {said.min_examples} test images{left}" if said.min_examples else ""
             allowed += f"; {measured} of at most {counted(said.runs_a_day, 'run')} a day measured models here"
-        return Comparison("Results on test images", f"{accuracies}{more}", allowed)
+        return RequestLine("Results on test images", f"{accuracies}{more}", allowed)
 
-    def _prototypes(self, policy: Policy) -> Comparison:
+    def _prototypes(self, policy: Policy) -> RequestLine:
         said = policy.prototypes
         allowed = "may leave" if said.submit else "never leave"
         if said.submit and said.hidden:
@@ -261,4 +263,4 @@ class RunRequest:
             allowed += f", but only of classes with at least {said.min_count:g}"
         if said.submit and said.min_examples and self.epsilon is None and "moments" in self.parts:
             allowed += f"; exact sums only over classes with at least {said.min_examples} examples"
-        return Comparison("Class prototypes", "asked for" if self.prototypes else "not asked for", allowed)
+        return RequestLine("Class prototypes", "asked for" if self.prototypes else "not asked for", allowed)

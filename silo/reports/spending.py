@@ -72,7 +72,7 @@ class Spending:
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
+class SpendingPreview:
     """A collection before and after a run. fits: within all budgets, so the run would not be refused for them."""
 
     before: Spending
@@ -137,7 +137,7 @@ def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate])
 
 def preview(
     ledger: Ledger, policy: Policy | None, request: RunRequest, fingerprint: str = ""
-) -> tuple[Preview, ...] | None:
+) -> tuple[SpendingPreview, ...] | None:
     """Say what a run would spend of each collection, at most; None where the data's collection is not known.
 
     fingerprint: of the data that is served, where it is known.
@@ -154,7 +154,7 @@ def preview(
         history = ledger.history(name)
         fits = ledger.budget(name) is not None and all(limit.admits(history, asked) for limit in limits)
         before, after = spending(ledger, policy, name), spending(ledger, policy, name, asked)
-        found.append(Preview(before, after, fits))
+        found.append(SpendingPreview(before, after, fits))
     return tuple(found)
 
 

@@ -26,8 +26,8 @@ from fl_core.types.secagg import MASKS, SECRET
 from fl_core.types.values import Bundle, Part
 from privacy.compiled_run import CompiledRun
 from privacy.secagg import silo_side
-from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature
-from privacy.secagg.messages import Opening, Seal, Upload
+from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature
+from privacy.secagg.messages import MaskedUpload, Opening, Seal
 from privacy.secagg.terms import CLASSES as BLOCK_OF_CLASSES
 from privacy.secagg.terms import Round, SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -35,13 +35,13 @@ from protos.wire.codec import BundleFile
 from protos.wire.tasks import TaskKey
 from service_core.console import counted
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of, parse_certificate
+from service_core.pki.identity import CertificateRole, Identity, identity_of, parse_certificate
 from service_core.storage import digests
 from silo.events import EmitEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.service.task_queue import Send, TaskQueue, public_reason
 from silo.storage.secagg_keys import READY, MaskedRun
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 
 MAX_KEYS_BYTES = 4 << 20
 """Of everybody's keys: 17 KiB for each of the most members that a masked run has."""
@@ -52,7 +52,7 @@ _REMEMBERED = 1000
 class TaskMasks:
     """What covers the update of one task, which has none yet."""
 
-    store: Store
+    store: SiloStore
     key: TaskKey
     round: Round
 
@@ -76,7 +76,7 @@ class SecaggMember:
     apply_roster: pins what a newer roster says, within the policy.
     """
 
-    store: Store
+    store: SiloStore
     identity: SiloIdentity
     min_sum: Callable[[], int]
     send: Send
@@ -143,7 +143,7 @@ class SecaggMember:
         entries = _entries(fetch(digest), known.members)
         members = peers.members()
 
-        def trusted(entry: Entry, message: bytes) -> bool:
+        def trusted(entry: MemberKeys, message: bytes) -> bool:
             return pinned_signature(entry, message, mine.consortium, peers.pins, members)
 
         self.store.secagg.agree(run_id, digest, RunKeys.agree(known.run, mine.name, own, entries, trusted))
@@ -291,7 +291,7 @@ class SecaggMember:
         """Say whether the consortium's coordinator signed a set; whatever the bytes are, the answer is yes or no."""
         try:
             signer, authority = parse_certificate(signer_pem), self.identity.authority_pem()
-            wanted = Identity(Kind.COORDINATOR, self.identity.load().identity.consortium)
+            wanted = Identity(CertificateRole.COORDINATOR, self.identity.load().identity.consortium)
             if identity_of(signer).identity != wanted:
                 return False
             if not certificates.issued_by(signer, certificates.load_certificate(authority, "the pinned authority")):
@@ -345,7 +345,7 @@ def _proof(file: Path) -> silo_side.Proof:
             uploads,
             found.seal.signature,
         )
-        read: dict[int, tuple[bytes, Upload]] = {}
+        read: dict[int, tuple[bytes, MaskedUpload]] = {}
         with TemporaryDirectory(dir=file.parent) as folder:
             for (index, _), raw in zip(uploads, found.uploads, strict=True):
                 path = Path(folder) / str(index)
@@ -357,10 +357,10 @@ def _proof(file: Path) -> silo_side.Proof:
     return silo_side.Proof(seal, {c.index: c.signature for c in found.confirmations}, read, seeds)
 
 
-def _upload(update: BundleFile) -> Upload:
+def _upload(update: BundleFile) -> MaskedUpload:
     extra = update[MASKS].total
     blocks = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
-    return Upload(*(extra[name].numpy() for name in ("salt", "commitments", "packages")), *blocks)
+    return MaskedUpload(*(extra[name].numpy() for name in ("salt", "commitments", "packages")), *blocks)
 
 
 def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:
@@ -379,7 +379,7 @@ def _digest(text: str) -> bytes:
     return found
 
 
-def _entries(file: Path, members: Sequence[str]) -> list[Entry]:
+def _entries(file: Path, members: Sequence[str]) -> list[MemberKeys]:
     """Read everybody's keys, one entry for each member in the manifest's order; raises SecaggError (E-ID-33)."""
     try:
         found = list(pb.SecaggKeys.FromString(file.read_bytes()).entries)
@@ -388,5 +388,6 @@ def _entries(file: Path, members: Sequence[str]) -> list[Entry]:
     if len(found) != len(members):
         raise SecaggError("E-ID-33", f"expected the keys of {len(members)} members, found {len(found)} in their object")
     return [
-        Entry(name, e.agree, e.sign, e.certificate_pem, e.signature) for name, e in zip(members, found, strict=True)
+        MemberKeys(name, e.agree, e.sign, e.certificate_pem, e.signature)
+        for name, e in zip(members, found, strict=True)
     ]

@@ -24,12 +24,12 @@ from fl_core.types.clinical import CLINICAL
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
-from service_core.audit_log.lines import ALLOWED, REFUSED, Entry
+from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.recorder import Recorder
 from service_core.console import counted
 from service_core.loopback import LoopbackAddress
-from service_core.pki.identity import Address, Identity, Kind
+from service_core.pki.identity import Address, CertificateRole, Identity
 from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import private_folder
 from service_core.tls.causes import Diagnosis
@@ -41,7 +41,7 @@ from silo.connection.control_client import ControlClient
 from silo.connection.retry import CancelToken
 from silo.connection.session import PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
-from silo.events import EmitEvent, Event, error_event, event
+from silo.events import EmitEvent, SiloEvent, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.metrics import SiloMetrics
 from silo.service.enrolment import MembershipMaintainer, pinned_version
@@ -51,7 +51,7 @@ from silo.service.task_runner import ResponseTiming, TaskRunner
 from silo.storage.feature_cache import DEFAULT_GIB, FeatureCache
 from silo.storage.home import Home
 from silo.storage.outbox import Outbox
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation
 from silo.training.data_source import DataSource
 from silo.training.trainer import RunRound, Trainer
@@ -143,7 +143,7 @@ class Service:
         self._retry_policy = retry_policy or RetryPolicy()
         self._identity = SiloIdentity(settings.home.path)
         own = self._identity.load().identity
-        self._trail = AuditTrail.of(settings.home.path, self._identity)
+        self._trail = SiloAuditTrail.of(settings.home.path, self._identity)
         self.metrics = SiloMetrics()
         self._emit = emit = self.metrics.counting(self._trail.recording(emit))
         self.name, self._consortium = own.name, own.consortium
@@ -152,7 +152,7 @@ class Service:
         self._device = choose_device(settings.device)
         self._cache = source.cache_text()
         self._data_offer, self._size_declared = data_offer(source, settings.holds), settings.nominal_size is not None
-        self.store = Store(settings.home.database)
+        self.store = SiloStore(settings.home.database)
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
         serial = lambda: self._identity.load().serial  # noqa: E731
@@ -382,7 +382,7 @@ _SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included
 
 
 @dataclass(frozen=True, slots=True)
-class AuditTrail:
+class SiloAuditTrail:
     """Records one hospital's service."""
 
     recorder: Recorder
@@ -390,15 +390,15 @@ class AuditTrail:
     coordinator: str
 
     @classmethod
-    def of(cls, home: Path, identity: SiloIdentity) -> AuditTrail:
+    def of(cls, home: Path, identity: SiloIdentity) -> SiloAuditTrail:
         own = identity.load().identity
-        coordinator = Identity(Kind.COORDINATOR, own.consortium).uri
+        coordinator = Identity(CertificateRole.COORDINATOR, own.consortium).uri
         return cls(Recorder(AuditLog(home / FOLDER), own.uri), identity, coordinator)
 
     def recording(self, emit: EmitEvent) -> EmitEvent:
         """Return what emits an event and records it."""
 
-        def both(event: Event) -> None:
+        def both(event: SiloEvent) -> None:
             if event.event not in _UNRECORDED:
                 self.recorder.record(self._entry(event))
             emit(event)
@@ -422,13 +422,13 @@ class AuditTrail:
         except FederationError as error:
             emit(error_event(error))
 
-    def _entry(self, event: Event) -> Entry:
+    def _entry(self, event: SiloEvent) -> LogEntry:
         facts = event.facts
         shown = {name: facts[name] for name in _SHOWN if facts.get(name) is not None}
         if isinstance(number := shown.get("round"), int):
             shown["round"] = number + 1
         code, size = str(facts.get("code") or ""), facts.get("bytes")
-        return Entry(
+        return LogEntry(
             self.coordinator if event.event in _ASKED else self.recorder.own,
             event.event,
             " ".join(f"{name}={value}" for name, value in shown.items()),

@@ -15,7 +15,7 @@ from protos.wire.tasks import TaskKey
 from service_core.console import printable
 from silo.connection.retry import CancelToken, Pace
 from silo.events import EmitEvent, event
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 
 Send = Callable[[pb.SiloMessage], None]
 _Name = tuple[TaskKey, str, str]
@@ -26,7 +26,7 @@ PREFLIGHTS_PER_MIN, PREFLIGHTS_AT_ONCE = 10, 30
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class QueuedTask:
     """An offer that is being worked on, and the way to end that."""
 
     key: TaskKey
@@ -66,14 +66,16 @@ class TaskQueue:
     it first and is settled afterwards.
     """
 
-    def __init__(self, store: Store, send: Send, emit: EmitEvent, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: SiloStore, send: Send, emit: EmitEvent, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._store = store
         self._send = send
         self._emit = emit
         self._lock = threading.Condition()
         self._waiting: dict[TaskKey, pb.Offer] = {}
         self._preflights: dict[TaskKey, PreflightTask] = {}
-        self._current: Task | PreflightTask | None = None
+        self._current: QueuedTask | PreflightTask | None = None
         self._accepted = False
         self._refused: dict[_Name, tuple[int, FederationError]] = {}
         self._closing: dict[TaskKey, bool] = {}
@@ -104,7 +106,7 @@ class TaskQueue:
             if known is not None and offer.attempt <= attempt:
                 self._answer(key, known)
                 return
-            if isinstance(self._current, Task) and self._current.key.run_id == key.run_id:
+            if isinstance(self._current, QueuedTask) and self._current.key.run_id == key.run_id:
                 if (key, offer.base_digest) == (self._current.key, self._current.offer.base_digest):
                     if self._accepted:
                         self._answer(key, None)
@@ -150,7 +152,7 @@ class TaskQueue:
             self._emit(event("judged", f"{key}: {why}", key, {"included": closed.included, "reason": why}))
         with self._lock:
             self._waiting.pop(key, None)
-            if isinstance(self._current, Task) and self._current.key == key:
+            if isinstance(self._current, QueuedTask) and self._current.key == key:
                 self._closing[key] = closed.included
                 self._current.stop.cancel(f"{key} is closed")
             else:
@@ -207,7 +209,7 @@ class TaskQueue:
 
     # ---- for the worker ----------------------------------------------------------------------------------------
 
-    def take(self, seconds: float) -> Task | PreflightTask | None:
+    def take(self, seconds: float) -> QueuedTask | PreflightTask | None:
         with self._lock:
             if not self._closed and all(self._undecided_on(key) for key in (*self._waiting, *self._preflights)):
                 self._lock.wait(seconds)
@@ -219,7 +221,7 @@ class TaskQueue:
             key = next(free, None)
             if key is None or self._closed:
                 return None
-            self._current = Task(key, self._waiting.pop(key))
+            self._current = QueuedTask(key, self._waiting.pop(key))
             self._accepted = False
             return self._current
 
@@ -237,7 +239,7 @@ class TaskQueue:
             e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
         )
 
-    def finish(self, task: Task | PreflightTask) -> None:
+    def finish(self, task: QueuedTask | PreflightTask) -> None:
         with self._lock:
             self._current = None
             if isinstance(task, PreflightTask) and (self._pulse.run_id, self._pulse.activity) == (
@@ -250,24 +252,24 @@ class TaskQueue:
             if task.key.run_id in self._ending:
                 self._end_run(self._ending.pop(task.key.run_id))
 
-    def defer(self, task: Task | PreflightTask) -> bool:
+    def defer(self, task: QueuedTask | PreflightTask) -> bool:
         """Put a task or a preflight back until the hospital has decided about its run; return whether that is news."""
         with self._lock:
             if not task.stop.is_cancelled and isinstance(task, PreflightTask):
                 self._preflights.setdefault(task.key, task)
-            elif not task.stop.is_cancelled and isinstance(task, Task):
+            elif not task.stop.is_cancelled and isinstance(task, QueuedTask):
                 self._waiting.setdefault(task.key, task.offer)
             self._pulse = pb.Pulse(activity=pb.AWAITING_APPROVAL, run_id=task.key.run_id, round=task.key.round)
             news = task.key.run_id not in self._undecided
             self._undecided.add(task.key.run_id)
             return news
 
-    def accept(self, task: Task) -> None:
+    def accept(self, task: QueuedTask) -> None:
         with self._lock:
             self._accepted = True
             self._answer(task.key, None)
 
-    def tell(self, task: Task, error: FederationError) -> None:
+    def tell(self, task: QueuedTask, error: FederationError) -> None:
         """Tell the coordinator of an accepted task what is not as it should be."""
         self._send(
             pb.SiloMessage(
@@ -288,7 +290,7 @@ class TaskQueue:
         """Say that the whole run can be done here. entry, trains: as in `PreflightAnswer`."""
         self._send(preflight_task.answer(entry=entry, trains=trains))
 
-    def refuse(self, task: Task | PreflightTask, error: FederationError) -> None:
+    def refuse(self, task: QueuedTask | PreflightTask, error: FederationError) -> None:
         """Tell the hospital why, in full, and then the coordinator what it may know; what was fetched is not kept."""
         self.cleanup_needed.set()
         self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
@@ -302,7 +304,7 @@ class TaskQueue:
 
     def set_activity(
         self,
-        task: Task | PreflightTask,
+        task: QueuedTask | PreflightTask,
         activity: pb.Activity.ValueType,
         done: int = 0,
         total: int = 0,

@@ -28,14 +28,14 @@ from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
 from service_core.console import counted
 from silo.admission.controls import AdmissionRequest, HospitalControls, TaskQuestion
-from silo.admission.run_request import leaves_of, privacy_of
+from silo.admission.run_request import privacy_of, update_contents
 from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
 from silo.reports.leaving import READ_ALONE
 from silo.service.secagg import MAX_KEYS_BYTES, SecaggMember, TaskMasks
-from silo.service.task_queue import PreflightTask, Task, TaskQueue
+from silo.service.task_queue import PreflightTask, QueuedTask, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary
@@ -185,7 +185,7 @@ class TaskRunner:
             if not run.private:
                 raise
             raise self.controls.with_all_lacking(error, self.trainer.declared_classes) from error
-        leaves, privacy = leaves_of(run).to_json(), privacy_of(run)
+        leaves, privacy = update_contents(run).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
         counts = run.counts_classes and run.updates.counts_in_preflight
@@ -206,7 +206,7 @@ class TaskRunner:
             raise
         return prepared
 
-    def _past_kill(self, task: Task) -> RefusedError | None:
+    def _past_kill(self, task: QueuedTask) -> RefusedError | None:
         """Return what to tell of a service that was killed over this run; raises it where that was too often."""
         kills = self.outbox.store.kills(task.key.run_id, task.offer.attempt)
         if kills == 0:
@@ -224,7 +224,7 @@ class TaskRunner:
         return error
 
     @contextmanager
-    def _marked(self, task: Task) -> Iterator[None]:
+    def _marked(self, task: QueuedTask) -> Iterator[None]:
         """Mark a task on the disk while it is worked on: a mark that is found at the next start tells of a kill."""
         store = self.outbox.store
         store.begin_training(task.key, task.offer.attempt)
@@ -233,7 +233,7 @@ class TaskRunner:
         finally:
             store.end_trainings()
 
-    def _run_task(self, task: Task) -> None:
+    def _run_task(self, task: QueuedTask) -> None:
         entry = self.outbox.find(task.key, task.offer.base_digest)
         if entry is not None and not self.outbox.holds(entry):
             if self._was_taken(task, entry):
@@ -254,7 +254,7 @@ class TaskRunner:
         self.queue.accept(task)
         self._send(task, entry, lambda: None)
 
-    def _was_taken(self, task: Task, entry: OutboxEntry) -> bool:
+    def _was_taken(self, task: QueuedTask, entry: OutboxEntry) -> bool:
         """Ask for the receipt of an update whose bytes are gone: with one, nothing is made or charged again."""
         self.queue.set_activity(task, pb.FETCHING)
         receipt = self.transfer.taken(entry, self.receipt_verifier(), task.stop)
@@ -275,7 +275,7 @@ class TaskRunner:
         self.emit(event("damaged" if entry.staged else "repeated", text, task.key))
         return False
 
-    def _train(self, task: Task) -> PendingEntry:
+    def _train(self, task: QueuedTask) -> PendingEntry:
         """Train, and write the result; of a private or masked run all is on the disk before anything leaves.
 
         Guarantees: a task of a masked run is masked once; where that one update is not here any more, or another model
@@ -329,7 +329,7 @@ class TaskRunner:
             prepared.ledger.commit(pending.entry.object_digest)
         return pending
 
-    def _claim(self, task: Task, prepared: PreparedRun, model: State) -> None:
+    def _claim(self, task: QueuedTask, prepared: PreparedRun, model: State) -> None:
         """Ask the hospital whether it answers a task about a model; raises as `HospitalControls.admit`."""
         asked = TaskQuestion(task.key, task.offer.base_digest, model, task.offer.incarnation)
         self._admitted(AdmissionRequest(task.key.run_id, prepared.run.manifest, self.trainer.device, task=asked))
@@ -340,7 +340,7 @@ class TaskRunner:
             raise _AwaitingApprovalError
         return answer.run
 
-    def _fetch_base(self, task: Task, prepared: PreparedRun) -> State:
+    def _fetch_base(self, task: QueuedTask, prepared: PreparedRun) -> State:
         """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""
         offer, progress = task.offer, self._progress(task, pb.FETCHING)
         most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
@@ -359,13 +359,13 @@ class TaskRunner:
                 )
         return msg
 
-    def _fetch_of(self, task: Task) -> Callable[[str], Path]:
+    def _fetch_of(self, task: QueuedTask) -> Callable[[str], Path]:
         def fetch(digest: str) -> Path:
             return self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING), MAX_KEYS_BYTES)
 
         return fetch
 
-    def _masks(self, task: Task, prepared: PreparedRun) -> TaskMasks:
+    def _masks(self, task: QueuedTask, prepared: PreparedRun) -> TaskMasks:
         return self.secagg.begin(task.key, task.offer, prepared.run, self._fetch_of(task))
 
     def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
@@ -377,7 +377,7 @@ class TaskRunner:
             )
             self.emit(event("charged", text, key))
 
-    def _kept_state(self, task: Task, prepared: PreparedRun) -> State | None:
+    def _kept_state(self, task: QueuedTask, prepared: PreparedRun) -> State | None:
         """Read what this round starts from at this silo: its state as of the rounds that the coordinator closed.
 
         Raises StateError (E-STATE-24) when that is lost, unless the run's manifest says to begin anew.
@@ -398,7 +398,7 @@ class TaskRunner:
             self.queue.tell(task, error)
             return None
 
-    def _beside(self, task: Task, prepared: PreparedRun) -> nn.Module | None:
+    def _beside(self, task: QueuedTask, prepared: PreparedRun) -> nn.Module | None:
         """Make the model that an evaluation measures beside its own: another run's last, or this hospital's there.
 
         None, which the hospital is told, where it trained none alone in that run, or keeps it no longer.
@@ -424,7 +424,7 @@ class TaskRunner:
             self.emit(event("alone", f"{key}: no model of this hospital alone is measured beside: {error}", key))
             return None
 
-    def _prepare(self, task: Task) -> PreparedRun:
+    def _prepare(self, task: QueuedTask) -> PreparedRun:
         run = self._admitted_run(task, task.offer.manifest_digest)
         began = self.outbox.store.run_data.find(task.key.run_id)
         prepared = self.trainer.prepare(run, self._fetch_weights(task), began)
@@ -441,7 +441,7 @@ class TaskRunner:
             run.manifest.name,
             task.offer.manifest_digest,
             task.offer.base_digest,
-            leaves=leaves_of(run).to_json(),
+            leaves=update_contents(run).to_json(),
             privacy=privacy_of(run),
         )
         return prepared
@@ -459,7 +459,7 @@ class TaskRunner:
 
         return BrokenRecords(set(known.broken) if known else set(), keep)
 
-    def _admitted_run(self, task: Task | PreflightTask, digest: str) -> CompiledRun:
+    def _admitted_run(self, task: QueuedTask | PreflightTask, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
 
         Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit`.
@@ -475,7 +475,7 @@ class TaskRunner:
             AdmissionRequest(run_id, _read_manifest(path, digest), self.trainer.device, self.trainer.data_of)
         )
 
-    def _fetch_weights(self, task: Task | PreflightTask) -> Callable[[Weights], Tensors]:
+    def _fetch_weights(self, task: QueuedTask | PreflightTask) -> Callable[[Weights], Tensors]:
         def fetch(weights: Weights) -> Tensors:
             progress = self._progress(task, pb.FETCHING)
             path = self.transfer.fetch(weights.object, weights.size, task.stop, progress, MAX_WEIGHTS_BYTES)
@@ -483,7 +483,7 @@ class TaskRunner:
 
         return fetch
 
-    def _send(self, task: Task, entry: OutboxEntry, ready: Callable[[], None]) -> None:
+    def _send(self, task: QueuedTask, entry: OutboxEntry, ready: Callable[[], None]) -> None:
         """Upload until the receipt is here; what the coordinator refuses waits for the round's close.
 
         ready: called before the commit, and before the refusal of an update is noted.
@@ -507,13 +507,17 @@ class TaskRunner:
         self._keep_receipt(task, entry, receipt)
         self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
-    def _keep_receipt(self, task: Task, entry: OutboxEntry, receipt: bytes) -> None:
+    def _keep_receipt(self, task: QueuedTask, entry: OutboxEntry, receipt: bytes) -> None:
         self.outbox.store.deliver(entry.key, receipt)
         self.on_receipt(receipt)
         self.queue.set_activity(task, pb.WAITING)
 
     def _progress(
-        self, task: Task | PreflightTask, activity: pb.Activity.ValueType, checked: bool = True, quiet: bool = False
+        self,
+        task: QueuedTask | PreflightTask,
+        activity: pb.Activity.ValueType,
+        checked: bool = True,
+        quiet: bool = False,
     ) -> Callable[[int, int], None]:
         """Make a progress callback that stops a cancelled task's training. quiet: see `TaskQueue.set_activity`."""
 

@@ -12,8 +12,8 @@ from fl_core.types.values import Bundle, State
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
 from service_core.storage.object_store import ObjectStore
-from silo.storage.store import Store
-from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
+from silo.storage.store import SiloStore
+from silo.storage.tasks import Attestation, LocalEvaluation, OutboxEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class TrainingResult:
 
     bundle: Bundle
     state: State
-    evaluation: Evaluation
+    evaluation: LocalEvaluation
     server_tracks_state: bool
     unprotected: tuple[str, ...] = ()
     fingerprint: str = ""
@@ -57,7 +57,7 @@ class PendingEntry:
 class Outbox:
     """Finished updates of one silo. Files first, then the one row that makes them count."""
 
-    store: Store
+    store: SiloStore
     objects: ObjectStore
     silo: str
 

@@ -31,7 +31,7 @@ from silo.storage.tasks import OutboxEntry
 
 if TYPE_CHECKING:
     from fl_core.rounds.manifest import RunManifest
-    from privacy.secagg.silo_side import RoundRow
+    from privacy.secagg.silo_side import MaskedTaskRow
 
 KEYED, READY, GONE = "keyed", "ready", "gone"
 
@@ -81,7 +81,7 @@ class KnownRun:
     keys_object: str
 
 
-class SecaggStore:
+class SecaggKeyStore:
     """The rows of masked runs, usable from every thread."""
 
     def __init__(self, database: Database) -> None:
@@ -174,11 +174,11 @@ class SecaggStore:
         with self._database.write() as db:
             db.execute(update(secagg_runs).where(secagg_runs.c.run_id == run_id).values(holders=raw))
 
-    def row(self, key: TaskKey) -> RoundRow | None:
+    def row(self, key: TaskKey) -> MaskedTaskRow | None:
         with self._database.read() as db:
             return _round(db, key)
 
-    def confirm(self, key: TaskKey, before: RoundRow | None, row: RoundRow) -> None:
+    def confirm(self, key: TaskKey, before: MaskedTaskRow | None, row: MaskedTaskRow) -> None:
         """Note the one set of a round.
 
         Raises SecaggError (E-RUN-50) where the row is another one than `before` by now, or the round was closed, and as
@@ -225,7 +225,7 @@ def enter_update(db: Connection, entry: OutboxEntry) -> None:
         return
     if run.state != READY:
         raise _gone(entry.key.run_id)
-    from privacy.secagg.silo_side import RoundRow
+    from privacy.secagg.silo_side import MaskedTaskRow
 
     before = _round(db, entry.key)
     if before is not None and before.object_digest:
@@ -233,7 +233,7 @@ def enter_update(db: Connection, entry: OutboxEntry) -> None:
     if before is not None or _position(entry.key) < run.position:
         raise SecaggError("E-RUN-50", f"expected {entry.key} to be open, found it sealed or closed: it comes too late")
     base, mine = bytes.fromhex(entry.base_digest), bytes.fromhex(entry.object_digest)
-    _put_round(db, entry.key, RoundRow(entry.key.kind.value, entry.key.round, base, mine))
+    _put_round(db, entry.key, MaskedTaskRow(entry.key.kind.value, entry.key.round, base, mine))
 
 
 def leave_round(db: Connection, key: TaskKey) -> bool:
@@ -298,8 +298,8 @@ def _this(key: TaskKey) -> dict[str, object]:
     return {"run_id": key.run_id, "kind": key.kind.value, "round": key.round}
 
 
-def _round(db: Connection, key: TaskKey) -> RoundRow | None:
-    from privacy.secagg.silo_side import RoundRow
+def _round(db: Connection, key: TaskKey) -> MaskedTaskRow | None:
+    from privacy.secagg.silo_side import MaskedTaskRow
 
     mine = (secagg_rounds.c[name] == value for name, value in _this(key).items())
     row = db.execute(select(secagg_rounds).where(*mine)).first()
@@ -307,10 +307,10 @@ def _round(db: Connection, key: TaskKey) -> RoundRow | None:
         return None
     inside: Sequence[int] = json.loads(row.inside)
     digests = bytes(row.base_digest), bytes(row.object_digest), bytes(row.seal_hash)
-    return RoundRow(row.kind, row.round, *digests, tuple(inside))
+    return MaskedTaskRow(row.kind, row.round, *digests, tuple(inside))
 
 
-def _put_round(db: Connection, key: TaskKey, row: RoundRow) -> None:
+def _put_round(db: Connection, key: TaskKey, row: MaskedTaskRow) -> None:
     values = {
         "base_digest": row.base_digest,
         "object_digest": row.object_digest,

@@ -59,10 +59,10 @@ from silo.storage.schema import (
     trainings,
     unprotected,
 )
-from silo.storage.secagg_keys import SecaggStore
+from silo.storage.secagg_keys import SecaggKeyStore
 from silo.storage.tasks import (
     Attestation,
-    Evaluation,
+    LocalEvaluation,
     OutboxEntry,
     UnprotectedUpdate,
     ledger_position,
@@ -100,7 +100,7 @@ class TaskRecord:
     """What came of a task, for people. size: of its update, in bytes."""
 
     key: TaskKey
-    evaluation: Evaluation | None
+    evaluation: LocalEvaluation | None
     staged: float | None
     receipt: bool
     refused: str | None
@@ -109,7 +109,7 @@ class TaskRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class JoinedRun:
     """A run as this silo saw it. leaves: how many numbers of which part an update has, as JSON; empty: not noted.
 
     privacy: what the run promises, in words; empty: not noted.
@@ -125,7 +125,7 @@ class RunRecord:
     privacy: str = ""
 
 
-class Store:
+class SiloStore:
     """The silo's database, usable from every thread, and read by `silo status` while a service runs."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Store:
             rehearsal=rehearsal,
         )
         self.approvals = Approvals(self.database, clock)
-        self.secagg = SecaggStore(self.database)
+        self.secagg = SecaggKeyStore(self.database)
         self.answers = AnswerMemory(self.database, clock)
         self.run_data = RunDataStore(self.database)
         self._clock = clock
@@ -220,7 +220,7 @@ class Store:
 
     # ---- tasks -------------------------------------------------------------------------------------------------
 
-    def stage(self, entry: OutboxEntry, evaluation: Evaluation) -> None:
+    def stage(self, entry: OutboxEntry, evaluation: LocalEvaluation) -> None:
         """Enter a finished update; of a masked run raises as `secagg_keys.enter_update`, and nothing is entered."""
         values = {
             "manifest_digest": entry.manifest_digest,
@@ -429,13 +429,13 @@ class Store:
             row = db.execute(select(contact).where(contact.c.id == 1)).first()
             return Contact(row.address, row.software, row.since, row.until, row.why) if row else None
 
-    def history(self) -> list[RunRecord]:
+    def history(self) -> list[JoinedRun]:
         with self.database.read() as db:
             of_run = select(states.c.run_id, func.max(states.c.round).label("round")).group_by(states.c.run_id)
             newest = {row.run_id: row.round for row in db.execute(of_run)}
             done = [_record(row) for row in db.execute(select(tasks).order_by(tasks.c.run_id, tasks.c.round))]
             return [
-                RunRecord(
+                JoinedRun(
                     r.run_id,
                     r.name,
                     r.state,
@@ -541,12 +541,12 @@ def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
     )
 
 
-def _evaluation(raw: Mapping[str, Any]) -> Evaluation:
+def _evaluation(raw: Mapping[str, Any]) -> LocalEvaluation:
     """Read an evaluation. The first ones of 0.1.0 say nothing of noise: what is no count had some."""
     counts = all(float(value).is_integer() for value in (*raw["correct"], *raw["examples"]))
     noise = raw.get("noise", None if counts else {"std": math.inf})
     clinical = raw.get("clinical")
-    return Evaluation(
+    return LocalEvaluation(
         tuple(raw["classes"]),
         tuple(raw["correct"]),
         tuple(raw["examples"]),

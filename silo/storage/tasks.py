@@ -13,7 +13,7 @@ from protos.wire.tasks import TaskKey
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class LocalEvaluation:
     """What this silo measured of the model it received, per class; stays here.
 
     noise: None where it counts exactly   clinical: in runs that measure it, sent or not.

@@ -11,17 +11,19 @@ from fl_core.training.evaluation import CLINICAL_PART, METRICS
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import RoundData
 from fl_core.types.values import Bundle, State
-from silo.storage.tasks import Evaluation
+from silo.storage.tasks import LocalEvaluation
 
 
-def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> Evaluation:
+def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> LocalEvaluation:
     """Read counts per class off what was measured; all 0 in a task that measured nothing, such as a census."""
     if METRICS not in measured:
         zeros = (0.0,) * len(classes)
-        return Evaluation(classes, zeros, zeros)
+        return LocalEvaluation(classes, zeros, zeros)
     metrics, clinical = measured[METRICS], measured.get(CLINICAL_PART)
     correct, examples = tuple(metrics.total["correct"].tolist()), tuple(metrics.weight.tolist())
-    return Evaluation(classes, correct, examples, clinical=None if clinical is None else clinical_metrics(clinical))
+    return LocalEvaluation(
+        classes, correct, examples, clinical=None if clinical is None else clinical_metrics(clinical)
+    )
 
 
 def measure_exactly(runtime: SiloRuntime, msg: State, data: RoundData) -> Bundle:

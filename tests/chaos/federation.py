@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core import datasets
 from fl_core.errors import FederationError
 from privacy.ledger.ledger import Ledger
@@ -240,7 +240,7 @@ class Federation(World):
         """Give a hospital a certificate that its service renews when it starts."""
         identity = SiloIdentity(self.folder / name)
         asked = identity.renewal_request()
-        with closing(Store(self.home)) as store:
+        with closing(CoordinatorStore(self.home)) as store:
             made = Membership(self.home, store, when_due).renew(identity.load(), asked.csr_pem, asked.proof)
         identity.install(made.certificate_pem, made.authority_pem)
 

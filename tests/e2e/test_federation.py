@@ -14,7 +14,7 @@ import pytest
 
 from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_simulation, compose_spec
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import until
 from tests.support.processes import World, here, world
@@ -182,7 +182,7 @@ def _training(world: World, name: str) -> bool:
 
 
 def _told(world: World, run: str, kind: str) -> list[str]:
-    with closing(Store(world.home)) as store:
+    with closing(CoordinatorStore(world.home)) as store:
         return [e.text for e in store.runs.events(run, 0) if e.kind == kind]
 
 

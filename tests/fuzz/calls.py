@@ -22,7 +22,7 @@ from coordinator.config.manifest_builder import build_manifest
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
-from service_core.pki.identity import Kind
+from service_core.pki.identity import CertificateRole
 from service_core.version import PROTOCOL
 from tests.fuzz.mutations import any_bytes, changed
 from tests.support.coordinator import FAST, World, channel
@@ -37,7 +37,7 @@ DEADLINE_S, ANSWERS = 10.0, 3
 MEMORY_KIB = 256 << 10
 _MANY = Rate(1e6, 1_000_000)
 _NO_LIMITS = Limits(
-    calls=dict.fromkeys(Kind, _MANY), joins=_MANY, joins_per_address=_MANY, renewals=_MANY, messages=_MANY
+    calls=dict.fromkeys(CertificateRole, _MANY), joins=_MANY, joins_per_address=_MANY, renewals=_MANY, messages=_MANY
 )
 """Else the rates would answer, and not what is behind them."""
 _OURS = re.compile(r"E-[A-Z]+-\d\d: ")

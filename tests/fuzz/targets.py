@@ -25,7 +25,7 @@ from coordinator.config.run_spec import RunSpec
 from coordinator.pki.authority import Authority
 from fl_core.datasets import references
 from fl_core.datasets.decoding.limits import UnreadableError
-from fl_core.datasets.image_loader import Form, square
+from fl_core.datasets.image_loader import ImageFormat, square
 from fl_core.datasets.sources import csv_manifest
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
@@ -51,7 +51,7 @@ from service_core.storage.chain import ChainHead
 from service_core.storage.generation import Generation, GenerationFile
 from silo.admission.controls import HospitalControls
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.fuzz.limits import MEMORY
 from tests.support import pki
 from tests.support.federations import manifest
@@ -305,7 +305,7 @@ def _edit_ledger(data: bytes) -> None:
 
 @cache
 def _database() -> bytes:
-    store = Store(_folder() / "made.db")
+    store = SiloStore(_folder() / "made.db")
     store.record_run("run-1", "name", "d" * 64, "b" * 64)
     store.end_run("run-1", "finished", "")
     store.close_database()
@@ -318,7 +318,7 @@ def _database() -> bytes:
 def _open_store(data: bytes) -> None:
     for old in _folder().glob("silo.db*"):
         old.unlink()
-    store = Store(_file(data, "silo.db"), accept_loss=True)  # its generation is counted beside it
+    store = SiloStore(_file(data, "silo.db"), accept_loss=True)  # its generation is counted beside it
     try:
         store.outbox()
         store.missing_receipts()
@@ -335,7 +335,7 @@ def _generations() -> list[bytes]:
 
 def _attested(data: bytes) -> None:
     home = _home("attested.json", data)
-    store = Store(home.database)
+    store = SiloStore(home.database)
     try:
         HospitalControls(home, store).latest_attestation()
     finally:
@@ -372,7 +372,9 @@ TARGETS: Mapping[str, Target] = {
         lambda: [b"digits/p5c2/0", b"isic2019/clients12@3/4"], lambda d: references.parse(_text(d))
     ),
     "generation": Target(_generations, lambda d: GenerationFile(_file(d, "g.generation").with_name("g")).read(), True),
-    "image": Target(_images, lambda d: square(_file(d, "image"), Form(8)), allowed=(UnreadableError,), memory=1 << 30),
+    "image": Target(
+        _images, lambda d: square(_file(d, "image"), ImageFormat(8)), allowed=(UnreadableError,), memory=1 << 30
+    ),
     "instance": Target(
         lambda: [b'{"id": "a", "place": "b"}'], lambda d: _home("instance.json", d).begin_instance(), True
     ),

@@ -6,12 +6,12 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from service_core.audit_log.lines import Entry
+from service_core.audit_log.lines import LogEntry
 from service_core.audit_log.log import LOG_FILE, AuditLog
 from service_core.audit_log.verification import Verified, verify
 
 
-def entries(home: Path) -> list[Entry]:
+def entries(home: Path) -> list[LogEntry]:
     with closing(AuditLog.existing((home / LOG_FILE).parent)) as log:
         return [line.entry for line in log.lines()]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from consilium.report import documents
 from consilium.report.card import (
     Card,
+    CardShare,
     ClassFacts,
     Hospital,
-    Method,
     Model,
     Privacy,
     Results,
-    Run,
-    Share,
+    RunFacts,
+    TrainingDescription,
     Updates,
 )
 from consilium.report.export import NOTHING_SAID
@@ -25,10 +25,10 @@ from consilium.report.signed_card import SignedCard
 from coordinator.pki.authority import Authority
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.pki.identity import Identity, Kind
+from service_core.pki.identity import CertificateRole, Identity
 from service_core.storage.private_files import Credentials
 
-LUCKY = Share(0.75, 0.5, 0.9, of="sampling of test images")
+LUCKY = CardShare(0.75, 0.5, 0.9, of="sampling of test images")
 PRIVATE = Privacy(
     "dp_record", "each record", 1.0, 1e-5, planned=0.8, test_data="private", noise_from="secure", placement="there"
 )
@@ -47,15 +47,15 @@ def card(**other: object) -> Card:
         written_by="lead",
         intended_use="",
         licence="",
-        run=Run("r1", "study", "finished", 2, 2, _now(), _now(), "digits", "1" * 64, "2" * 64),
+        run=RunFacts("r1", "study", "finished", 2, 2, _now(), _now(), "digits", "1" * 64, "2" * 64),
         model=Model("simple_cnn", {"width": 8}, 1234, (1, 8, 8), "Values are divided by 255."),
-        method=Method("fedavg", {}, "Average of locally trained models.", "", "lr 0.1", 0),
+        method=TrainingDescription("fedavg", {}, "Average of locally trained models.", "", "lr 0.1", 0),
         classes=(
-            ClassFacts("nevus", 3, Share(1.0, 0.29, 1.0, of="luck"), ("north",), 0.9, 0.8, 0.82),
-            ClassFacts("melanoma", 1, Share(0.0, 0.0, 0.98, of="luck")),
+            ClassFacts("nevus", 3, CardShare(1.0, 0.29, 1.0, of="luck"), ("north",), 0.9, 0.8, 0.82),
+            ClassFacts("melanoma", 1, CardShare(0.0, 0.0, 0.98, of="luck")),
         ),
         hospitals=(Hospital("north", 2, (), "-", 30.0, "p" * 64, "f" * 64), Hospital("south", 1, ("2: offline",))),
-        results=Results(LUCKY, replace(LUCKY, point=0.5, low=0.2), Share(0.8), 4, 0.5, True, classes_tested=2),
+        results=Results(LUCKY, replace(LUCKY, point=0.5, low=0.2), CardShare(0.8), 4, 0.5, True, classes_tested=2),
         privacy=Privacy("none"),
         masks=None,
         updates=Updates("norm_clipped", 1, 2, 0, 0, 1_500_000, 10),
@@ -69,7 +69,7 @@ def card(**other: object) -> Card:
 def markdown_of(detail: pb.RunDetail, said: Statement = NOTHING_SAID) -> str:
     """Write the card of a run for people."""
     manifest = RunManifest.from_json(detail.manifest_json)
-    return documents.markdown(card_of(detail, manifest, (), Identity(Kind.LEAD, "skin", "lead"), said, 99))
+    return documents.markdown(card_of(detail, manifest, (), Identity(CertificateRole.LEAD, "skin", "lead"), said, 99))
 
 
 def signed(own: Credentials, **other: object) -> SignedCard:

@@ -24,8 +24,8 @@ from coordinator.lead.client import credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.runs.dispatcher import SiloSession
-from coordinator.storage.records import Run, RunState
-from coordinator.storage.store import Store
+from coordinator.storage.records import RunState, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import run_silo_round
@@ -39,13 +39,13 @@ from protos.wire import codec
 from protos.wire.chunks import append_chunk, read_chunks
 from protos.wire.tasks import FROM_WIRE, contribution_id
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, PeerCertificate, identity_of
+from service_core.pki.identity import CertificateRole, Identity, PeerCertificate, identity_of
 from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.private_files import Credentials
 from service_core.version import PROTOCOL
 from silo.connection.transfer import RetryPolicy
-from silo.events import Event
+from silo.events import SiloEvent
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
@@ -60,7 +60,7 @@ FAST = Settings(pulse_s=0.5, recycle_s=300)
 
 def credentials(home: Path, name: str) -> Credentials:
     """Enrol a silo as the service does, without a connection."""
-    store = Store(home)
+    store = CoordinatorStore(home)
     try:
         membership = Membership(home, store)
         token = InvitationToken.decode(membership.invite(name).token)
@@ -118,15 +118,15 @@ class World:
             self.server.stop(0.5)
             self.server = None
 
-    def submit(self, manifest: RunManifest, request_id: str = "request") -> Run:
+    def submit(self, manifest: RunManifest, request_id: str = "request") -> StoredRun:
         assert self.server is not None
         return self.server.runs.submit(manifest, "{}", request_id)
 
-    def run(self, run_id: str) -> Run:
+    def run(self, run_id: str) -> StoredRun:
         assert self.server is not None
         return self.server.store.runs.get(run_id)
 
-    def ended(self, run_id: str, seconds: float = 30.0) -> Run:
+    def ended(self, run_id: str, seconds: float = 30.0) -> StoredRun:
         """Wait until a run has ended and its thread has cleaned up."""
 
         def over() -> bool:
@@ -136,7 +136,7 @@ class World:
         until(over, f"the end of {run_id}", seconds)
         return self.run(run_id)
 
-    def finished(self, run_id: str, seconds: float = 30.0) -> Run:
+    def finished(self, run_id: str, seconds: float = 30.0) -> StoredRun:
         run = self.ended(run_id, seconds)
         assert run.state is RunState.FINISHED, run.reason
         return run
@@ -208,7 +208,9 @@ DENIED = grpc.StatusCode.PERMISSION_DENIED
 def session(name: str = "north") -> SiloSession:
     """A silo's session without a connection."""
     start = datetime(2026, 1, 1, tzinfo=UTC)
-    return SiloSession(PeerCertificate(Identity(Kind.SILO, "test", name), "1", "f", start, start + timedelta(days=90)))
+    return SiloSession(
+        PeerCertificate(Identity(CertificateRole.SILO, "test", name), "1", "f", start, start + timedelta(days=90))
+    )
 
 
 def ready(asked: pb.Preflight) -> pb.SiloMessage:
@@ -293,7 +295,7 @@ class Site:
     world: World
     home: Home
     data: str
-    notices: list[Event] = field(default_factory=list)
+    notices: list[SiloEvent] = field(default_factory=list)
     service: Service | None = None
     run_round: RunRound = run_silo_round
     retry_policy: RetryPolicy = PATIENCE
@@ -339,7 +341,7 @@ def enrolled(
     """Enrol a hospital without a connection, its home ready to serve. clock: by which its certificate is made."""
     home = Home(folder).make()
     identity = SiloIdentity(home.path, clock)
-    store = Store(world.home, lambda: clock().timestamp())
+    store = CoordinatorStore(world.home, lambda: clock().timestamp())
     try:
         membership = Membership(world.home, store, clock)
         token = InvitationToken.decode(membership.invite(name, validation_only=validation_only).token, clock())
@@ -474,7 +476,7 @@ def cut(data: bytes, name: str, start: int = 0, end: int | None = None, step: in
         yield chunk(data[offset : offset + step], offset, name if offset == start else "")
 
 
-def open_round(world: World, rounds: int = 1, request_id: str = "request") -> tuple[Run, pb.Offer]:
+def open_round(world: World, rounds: int = 1, request_id: str = "request") -> tuple[StoredRun, pb.Offer]:
     """Submit a run and wait for its first round; no silo is there to answer."""
     run = world.submit(manifest(rounds=rounds), request_id)
 

@@ -47,7 +47,7 @@ from service_core.version import PROTOCOL, version
 from silo.connection.channel import Connection
 from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
-from silo.events import Event
+from silo.events import SiloEvent
 from silo.identity.identity import SiloIdentity
 from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
@@ -461,7 +461,7 @@ class Hospital:
         self.manifest = run or manifest()
         self.digest = self.transfer.offer(self.manifest.to_json().encode())
         self.server = RunSetup.of(self.manifest).initial_state()
-        self.notices: list[Event] = []
+        self.notices: list[SiloEvent] = []
         self.service: Service | None = None
 
     def start(self) -> Service:

@@ -20,7 +20,7 @@ from consilium.research.demo.report import Holdings, ResultTable, write_page
 from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.datasets.image_loader import ImageLoader
-from fl_core.types.survey import Answer, Cell
+from fl_core.types.survey import Cell, SurveyAnswer
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support import cards
 from tests.support.exported import exported
@@ -62,10 +62,10 @@ PAGES = (*LEAD, "hospital", "predict", *FILES)
 def survey() -> SurveyAnswers:
     """Make answers with noise: some held back by a few hospitals, one question by all, one hospital's apart."""
 
-    def answers(hospitals: int) -> tuple[Answer, ...]:
+    def answers(hospitals: int) -> tuple[SurveyAnswer, ...]:
         few = tuple(Cell(name, None, 40.0 * k - 20, 12.5, k % hospitals) for k, name in enumerate(LONG.classes))
         none = tuple(Cell(name, None, None, 0.0, hospitals) for name in ("female", "male"))
-        return Answer("classes", "Class", "", few, {}), Answer("sex", "Sex", "", none, {})
+        return SurveyAnswer("classes", "Class", "", few, {}), SurveyAnswer("sex", "Sex", "", none, {})
 
     apart = {LONG.hospitals[-1]: answers(1)}
     return SurveyAnswers(

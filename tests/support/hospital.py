@@ -39,12 +39,12 @@ from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
 from silo.admission.controls import AdmissionRequest, HospitalControls
-from silo.admission.run_request import leaves_of, privacy_of
+from silo.admission.run_request import privacy_of, update_contents
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, Served
 from silo.storage.outbox import Outbox, TrainingResult
-from silo.storage.store import Store
-from silo.storage.tasks import Attestation, Evaluation, OutboxEntry
+from silo.storage.store import SiloStore
+from silo.storage.tasks import Attestation, LocalEvaluation, OutboxEntry
 from tests.support import until
 from tests.support.coordinator import World, channel, fetch, ready, send
 from tests.support.fake_coordinator import authority, enrolled, manifest
@@ -108,7 +108,7 @@ def rounds_equal(hospital, port: SiloPort, messages: Sequence[State]) -> None:
         hospital.settled(round + 1)
 
 
-FACTS = Evaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
+FACTS = LocalEvaluation(("a", "b"), (1.0, 0.0), (2.0, 0.0))
 M, B = "a" * 64, "b" * 64
 
 
@@ -137,7 +137,7 @@ def signed_update(round: int, restored: int = 0, sealed_in_receipt: bool = False
 
 def opened(home: Path) -> Outbox:
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Outbox(Store(home / "silo.db"), ObjectStore(home / "objects"), "center1")
+    return Outbox(SiloStore(home / "silo.db"), ObjectStore(home / "objects"), "center1")
 
 
 def value(outbox: Outbox, run="run-1") -> float | None:
@@ -343,7 +343,7 @@ RUN = "fedavg-digits-11aa"
 
 def asks(home: Home, run: RunManifest, run_id: str) -> None:
     """Let a run ask this hospital, as its service does."""
-    store = Store(home.database)
+    store = SiloStore(home.database)
     try:
         HospitalControls(home, store).admit(AdmissionRequest(run_id, run))
     finally:
@@ -352,17 +352,17 @@ def asks(home: Home, run: RunManifest, run_id: str) -> None:
 
 def took_part(home: Home, run: RunManifest, run_id: str = RUN, size: int = 155_244, rounds: int = 3) -> None:
     """Write what a run leaves in the database whose updates all have receipts."""
-    store = Store(home.database)
+    store = SiloStore(home.database)
     digest = run.digest()
     compiled = CompiledRun.of(run)
-    store.record_run(run_id, run.name, digest, leaves=leaves_of(compiled).to_json(), privacy=privacy_of(compiled))
+    store.record_run(run_id, run.name, digest, leaves=update_contents(compiled).to_json(), privacy=privacy_of(compiled))
     for k in range(rounds):
         key = TaskKey(run_id, k, TaskKind.TRAIN)
         entry = OutboxEntry(key, digest, "b" * 64, "c" * 64, "d" * 64, size)
         if not compiled.private:
             fingerprint = datasets.load(DATA).fingerprint
             store.note_unprotected(key, f"{k:064}", fingerprint, ("test", "train"))
-        store.stage(entry, Evaluation(run.schema.classes, (1.0,) * 10, (2.0,) * 10))
+        store.stage(entry, LocalEvaluation(run.schema.classes, (1.0,) * 10, (2.0,) * 10))
         store.deliver(key, b"receipt")
         store.close(key, included=True)
     store.end_run(run_id, "finished", "")
@@ -429,10 +429,10 @@ def furnished(folder: Path) -> Home:
     asks(home, replace(manifest(), name="first-look", lead="anna", rounds=5), "fedavg-digits-90d2")
     log = AuditLog(folder / FOLDER)
     log.append(
-        lines.Entry("silo://demo/center1", "service started"),
-        lines.Entry("coordinator://demo", "training", f"run={RUN} round=3"),
-        lines.Entry("silo://demo/center1", "sent", f"run={RUN} round=3", bytes=155_244),
-        lines.Entry("coordinator://demo", "approval", "run=fedmr-digits-7f3c round=1"),
+        lines.LogEntry("silo://demo/center1", "service started"),
+        lines.LogEntry("coordinator://demo", "training", f"run={RUN} round=3"),
+        lines.LogEntry("silo://demo/center1", "sent", f"run={RUN} round=3", bytes=155_244),
+        lines.LogEntry("coordinator://demo", "approval", "run=fedmr-digits-7f3c round=1"),
     )
     log.close()
     return home

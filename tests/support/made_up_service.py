@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 
 from coordinator.lead import accuracy
-from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.clinical import CALIBRATION_BINS, BinnedRange, ClinicalMetrics, ReliabilityBin
 from protos.consilium.v1 import federation_pb2 as pb
 
 
@@ -116,7 +116,7 @@ def clinical(study: Study, share: Sequence[float]) -> ClinicalMetrics:
         rows.append(tuple(row))
     right, of = sum(row[k] for k, row in enumerate(rows)), sum(study.tested.values())
     bins = [ReliabilityBin(0, 0, 0.0)] * (CALIBRATION_BINS - 1) + [ReliabilityBin(of, right, 0.95 * of)]
-    areas = (Range(0.5 + s / 2 - 0.0003, 0.5 + s / 2) for s in share)
+    areas = (BinnedRange(0.5 + s / 2 - 0.0003, 0.5 + s / 2) for s in share)
     auc = tuple(area if n else None for area, n in zip(areas, study.tested.values(), strict=True))
     return ClinicalMetrics(tuple(rows), auc, tuple(bins))
 

@@ -21,14 +21,14 @@ from fl_core.types.values import RoundContext
 from privacy.compiled_run import CompiledRun, secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import UploadSum
-from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys
-from privacy.secagg.messages import Confirmation, Opening, Seal, Shares, Upload
+from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys
+from privacy.secagg.messages import Confirmation, MaskedUpload, Opening, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
 from protos.wire.tasks import FROM_WIRE, TO_WIRE
 from service_core.pki import certificates
-from service_core.pki.roster import Member
+from service_core.pki.roster import RosterMember
 from service_core.storage import digests
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
@@ -54,20 +54,20 @@ class Colleague:
     own: OwnKeys = field(default_factory=OwnKeys.new)
     cert_pem: bytes = b""
     keys: RunKeys | None = None
-    rows: dict[tuple[str, int], silo_side.RoundRow] = field(default_factory=dict)
+    rows: dict[tuple[str, int], silo_side.MaskedTaskRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.cert_pem:
             self.cert_pem = authority().sign_silo(certificates.make_request(self.key_pem), self.name)
 
-    def entry(self, run: SecaggRun, key_pem: bytes | None = None) -> Entry:
+    def entry(self, run: SecaggRun, key_pem: bytes | None = None) -> MemberKeys:
         key = certificates.load_key(key_pem or self.key_pem, "a test")
         return self.own.entry(run, self.name, self.cert_pem, partial(certificates.sign, key, KEYS_CONTEXT))
 
-    def keep(self, row: silo_side.RoundRow) -> None:
+    def keep(self, row: silo_side.MaskedTaskRow) -> None:
         self.rows[row.kind, row.number] = row
 
-    def upload(self, round: Round, digest: bytes, model: np.ndarray, classes: np.ndarray) -> Upload:
+    def upload(self, round: Round, digest: bytes, model: np.ndarray, classes: np.ndarray) -> MaskedUpload:
         """Mask two blocks as the update of this digest."""
         assert self.keys is not None
         blocks = []
@@ -82,7 +82,7 @@ class Colleague:
         row, cohort = self.rows.get((seal.kind, seal.round)), range(len(run.members))
         return silo_side.confirm(run, self.keys, seal, row, cohort=cohort, signed=lambda *_: True, store=self.keep)
 
-    def answer(self, run: SecaggRun, opening: Opening) -> Shares:
+    def answer(self, run: SecaggRun, opening: Opening) -> RevealedShares:
         assert self.keys is not None
         row = self.rows.get((opening.kind, opening.round))
         return silo_side.answer(run, self.keys, opening, row, cohort=range(len(run.members)))
@@ -92,7 +92,7 @@ def pinned(home: Home, others: list[Colleague], version: int = 1) -> None:
     """Pin the roster of a consortium in a home that has joined it."""
     identity = SiloIdentity(home.path)
     certs = [identity.current_credentials().cert_pem, *(c.cert_pem for c in others)]
-    signed = authority().roster([Member.of(cert, SINCE) for cert in certs], [], version)
+    signed = authority().roster([RosterMember.of(cert, SINCE) for cert in certs], [], version)
     if identity.pins().load().signed is None:
         identity.pins().first(signed).save()
 
@@ -127,12 +127,12 @@ class MaskedHospital(Hospital):
         until(lambda: len(session.got("preflight")) > before, what=str([n.text for n in self.notices]))
         return session.got("preflight")[-1]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[MemberKeys]:
         sent = self.preflight().secagg_entry
-        own = Entry(self.names[OWN], sent.agree, sent.sign, sent.certificate_pem, sent.signature)
+        own = MemberKeys(self.names[OWN], sent.agree, sent.sign, sent.certificate_pem, sent.signature)
         return [own if u == OWN else self.colleagues[u].entry(self.run) for u in range(len(self.names))]
 
-    def publish(self, entries: list[Entry]) -> str:
+    def publish(self, entries: list[MemberKeys]) -> str:
         """Offer everybody's keys as an object."""
         fields = [{name: value for name, value in e._asdict().items() if name != "name"} for e in entries]
         made = pb.SecaggKeys(entries=[pb.SecaggEntry(**f) for f in fields])
@@ -167,7 +167,7 @@ class MaskedHospital(Hospital):
         layout: FlatLayout = CompiledRun.of(self.manifest).updates.layouts[kind]
         return layout.words(MODEL) - CHECK_WORDS, layout.words(CLASSES) - CHECK_WORDS
 
-    def uploaded(self) -> tuple[bytes, Upload]:
+    def uploaded(self) -> tuple[bytes, MaskedUpload]:
         """Read the newest update that arrived."""
         return read_upload(bytes(list(self.transfer.uploads.values())[-1]), self.folder)
 
@@ -241,12 +241,14 @@ def confirmation_of(message: pb.SecaggConfirm) -> Confirmation:
     return Confirmation(*about, message.seal_hash, message.signature)
 
 
-def shares_of(message: pb.SecaggShares) -> Shares:
+def shares_of(message: pb.SecaggShares) -> RevealedShares:
     about = message.run_id, FROM_WIRE[message.kind].value, message.round
-    return Shares(*about, message.seal_hash, tuple((s.block, s.dealer, s.slot, s.share) for s in message.shares))
+    return RevealedShares(
+        *about, message.seal_hash, tuple((s.block, s.dealer, s.slot, s.share) for s in message.shares)
+    )
 
 
-def read_upload(raw: bytes, folder: Path) -> tuple[bytes, Upload]:
+def read_upload(raw: bytes, folder: Path) -> tuple[bytes, MaskedUpload]:
     """Read an update's file: its digest, and its five tensors."""
     file = folder / "read-by-a-test"
     file.write_bytes(raw)
@@ -254,7 +256,7 @@ def read_upload(raw: bytes, folder: Path) -> tuple[bytes, Upload]:
     parts = {name: bundle[MASKS].total[name].numpy() for name in ("salt", "commitments", "packages")}
     model, classes = (_unsigned(bundle[block].total[WORDS]) for block in (MODEL, CLASSES))
     file.unlink()
-    return bytes.fromhex(digests.digest(raw)), Upload(**parts, model=model, classes=classes)
+    return bytes.fromhex(digests.digest(raw)), MaskedUpload(**parts, model=model, classes=classes)
 
 
 def _unsigned(words: torch.Tensor) -> np.ndarray:

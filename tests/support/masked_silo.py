@@ -22,8 +22,8 @@ from service_core.storage import digests
 from silo.identity.identity import SiloIdentity
 from silo.service.secagg import SecaggMember, TaskMasks
 from silo.storage.home import Home
-from silo.storage.store import Store
-from silo.storage.tasks import Evaluation, OutboxEntry
+from silo.storage.store import SiloStore
+from silo.storage.tasks import LocalEvaluation, OutboxEntry
 from tests.support.coordinator import World, fetch, ready
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import Entry as Sent
@@ -81,7 +81,7 @@ class MaskedSilo(ScriptedSilo):
             memory.home = Home(Path(shutil.copytree(world.homes[name], place)))
         self._says, self._cover = says, cover
         self._out, self._seal = queue.Queue[pb.SiloMessage | None](), b""
-        self._store, self._identity = Store(memory.home.database), SiloIdentity(memory.home.path)
+        self._store, self._identity = SiloStore(memory.home.database), SiloIdentity(memory.home.path)
         self._member = SecaggMember(self._store, self._identity, lambda: 0, self._say, lambda _: None, self._pin)
         super().__init__(world, name, shares_of(FOUR)[name], memory, **script)  # type: ignore[arg-type]
 
@@ -136,5 +136,5 @@ class MaskedSilo(ScriptedSilo):
         name = contribution_id(key.run_id, key.round, key.kind, self.name, offer.base_digest)
         sent = digests.digest(made.data)
         entry = OutboxEntry(key, offer.manifest_digest, offer.base_digest, name, sent, len(made.data))
-        self._store.stage(entry, Evaluation((), (), ()))
+        self._store.stage(entry, LocalEvaluation((), (), ()))
         return made

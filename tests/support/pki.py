@@ -20,7 +20,7 @@ import pytest
 
 from coordinator.pki.authority import Authority
 from service_core.pki.invitation import InvitationToken
-from service_core.pki.roster import Member, SignedRoster
+from service_core.pki.roster import RosterMember, SignedRoster
 from silo.connection.channel import channel_credentials
 from silo.identity.identity import SiloIdentity
 
@@ -48,11 +48,11 @@ def authority(home: Path, clock: Clock, consortium: str = "demo", **lifetimes) -
     return Authority.create(home, consortium, ["fl.example.org:8443", "10.1.2.3:8443"], Lifetimes(**lifetimes), clock)
 
 
-def member(ca: Authority, cert: bytes, links=()) -> Member:
-    return Member.of(cert, ca.clock().isoformat(), tuple(links))
+def member(ca: Authority, cert: bytes, links=()) -> RosterMember:
+    return RosterMember.of(cert, ca.clock().isoformat(), tuple(links))
 
 
-def join(ca: Authority, home: Path, name: str, others: tuple[Member, ...] = (), version: int = 1) -> SiloIdentity:
+def join(ca: Authority, home: Path, name: str, others: tuple[RosterMember, ...] = (), version: int = 1) -> SiloIdentity:
     """Go through the enrolment of `name`, without a network."""
     silo = SiloIdentity(home, ca.clock)
     token = InvitationToken.decode(ca.invite(name).token, ca.clock())
@@ -160,7 +160,7 @@ def main() -> None:
     from coordinator.pki.server_certificate import server_credentials
     from coordinator.storage.records import MembershipStatus
     from fl_core.errors import RefusedError
-    from service_core.pki.identity import Kind, peer_of
+    from service_core.pki.identity import CertificateRole, peer_of
 
     lock = threading.Lock()
 
@@ -174,7 +174,7 @@ def main() -> None:
 
     class Handler(grpc.GenericRpcHandler):
         def service(self, details):
-            kinds = {"/x/enrol": {Kind.INVITE}, "/x/silo": {Kind.SILO}}[details.method]
+            kinds = {"/x/enrol": {CertificateRole.INVITE}, "/x/silo": {CertificateRole.SILO}}[details.method]
 
             def call(request, context):
                 try:

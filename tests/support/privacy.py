@@ -17,7 +17,7 @@ from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel, assemble
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest, make_members
+from fl_core.rounds.manifest import NamedOptions, RunManifest, RunMember, make_members
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
@@ -42,7 +42,7 @@ SEEDED_POLICY = '[privacy]\nrng = "test"\n'
 
 
 @cache
-def _members() -> tuple[Member, ...]:
+def _members() -> tuple[RunMember, ...]:
     units = round_to_two_digits(len(PrivacyUnits.of(datasets.load(DATA).train)))
     return make_members(MEMBERS, 3, 1.0, [units] * 3)
 

@@ -22,7 +22,7 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.as_json import round_json, run_json
 from coordinator.lead.client import LeadClient
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from silo.service import enrolment as enrol
 from silo.storage.home import Home
 from tests.support import until
@@ -123,7 +123,7 @@ class World:
 
     def enrol(self, name: str) -> None:
         """Do what `join` does without starting two processes: what the commands call, over the same wire."""
-        with closing(Store(self.home)) as store:
+        with closing(CoordinatorStore(self.home)) as store:
             token = Membership(self.home, store).invite(name).token
         enrol.join(token, Home(self.folder / name))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.messages import event, round_info, run_info, stored_result_noise
-from coordinator.storage.records import Run, RunState
-from coordinator.storage.store import Store
+from coordinator.storage.records import RunState, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
@@ -35,7 +35,7 @@ def sums(accuracy: float, examples: Sequence[float] = EXAMPLES) -> tuple[float, 
 
 
 def record_run(
-    store: Store,
+    store: CoordinatorStore,
     run_id: str,
     accuracies: Sequence[float],
     *,
@@ -45,7 +45,7 @@ def record_run(
     finished: bool = True,
     reason: str = "",
     model: tuple[str, int] = ("1" * 64, 5),
-) -> Run:
+) -> StoredRun:
     """Write a run whose global model had these accuracies after 0, 1, ... rounds; the last one is the evaluation's.
 
     model: digest and bytes of the object that every round leaves
@@ -55,7 +55,7 @@ def record_run(
     made = replace(agreed or manifest(rounds=max(rounds, 1)), name=run_id)
     names = tuple(member.name for member in made.members)
     text, asked = made.to_json(), json.dumps(spec or SPEC)
-    run = Run(run_id, run_id, run_id, asked, text, made.digest(), made.method.name, made.data, made.rounds, names)
+    run = StoredRun(run_id, run_id, run_id, asked, text, made.digest(), made.method.name, made.data, made.rounds, names)
     store.runs.add(run, len(text))
     store.runs.begin(run_id, "0" * 64, 5)
     for number, accuracy in enumerate(accuracies):
@@ -128,8 +128,8 @@ class Case:
 
     def __init__(self, folder: Path, manifest: RunManifest, found: list[RoundRecord]) -> None:
         self.manifest, self.records = manifest, found
-        self.store = Store(folder)
-        run = Run(
+        self.store = CoordinatorStore(folder)
+        run = StoredRun(
             "r1",
             "private",
             "q",

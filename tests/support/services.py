@@ -17,14 +17,14 @@ from fl_core.extensions import registry
 from fl_core.rounds.silo_round import run_silo_round
 from service_core.tls.causes import Diagnosis
 from silo.connection.transfer import RetryPolicy
-from silo.events import Event
+from silo.events import SiloEvent
 from silo.service.service import Service, SiloSettings
 from silo.training.trainer import PreparedRun, RunRound
 
 
 def service(
     settings: SiloSettings,
-    notices: list[Event],
+    notices: list[SiloEvent],
     retry_policy: RetryPolicy,
     channel: Callable[[], grpc.Channel],
     run_round: RunRound = run_silo_round,

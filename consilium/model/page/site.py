@@ -15,7 +15,7 @@ from PIL import Image
 
 from consilium.model.inputs import Inputs
 from consilium.model.predictor import Prediction, Predictor
-from consilium.pages.web.site import Action, Download, Parameters, Site, Upload, View
+from consilium.pages.web.site import Action, Download, FileField, Parameters, Site, View
 from fl_core.datasets.decoding.limits import MAX_BYTES
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.errors import DataError
@@ -62,7 +62,7 @@ class PredictionPage:
             version=self.version,
             actions={"/forget": Action(lambda _: self.version(), self._forget)},
             download=self._download,
-            uploads={"/classify": Upload(self.folder, MAX_BYTES, self.take)},
+            uploads={"/classify": FileField(self.folder, MAX_BYTES, self.take)},
         )
 
     def version(self) -> str:

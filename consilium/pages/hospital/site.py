@@ -27,11 +27,11 @@ from silo.identity.identity import SiloIdentity
 from silo.operations.doctor import Examination
 from silo.operations.liveness import Health
 from silo.reports.leaving import leaving
-from silo.reports.questions import PolicyAndLedger, Question
+from silo.reports.questions import PendingDecision, PolicyAndLedger
 from silo.reports.spending import Spending, spending
 from silo.storage.approvals import Approval
 from silo.storage.home import SERVED, Home
-from silo.storage.store import Contact, Store
+from silo.storage.store import Contact, SiloStore
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -62,14 +62,14 @@ class HospitalPage:
 
     home: Home
     audit: Path | None = None
-    store: Store = field(init=False)
+    store: SiloStore = field(init=False)
     data: DataCheck = field(init=False)
     _ledger: Ledger | None = field(default=None, init=False)
     _findings: tuple[float, list[Finding]] = field(default=(0.0, []), init=False)
 
     def __post_init__(self) -> None:
         SiloIdentity(self.home.path).load()
-        self.store = Store(self.home.database)
+        self.store = SiloStore(self.home.database)
         self.data = DataCheck(self.home)
 
     def close(self) -> None:
@@ -232,13 +232,13 @@ class Decisions:
     """
 
     home: Home
-    store: Store
+    store: SiloStore
     known: Callable[[], PolicyAndLedger]
 
-    def waiting(self, known: PolicyAndLedger) -> tuple[dict[str, Question], int]:
+    def waiting(self, known: PolicyAndLedger) -> tuple[dict[str, PendingDecision], int]:
         """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
         found = [a for a in self.store.approvals.all() if a.decided is None]
-        return {_id(a): Question.of(a, known) for a in found[:_MAX_SHOWN]}, max(0, len(found) - _MAX_SHOWN)
+        return {_id(a): PendingDecision.of(a, known) for a in found[:_MAX_SHOWN]}, max(0, len(found) - _MAX_SHOWN)
 
     def decided(self) -> list[Approval]:
         """Return the newest decisions, the newest question first."""
@@ -253,7 +253,7 @@ class Decisions:
 
     def _digest(self, form: Mapping[str, str]) -> str | None:
         found = self._find(form)
-        return None if found is None else Question.of(found, self.known()).digest
+        return None if found is None else PendingDecision.of(found, self.known()).digest
 
     def _decide(self, form: Mapping[str, str], approve: bool) -> str:
         """Decide, with a line in the audit log; raises ChangedError where somebody else just did."""
@@ -277,7 +277,7 @@ def _id(approval: Approval) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class AuditPicture:
     """One audit: its name, its picture's id, and what it found, in words."""
 
     audit: str
@@ -285,14 +285,14 @@ class Picture:
     verdicts: tuple[str, ...]
 
 
-def pictures(folder: Path | None) -> list[Picture]:
+def pictures(folder: Path | None) -> list[AuditPicture]:
     """Read what the audits found; empty without a folder, or where nothing in it can be read."""
     raw = None if folder is None else _read(folder / SUMMARY)
     try:
         found: Any = {} if raw is None else json.loads(raw)
         audits = {str(name): value for name, value in found.items() if isinstance(value, dict) and "picture" in value}
         made = [
-            Picture(name, str(value["picture"]), tuple(map(_verdict, value.get("verdicts", ()))))
+            AuditPicture(name, str(value["picture"]), tuple(map(_verdict, value.get("verdicts", ()))))
             for name, value in audits.items()
         ]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from consilium.pages.lead.service_watch import Snapshot
+from consilium.pages.lead.service_watch import ServiceSnapshot
 from consilium.pages.web.rendering import moment
 from coordinator.lead.tables import there_text
 from protos.consilium.v1 import federation_pb2 as pb
@@ -35,7 +35,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class ExpiringCertificate:
     """One that ends. renewal: what there is to do."""
 
     whose: str
@@ -77,7 +77,7 @@ def away(info: pb.RunInfo) -> str:
     return _names([silo.name for silo in info.waiting.silos if not silo.online])
 
 
-def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float) -> list[Certificate]:
+def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float) -> list[ExpiringCertificate]:
     """Return all certificates, the first to end first."""
     renewal = (
         "its service renews it by itself, from 30 days before the end on; once ended: coordinator invite NAME --again"
@@ -92,16 +92,16 @@ def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float)
     return sorted(found, key=lambda c: c.until)
 
 
-def _certificate(whose: str, until: float, renewal: str, now: float) -> Certificate:
+def _certificate(whose: str, until: float, renewal: str, now: float) -> ExpiringCertificate:
     left = until - now
     if not left > 0:
-        return Certificate(whose, until, State("bad", "ended"), renewal)
+        return ExpiringCertificate(whose, until, State("bad", "ended"), renewal)
     if left < SOON_S:
-        return Certificate(whose, until, State("wait", f"{left / DAY_S:.0f} days left"), renewal)
-    return Certificate(whose, until, State("good", f"{left / DAY_S:.0f} days left"), "")
+        return ExpiringCertificate(whose, until, State("wait", f"{left / DAY_S:.0f} days left"), renewal)
+    return ExpiringCertificate(whose, until, State("good", f"{left / DAY_S:.0f} days left"), "")
 
 
-def headline(found: Snapshot, now: float) -> tuple[str, str]:
+def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
     """Say in one sentence how the consortium stands, with what explains it beneath."""
     if found.away is not None and found.at is None:
         return "The coordinator does not answer", found.away.why

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from consilium.pages.lead.overview import State, away, run_state
-from consilium.pages.lead.run_record import MAX_ROUNDS, RunRecord
+from consilium.pages.lead.run_record import MAX_ROUNDS, WatchedRun
 from consilium.pages.lead.service_watch import FollowedRun
 from consilium.research.curves import Curve
 from coordinator.lead import accuracy, tables
 from fl_core.converter import ConversionError, parse_json
 from fl_core.kinds import kind_of
 from fl_core.training import clinical_report
-from fl_core.types.records import judgements
+from fl_core.types.records import update_outcomes
 from fl_core.types.secagg import withstood
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
@@ -43,16 +43,16 @@ class HospitalRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class ShownRun:
     """A run as its page shows it. info: the newest of it   scores: measure, final, best, mean of the last rounds."""
 
     info: pb.RunInfo
     state: State
-    record: RunRecord
+    record: WatchedRun
     headline: str
     below: str
     privacy: tuple[str, ...]
-    open: OpenRound | None
+    open: OpenRoundFacts | None
     scores: tuple[tuple[str, tuple[str, ...]], ...]
     aggregator: str
     classes: tuple[str, ...]
@@ -63,13 +63,13 @@ class RunFacts:
     as_planned: tuple[pb.Event, ...]
 
 
-def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
+def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> ShownRun:
     """Collect what is known of a run. info: the newest; raises ProtocolError (E-WIRE-06) as `RunRecord`."""
     record = followed.record
     curves, members = record.compared.curves, record.compared.members
     head, below = headline(info, curves.get("balanced_accuracy"))
     hospitals = _hospitals(members, record.detail, info)
-    return RunFacts(
+    return ShownRun(
         info=info,
         state=run_state(info.state),
         record=record,
@@ -81,7 +81,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> RunFacts:
             (c.measure.label, tuple(map(c.measure.text, (c.scores.final, c.scores.best, c.scores.last))))
             for c in curves.values()
         ),
-        aggregator=tables.aggregator_text(record.detail.aggregator, judgements(record.detail.rounds)),
+        aggregator=tables.aggregator_text(record.detail.aggregator, update_outcomes(record.detail.rounds)),
         classes=tuple(map(_sentence, accuracy.coverage(info).sentences())),
         rounds_left_out=max(0, len(record.detail.rounds) - MAX_ROUNDS),
         hospitals=tuple(hospitals[:_MAX_HOSPITALS]),
@@ -221,7 +221,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRound:
+class OpenRoundFacts:
     """The open round. rule: how many updates close it   left_out: hospitals that are not shown."""
 
     number: int
@@ -231,7 +231,9 @@ class OpenRound:
     left_out: int
 
 
-def open_round(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], now: float) -> OpenRound | None:
+def open_round(
+    info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], now: float
+) -> OpenRoundFacts | None:
     """Describe the open round, hospital by hospital, those that are awaited first; None between rounds."""
     if not info.HasField("waiting"):
         return None
@@ -240,7 +242,7 @@ def open_round(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Eve
     bars = list(_bars(info, members, events, max(passed, 1.0)))
     rule = tables.there_text(waiting)
     shown = tuple(bars[:MAX_BARS])
-    return OpenRound(waiting.round + 1, waiting.opened_unix, rule, shown, len(bars) - len(shown))
+    return OpenRoundFacts(waiting.round + 1, waiting.opened_unix, rule, shown, len(bars) - len(shown))
 
 
 def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], passed: float) -> Iterator[Bar]:

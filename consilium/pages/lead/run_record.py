@@ -24,7 +24,7 @@ _MAX_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRow:
+class ClosedRound:
     """A closed round. measured: a text for each of `RunRecord.columns`.
 
     judged: (hospital, why) of updates that are missing or were cut.
@@ -53,7 +53,7 @@ class Clinical:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class WatchedRun:
     """A run as the service told it. Its properties raise ProtocolError (E-WIRE-06) on what no service tells."""
 
     detail: pb.RunDetail
@@ -93,7 +93,7 @@ class RunRecord:
         )
 
     @cached_property
-    def rounds(self) -> tuple[RoundRow, ...]:
+    def rounds(self) -> tuple[ClosedRound, ...]:
         """The newest rounds, the last one first."""
         return tuple(_round(r, self.columns) for r in reversed(self.detail.rounds[-MAX_ROUNDS:]))
 
@@ -160,9 +160,9 @@ def _at(x: Sequence[int], values: Mapping[int, float | None]) -> list[float | No
     return [values.get(each) for each in x]
 
 
-def _round(info: pb.RoundInfo, columns: Sequence[Measure]) -> RoundRow:
+def _round(info: pb.RoundInfo, columns: Sequence[Measure]) -> ClosedRound:
     took, result = info.closed_unix - info.opened_unix, accuracy.result_of(info)
-    return RoundRow(
+    return ClosedRound(
         number=tables.round_text(info.round, info.kind),
         measured=tuple(measure.text(measure.estimate(result)) for measure in columns),
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",

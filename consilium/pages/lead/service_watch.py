@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from consilium.pages.lead.run_record import RunRecord
+from consilium.pages.lead.run_record import WatchedRun
 from coordinator.lead.client import LeadClient
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -38,13 +38,13 @@ class ServiceUnreachable:
 class FollowedRun:
     """A run that somebody looks at. events: the newest ones   last: the number of the last one."""
 
-    record: RunRecord
+    record: WatchedRun
     events: Sequence[pb.Event] = ()
     last: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ServiceSnapshot:
     """What the service said last. at: when, None where it never did   away: whether it answers no more."""
 
     at: float | None = None
@@ -68,7 +68,7 @@ class ServiceWatch:
         self._clock = clock
         self._client: LeadClient | None = None
         self._lock = threading.Condition()
-        self._snapshot = Snapshot()
+        self._snapshot = ServiceSnapshot()
         self._tried: float | None = None
         self._wanted = False
         self._stopped = False
@@ -86,7 +86,7 @@ class ServiceWatch:
             self._lock.notify_all()
         self._thread.join(_PATIENCE_S)  # a call under way ends by its own deadline
 
-    def current(self, fresh: bool = False) -> Snapshot:
+    def current(self, fresh: bool = False) -> ServiceSnapshot:
         """Return the newest facts, asked for again where they are older than two seconds. fresh: whatever their age."""
         with self._lock:
             if fresh or self._stale():
@@ -95,7 +95,7 @@ class ServiceWatch:
                 self._lock.wait_for(lambda: self._done >= enough or self._stopped, _PATIENCE_S)
             return self._snapshot
 
-    def follow(self, run_id: str) -> tuple[Snapshot, FollowedRun | None]:
+    def follow(self, run_id: str) -> tuple[ServiceSnapshot, FollowedRun | None]:
         """Return the newest facts and a run's rounds and events; None where they were never fetched."""
         with self._lock:
             new = run_id not in self._followed
@@ -153,13 +153,13 @@ class ServiceWatch:
                 self._lock.notify_all()
         self._disconnect()
 
-    def _asked(self) -> Snapshot:
+    def _asked(self) -> ServiceSnapshot:
         before = self._snapshot
         try:
             if self._client is None:
                 self._client = self._connect()
             silos, runs = self._client.silos(), self._client.runs()
-            found = Snapshot(self._clock(), silos.silos, silos.invitations, runs)
+            found = ServiceSnapshot(self._clock(), silos.silos, silos.invitations, runs)
             self._fetch(self._client, found)
         except FederationError as error:
             why = str(error)
@@ -172,7 +172,7 @@ class ServiceWatch:
         since = before.away.since if before.away else self._clock()
         return replace(before, away=ServiceUnreachable(since, why))
 
-    def _fetch(self, client: LeadClient, found: Snapshot) -> None:
+    def _fetch(self, client: LeadClient, found: ServiceSnapshot) -> None:
         """Fetch the runs that somebody looks at, as far as they have changed."""
         now = time.monotonic()
         with self._lock:
@@ -185,7 +185,7 @@ class ServiceWatch:
                 kept.pop(name, None)
                 continue
             same = known is not None and settled(known.record.detail.info) == settled(info)
-            record = known.record if known and same else RunRecord(client.show(name))
+            record = known.record if known and same else WatchedRun(client.show(name))
             if same and info.state not in ("waiting", "running"):
                 continue
             fresh = client.events(name, known.last if known else 0)

@@ -15,10 +15,10 @@ from consilium.pages.lead import exports, overview
 from consilium.pages.lead.overview import OwnCertificates
 from consilium.pages.lead.run_facts import run_facts
 from consilium.pages.lead.run_record import chart_of
-from consilium.pages.lead.service_watch import FollowedRun, ServiceWatch, Snapshot
+from consilium.pages.lead.service_watch import FollowedRun, ServiceSnapshot, ServiceWatch
 from consilium.pages.web.chart import Chart
 from consilium.pages.web.site import Action, ChangedError, Download, MissingError, Parameters, Site, View
-from consilium.research.comparison import ComparedRun, Comparison, compare, score_rows
+from consilium.research.comparison import ComparedRun, RunComparison, compare, score_rows
 from coordinator.lead import accuracy, hospital_results, tables
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError
@@ -119,11 +119,11 @@ class LeadPage:
         compared = comparison_facts(compare(chosen_runs))
         return {**about, "headline": compared.headline, "comparison": compared}
 
-    def _about(self, found: Snapshot) -> Mapping[str, object]:
+    def _about(self, found: ServiceSnapshot) -> Mapping[str, object]:
         words = {"accuracy": accuracy, "hospital_head": hospital_results.head(), "overview": overview, "tables": tables}
         return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
 
-    def _followed(self, run_id: str) -> tuple[Snapshot, pb.RunInfo, FollowedRun]:
+    def _followed(self, run_id: str) -> tuple[ServiceSnapshot, pb.RunInfo, FollowedRun]:
         found, followed = self.watch.follow(run_id)
         info = found.run(run_id)
         if info is None:
@@ -228,7 +228,7 @@ class ComparisonFacts:
     notes: tuple[str, ...]
 
 
-def comparison_facts(found: Comparison) -> ComparisonFacts:
+def comparison_facts(found: RunComparison) -> ComparisonFacts:
     labels = {measure.name: measure.label for measure in measures.MEASURES}
     return ComparisonFacts(
         headline=found.standing.headline(dict(zip((run.id for run in found.runs), LETTERS, strict=False))),
@@ -243,7 +243,7 @@ def comparison_facts(found: Comparison) -> ComparisonFacts:
     )
 
 
-def _charts(found: Comparison) -> list[Chart]:
+def _charts(found: RunComparison) -> list[Chart]:
     charts = []
     for measure in found.measures[:3]:
         of_runs = zip(LETTERS, found.runs, strict=False)

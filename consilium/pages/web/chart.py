@@ -49,7 +49,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class CurvePath:
     """A path in a field of 1000 by 1000 from the top left. last: its last value."""
 
     name: str
@@ -73,7 +73,7 @@ class ChartDrawing:
     title: str
     x_name: str
     text: str
-    curves: tuple[Curve, ...]
+    curves: tuple[CurvePath, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     head: tuple[str, ...]
@@ -93,7 +93,7 @@ def draw(chart: Chart) -> ChartDrawing:
         down = [None if v is None else 1000 * (high - min(max(v, low), high)) / (high - low) for v in values]
         if not (ends := [v for v in values if v is not None]):
             continue
-        curves.append(Curve(series.name, series.colour, _path(across, down), _number(ends[-1])))
+        curves.append(CurvePath(series.name, series.colour, _path(across, down), _number(ends[-1])))
     whole = all(float(x).is_integer() for x in chart.x)
     rows = [(_number(x), *(_number(s.values[k]) for s in chart.series)) for k, x in enumerate(chart.x)]
     text = f"{chart.title} by {chart.x_name}. Last values: " + "; ".join(f"{c.name} {c.last}" for c in curves)

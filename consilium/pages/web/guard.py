@@ -61,7 +61,7 @@ MAX_SESSIONS = 16
 
 
 @dataclass(slots=True)
-class Session:
+class BrowserSession:
     """One browser. token: goes into each form   notice: what its last form led to, shown once."""
 
     token: str
@@ -75,7 +75,7 @@ class Sessions:
 
     clock: Callable[[], float] = time.monotonic
     _link: tuple[bytes, float] | None = None
-    _open: dict[str, Session] = field(default_factory=dict)
+    _open: dict[str, BrowserSession] = field(default_factory=dict)
 
     def new_link(self) -> str:
         """Make a secret of 256 bits that opens one session within `LINK_S`; earlier ones open none from now on."""
@@ -98,10 +98,10 @@ class Sessions:
         while len(self._open) >= MAX_SESSIONS:
             del self._open[min(self._open, key=lambda name: self._open[name].used)]
         cookie = secrets.token_urlsafe(32)
-        self._open[cookie] = Session(secrets.token_urlsafe(32), self.clock())
+        self._open[cookie] = BrowserSession(secrets.token_urlsafe(32), self.clock())
         return cookie
 
-    def find(self, cookie: str) -> Session | None:
+    def find(self, cookie: str) -> BrowserSession | None:
         """Return an open session, used now."""
         found = self._open.get(cookie)  # 256 random bits: the time of a look-up tells nothing of use
         if found is None:
@@ -113,7 +113,7 @@ class Sessions:
         return found
 
 
-class Guard:
+class PageGuard:
     """Wraps the application of a page. host: address:port   command: what gives a new link.
 
     uploads: paths that take a file, and bytes of the largest one.
@@ -171,7 +171,7 @@ class Guard:
             return _text(403, "expected a form of this page's own, found one of another origin")
         return None
 
-    def _session(self, scope: Scope) -> Session | None:
+    def _session(self, scope: Scope) -> BrowserSession | None:
         """Find the session by this port's cookie; browsers send cookies of other ports, too."""
         for header in _values(scope, b"cookie"):
             for pair in header.decode("latin-1").split(";"):

@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from consilium.pages.web.guard import FORM, OPENING, SESSION, Guard, Session, Sessions, cookie_name
+from consilium.pages.web.guard import FORM, OPENING, SESSION, BrowserSession, PageGuard, Sessions, cookie_name
 from consilium.pages.web.rendering import iso, make_environment
 from fl_core.errors import FederationError
 from service_core.console import printable
@@ -81,7 +81,7 @@ class Download:
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class FileField:
     """What a page takes a file for. folder: a private one, where it lies meanwhile   limit: bytes of the largest.
 
     take: gets the name that the browser gave, and where the file is until it returns; raises FederationError where the
@@ -107,7 +107,7 @@ class Site:
     version: Callable[[], str]
     actions: Mapping[str, Action] = field(default_factory=dict)
     download: Callable[[str], Download | None] = lambda id: None  # noqa: ARG005
-    uploads: Mapping[str, Upload] = field(default_factory=dict)
+    uploads: Mapping[str, FileField] = field(default_factory=dict)
 
 
 class Application:
@@ -123,7 +123,7 @@ class Application:
         self._streams = 0
         self.stop = asyncio.Event()
 
-    def guarded(self) -> Guard:
+    def guarded(self) -> PageGuard:
         routes = [Route(path, partial(self._show, view)) for path, view in self._site.views.items()]
         routes += [
             Route(path, partial(self._act, action), methods=["POST"]) for path, action in self._site.actions.items()
@@ -143,12 +143,12 @@ class Application:
         )
         app.router.redirect_slashes = False
         limits = {path: upload.limit for path, upload in self._site.uploads.items()}
-        return Guard(app, self._host, self._sessions, self._site.command, limits)
+        return PageGuard(app, self._host, self._sessions, self._site.command, limits)
 
     # ---- pages --------------------------------------------------------------------------------------------------
 
     async def _show(self, view: View, request: Request) -> Response:
-        session: Session = request.scope[SESSION]
+        session: BrowserSession = request.scope[SESSION]
         version = await self._version()  # before the facts: what changes meanwhile is another version
         parameters = {**request.query_params, **request.path_params}
         facts = await self._run(view.facts, parameters)
@@ -158,7 +158,7 @@ class Application:
         return await self._page(request, view.template, 200, {**facts, "version": version, "notice": notice})
 
     async def _page(self, request: Request, template: str, status: int, facts: Mapping[str, object]) -> Response:
-        session: Session | None = request.scope.get(SESSION)
+        session: BrowserSession | None = request.scope.get(SESSION)
         if session is None:  # under the address of opening links, where nobody is known yet
             return PlainTextResponse("there is nothing under this address\n", status)
         now = time.time()
@@ -190,13 +190,13 @@ class Application:
         shown = form.get("digest", "")
         if now is None or not hmac.compare_digest(shown.encode("utf-8", "replace"), now.encode()):
             raise ChangedError("Look at it as it is now, and decide again.")
-        session: Session = request.scope[SESSION]
+        session: BrowserSession = request.scope[SESSION]
         session.notice = await self._run(action.do, form)
         return Response(status_code=303, headers={"Location": quote(action.then(form))})
 
     # ---- files --------------------------------------------------------------------------------------------------
 
-    async def _take(self, upload: Upload, request: Request) -> Response:
+    async def _take(self, upload: FileField, request: Request) -> Response:
         """Keep a file in the folder while it is looked at, one at a time, and delete it whatever happens."""
         name = unquote(request.headers.get("x-name", ""), errors="replace")[:_NAME_CHARS] or "file"
         async with self._one_file:

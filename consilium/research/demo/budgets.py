@@ -29,7 +29,7 @@ LEDGER_FILE, POLICY_FILE = "ledger.db", "policy.toml"
 
 
 @dataclass(frozen=True, slots=True)
-class Spending:
+class PrivateRunSpending:
     """What one hospital's training records have spent on the private run, at delta.
 
     Attributes:
@@ -54,7 +54,7 @@ def open_budget(home: Path, data: str) -> None:
     ledger.set_budget(training, EPSILON, DELTA, "demo", "the one private run of the demo")
 
 
-def spending(folder: Path, manifest: RunManifest) -> dict[str, Spending]:
+def spending(folder: Path, manifest: RunManifest) -> dict[str, PrivateRunSpending]:
     """Return each hospital's spending by its ledger, with the projection of the run."""
     found = {}
     for member, planned in zip(manifest.members, CompiledRun.of(manifest).profile.project(), strict=True):
@@ -62,5 +62,7 @@ def spending(folder: Path, manifest: RunManifest) -> dict[str, Spending]:
             registration.collection(COLLECTION, TRAIN), prv=False
         )
         delta = DELTA if status.delta is None else status.delta
-        found[member.name] = Spending(status.spent_rdp, delta, planned.epsilon, planned.epsilon_tight, planned.noise)
+        found[member.name] = PrivateRunSpending(
+            status.spent_rdp, delta, planned.epsilon, planned.epsilon_tight, planned.noise
+        )
     return found

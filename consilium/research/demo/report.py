@@ -13,9 +13,9 @@ from consilium.pages.web.chart import Chart, Series
 from consilium.pages.web.rendering import STYLE, make_environment
 from consilium.research import plots
 from consilium.research.curves import curves
-from consilium.research.demo.budgets import COLLECTION, EPSILON, Spending
+from consilium.research.demo.budgets import COLLECTION, EPSILON, PrivateRunSpending
 from coordinator.lead import accuracy, tables
-from fl_core.types.records import judgements
+from fl_core.types.records import update_outcomes
 from privacy.accounting.measures import ACCURACY, plain
 from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
@@ -49,7 +49,7 @@ def report(
     out: Path,
     details: Mapping[str, pb.RunDetail],
     scores: Mapping[str, Mapping[str, float | None]],
-    spent: Mapping[str, Spending],
+    spent: Mapping[str, PrivateRunSpending],
     silos: Sequence[pb.SiloInfo],
     held: Mapping[str, Sequence[int]],
     seconds: float,
@@ -80,7 +80,7 @@ def report(
             }
             for s in silos
         ],
-        "updates": {m: {"aggregator": d.aggregator, **judgements(d.rounds)} for m, d in details.items()},
+        "updates": {m: {"aggregator": d.aggregator, **update_outcomes(d.rounds)} for m, d in details.items()},
         "mtls": True,
         "bytes_up": ours.info.bytes_up,
         "bytes_down": ours.info.bytes_down,
@@ -159,7 +159,7 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
             tables.size(d.info.bytes_up),
             tables.size(d.info.bytes_down),
             span(d.info.ended_unix - d.info.created_unix),
-            tables.judged_text(judgements(d.rounds)) or "-",
+            tables.judged_text(update_outcomes(d.rounds)) or "-",
         )
         for m, d in details.items()
     ]
@@ -207,7 +207,7 @@ def _by_hospital(
     return ResultTable("Accuracy by hospital, on its own test images", head, rows)
 
 
-def _spending(spent: Mapping[str, Spending]) -> ResultTable:
+def _spending(spent: Mapping[str, PrivateRunSpending]) -> ResultTable:
     rows = [
         (name, f"{s.noise:.3f}", f"{s.epsilon:.4f}", f"{s.projected:.4f}", f"{s.tight:.2f}", f"{s.delta:g}")
         for name, s in spent.items()

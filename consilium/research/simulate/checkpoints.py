@@ -50,7 +50,7 @@ CONVERTER.register_structure_hook(ClinicalMetrics, lambda raw, _: ClinicalMetric
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RunIdentity:
     """What a run is, beyond its words: what its bits depend on.
 
     data: fingerprints of the silos' data   computed: engine, device and kernels.
@@ -62,7 +62,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SimulationState:
     """What a simulation has come to: its history, its silos' states and, in a private run, what was released.
 
     threads: CPU threads of a silo's round, which decide the last bit.
@@ -94,7 +94,7 @@ class Checkpoint:
 
     round: int
     threads: int
-    identity: Identity
+    identity: RunIdentity
     records: Sequence[RoundRecord]
     measured: Sequence[RoundRecord]
     best_round: int
@@ -117,7 +117,7 @@ class Checkpoint:
                 raise ValueError(f"{name} is not what was written")
         return found
 
-    def into(self, progress: Progress, folder: Path) -> ResumePoint:
+    def into(self, progress: SimulationState, folder: Path) -> ResumePoint:
         """Put what was kept into a simulation that begins, and return where it goes on."""
         server, best = read_state(folder / "server"), None
         if (folder / "best").exists():
@@ -166,7 +166,7 @@ class Checkpoints:
         with lock:
             yield
 
-    def resume(self, identity: Identity, progress: Progress) -> ResumePoint | None:
+    def resume(self, identity: RunIdentity, progress: SimulationState) -> ResumePoint | None:
         """Go on at the newest checkpoint that is whole; None where none was written.
 
         Raises ConfigError (E-CFG-08) on one of another run, StateError (E-STATE-22) where all are damaged.
@@ -196,7 +196,7 @@ class Checkpoints:
             )
         return None
 
-    def write(self, round: int, identity: Identity, progress: Progress) -> None:
+    def write(self, round: int, identity: RunIdentity, progress: SimulationState) -> None:
         """Write a checkpoint after `round` closed rounds, at once, and remove all but the newest two.
 
         Raises UnavailableError (E-STATE-63) where the disk takes nothing; earlier checkpoints then stay.
@@ -204,7 +204,7 @@ class Checkpoints:
         with disk_errors(self.folder):
             self._write(self.folder / f"round-{round:06d}", round, identity, progress)
 
-    def _write(self, target: Path, round: int, identity: Identity, progress: Progress) -> None:
+    def _write(self, target: Path, round: int, identity: RunIdentity, progress: SimulationState) -> None:
         aside = self.folder / "unfinished"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
@@ -240,8 +240,8 @@ class Checkpoints:
 
 def run_with_checkpoints(
     checkpoints: Checkpoints,
-    identity: Identity,
-    progress: Progress,
+    identity: RunIdentity,
+    progress: SimulationState,
     run: Callable[[Observer, ResumePoint | None], State],
 ) -> State:
     """Run a simulation from its newest checkpoint on, or from the beginning; raises as `Checkpoints`.
@@ -262,8 +262,8 @@ class Checkpointer(Observer):
     """
 
     checkpoints: Checkpoints
-    identity: Identity
-    progress: Progress
+    identity: RunIdentity
+    progress: SimulationState
     first: int
     _written: float = field(default_factory=time.monotonic)
 
@@ -287,7 +287,7 @@ class Checkpointer(Observer):
         self.progress.history.closed(record, server)
 
 
-def _write_states(folder: Path, progress: Progress) -> dict[str, bool]:
+def _write_states(folder: Path, progress: SimulationState) -> dict[str, bool]:
     """Write all tensors; return the silos that have a state, and whether there is anything in it."""
     history, silos = progress.history, dict[str, bool]()
     assert history.newest is not None

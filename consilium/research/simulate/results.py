@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import yaml
 from safetensors.torch import save
 
-from consilium.model.model_file import ModelFacts
+from consilium.model.model_file import ModelFileFacts
 from consilium.research.simulate.measures import FineTuned
 from coordinator.config.run_spec import RunSpec
 from fl_core.converter import shown
@@ -28,7 +28,7 @@ from fl_core.types import intervals
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.interfaces import Method
-from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, judgements
+from fl_core.types.records import PERSONAL_SCORES, RoundRecord, fairness, update_outcomes
 from fl_core.types.values import State
 from privacy.accounting import measures, uncertainty
 from privacy.accounting.measures import EvaluationResult
@@ -132,7 +132,7 @@ class Result:
             "seed": self.manifest.seed,
             "silos": [m.name for m in self.manifest.members],
             "aggregator": self.aggregator,
-            **judgements(self.records),
+            **update_outcomes(self.records),
             "test_set": "official" if self.official else "silos",
             **self.best.facts("best_global_accuracy", "best_"),
             "mean_last_global_accuracy": mean_of_last(_exact(estimates[self.first :])),
@@ -225,7 +225,7 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-class Measured(NamedTuple):
+class MetricValue(NamedTuple):
     """One number of a table. round: rounds done before it was measured, 0 for the initial model.
 
     class_: of the label space, empty where it is about all of them   value: None where there is none or noise hides it;
@@ -243,7 +243,7 @@ class Measured(NamedTuple):
 COLUMNS = ("round", "measure", "class", "value", "low", "high")
 
 
-def history(result: Result) -> list[Measured]:
+def history(result: Result) -> list[MetricValue]:
     """List all numbers of a simulation, by round.
 
     | measure                           | of the model after so many rounds                                    |
@@ -258,7 +258,7 @@ def history(result: Result) -> list[Measured]:
     return [row for k in range(len(result.records)) for row in _of_round(result, k)]
 
 
-def _of_round(result: Result, k: int) -> Iterator[Measured]:
+def _of_round(result: Result, k: int) -> Iterator[MetricValue]:
     record, evaluation = result.records[k], result.evaluation(k)
     for measure in measures.of_model():
         if measure.json or evaluation.clinical is not None:
@@ -273,19 +273,19 @@ def _of_round(result: Result, k: int) -> Iterator[Measured]:
     personal = (result.measured or result.records)[k].personal
     done = record.round + (record.kind.trains)  # personal models are those after the round's training
     for name, value in uncertainty.shown_scores(personal, result.noise.scores).items():
-        yield Measured(done, name, "", value, value, value)
+        yield MetricValue(done, name, "", value, value, value)
 
 
-def _of_classes(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[Measured]:
+def _of_classes(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[MetricValue]:
     error = found.calibration_error
-    yield Measured(done, "calibration_error", "", error, error, error)
+    yield MetricValue(done, "calibration_error", "", error, error, error)
     for name, value, area in zip(classes, found.specificity, found.auc, strict=True):
-        yield Measured(done, "specificity", name, value, value, value)
-        yield Measured(done, "auc", name, area and area.middle, area and area.low, area and area.high)
+        yield MetricValue(done, "specificity", name, value, value, value)
+        yield MetricValue(done, "auc", name, area and area.middle, area and area.low, area and area.high)
 
 
-def _estimated(done: int, measure: str, class_: str, found: Estimate) -> Measured:
-    return Measured(done, measure, class_, found.point, found.low, found.high)
+def _estimated(done: int, measure: str, class_: str, found: Estimate) -> MetricValue:
+    return MetricValue(done, measure, class_, found.point, found.low, found.high)
 
 
 def by_silo(result: Result) -> list[dict[str, object]]:
@@ -430,7 +430,7 @@ def left_out() -> dict[str, str]:
 
 def model_bytes(result: Result) -> bytes:
     """Write the final model as safetensors, with what is needed to build it again in the metadata."""
-    facts = replace(ModelFacts.of(result.manifest, result.model_digest), untaught=result.coverage.untaught)
+    facts = replace(ModelFileFacts.of(result.manifest, result.model_digest), untaught=result.coverage.untaught)
     tensors = {name: v.detach().cpu().contiguous() for name, v in result.run.exported(result.server).items()}
     return save(tensors, metadata=facts.metadata())
 

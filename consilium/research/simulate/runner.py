@@ -15,7 +15,13 @@ import torch
 
 from consilium.research import trackers
 from consilium.research.engines.in_process import ResumePoint, SiloShare, has_official_test, with_features
-from consilium.research.simulate.checkpoints import EVERY, Checkpoints, Identity, Progress, run_with_checkpoints
+from consilium.research.simulate.checkpoints import (
+    EVERY,
+    Checkpoints,
+    RunIdentity,
+    SimulationState,
+    run_with_checkpoints,
+)
 from consilium.research.simulate.engine import SimulationEngine, threads_of
 from consilium.research.simulate.measures import BestHistory, GlobalTestEvaluator, LatestPersonal, fine_tuned
 from consilium.research.simulate.results import Result, ResultFolder
@@ -171,7 +177,7 @@ def run(
     if observer is not None:
         observer.counted(coverage)
     history = _history(compiled, shares, observer or Observer(), choose_device(engine.device))
-    progress = Progress(history, engine.state_store(), logs, len(shares), threads_of(manifest))
+    progress = SimulationState(history, engine.state_store(), logs, len(shares), threads_of(manifest))
 
     def rounds(observer: Observer, resume: ResumePoint | None) -> State:
         return engine.simulate(compiled, shares, observer, factories or None, progress.states, resume)
@@ -180,7 +186,7 @@ def run(
     if checkpoints is None:
         final = rounds(history, None)
     else:
-        identity = Identity(json.loads(manifest.to_json()), [s.fingerprint for s in sets], engine.facts())
+        identity = RunIdentity(json.loads(manifest.to_json()), [s.fingerprint for s in sets], engine.facts())
         final = run_with_checkpoints(checkpoints, identity, progress, rounds)
     tuned = fine_tuned(compiled, shares, history.best, history.best_round, fine_tune) if fine_tune else None
     spent = compiled.profile.report([log.releases for log in logs])

@@ -79,7 +79,7 @@ def forget() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ArrayShare:
     """One silo's positions in a data set. space: the label space; origin: the canonical reference."""
 
     whole: FullDataset
@@ -96,7 +96,7 @@ class Share:
         federation: Partitioner,
         silo: int,
         classes: Sequence[str] | None,
-    ) -> Share:
+    ) -> ArrayShare:
         """Partition a data set and take one silo's share; classes: the label space, the data set's own by default."""
         whole, indices = _read(reader, name, root), _partition(reader, name, root, federation)[silo]
         return cls(whole, indices, tuple(classes or whole.classes), f"{name}/{federation.text}/{silo}")

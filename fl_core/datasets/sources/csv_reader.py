@@ -15,7 +15,7 @@ MAX_BYTES = 4 << 30
 """Of one table."""
 
 
-class Table(NamedTuple):
+class CsvTable(NamedTuple):
     """A CSV file: its rows with the line where each ends, and the lines whose number of cells is not the header's."""
 
     header: tuple[str, ...]
@@ -38,7 +38,7 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
     return [row for _, row in found.rows]
 
 
-def read_rows(file: Path, required: Sequence[str]) -> Table:
+def read_rows(file: Path, required: Sequence[str]) -> CsvTable:
     """Read as `read_table`, and return the lines of another length instead of refusing all for them."""
     header: list[str] = []
     rows: list[tuple[int, Row]] = []
@@ -53,7 +53,7 @@ def read_rows(file: Path, required: Sequence[str]) -> Table:
             rows.append((line, dict(zip(header, cells, strict=True))))
     if not header:
         _check_header(file, [], required)
-    return Table(tuple(header), rows, ragged)
+    return CsvTable(tuple(header), rows, ragged)
 
 
 def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ SHAPE = (1, 8, 8)
 TEST_SHARE = 0.2
 
 
-class Share(NamedTuple):
+class DigitShare(NamedTuple):
     """One silo's digits: x (n, 1, 8, 8) in [0, 1] and the digit names, train and test.
 
     public: the whole test split, where the silo's own test digits were held out of its training digits
@@ -79,7 +79,7 @@ class Share(NamedTuple):
         )
 
 
-def share(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> Share:
+def share(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> DigitShare:
     """Hold out a stratified fifth, the same in every run, partition both splits and take one silo's.
 
     classes: the run's label space, the ten digits by default. Raises DataError (E-DATA-02) when scikit-learn's file of
@@ -100,7 +100,7 @@ def share(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> 
     names = [[CLASSES[c] for c in digits[index]] for index in mine]
     origin = f"digits/{federation.text}/{silo}"
     public = (x[mine[2]], names[2]) if held else None
-    return Share(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]), public)
+    return DigitShare(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]), public)
 
 
 @cache

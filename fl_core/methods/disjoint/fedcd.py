@@ -111,7 +111,7 @@ def by_class(rows: Tensor, per_class: int) -> Tensor:
     return rows.reshape(-1, per_class, *rows.shape[1:])
 
 
-class Prototypes(nn.Module):
+class TrainablePrototypes(nn.Module):
     """Trainable prototypes (CM, d)."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -138,7 +138,7 @@ class FineModel(nn.Module):
             nn.Linear, model.feature_dim, fine, bias=False, device=device
         )
         if prototypes is not None:
-            self.prototypes = Prototypes(prototypes.to(device))
+            self.prototypes = TrainablePrototypes(prototypes.to(device))
         self.feature_dim, self.n_classes = model.feature_dim, model.n_classes
         self._form = (per_class, aggregation)
 

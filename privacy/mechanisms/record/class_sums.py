@@ -137,7 +137,7 @@ def class_counts(
     A unit of several classes counts in each by its share of examples.
     """
     unit, label, share = _pairs(units, examples.labels, n_classes)
-    shares = Shares(unit, label, share.new_zeros(len(unit), 0), share)
+    shares = UnitShares(unit, label, share.new_zeros(len(unit), 0), share)
     g = grid.step(1.0, n_classes)
     count = shares.summed(grid.truncated(shares.counts, g), n_classes)
     return grid.add_noise(count, g, noise_multiplier, noise).clamp(min=0.0).float()
@@ -149,7 +149,7 @@ def sensitivity(bound: float, weight: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class UnitShares:
     """What each unit adds to each of its classes, in float64: not to be released like this.
 
     unit, label: (m,) of each pair of a unit and one of its classes   vectors: (m, d)   counts: (m,) of a unit 1 in all.
@@ -167,7 +167,7 @@ class Shares:
 
 def unit_shares(
     query: ClassSums, examples: Examples, units: PrivacyUnits, bound: float, device: torch.device | None = None
-) -> Shares:
+) -> UnitShares:
     """Return each unit's mean vector, split by class, its joint norm at most `bound`."""
     vectors, n_units = _vectors(query, examples, device), len(units)
     unit, label, counts = _pairs(units, examples.labels, query.n_classes)
@@ -185,7 +185,7 @@ def unit_shares(
     means /= scale[unit].unsqueeze(1)
     norms = torch.zeros(n_units, dtype=torch.float64).index_add_(0, unit, means.square().sum(1)).sqrt()
     length = torch.minimum(scale, bound / (norms * grid.EXACT).clamp(min=1e-300))
-    return Shares(unit, label, means * length[unit].unsqueeze(1), counts)
+    return UnitShares(unit, label, means * length[unit].unsqueeze(1), counts)
 
 
 def _pairs(units: PrivacyUnits, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:

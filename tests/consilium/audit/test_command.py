@@ -11,7 +11,7 @@ from PIL import Image
 
 from consilium.audit import canaries, runner
 from consilium.audit import command as audit_commands
-from consilium.audit.runner import Outcome, Verdict
+from consilium.audit.runner import AuditVerdict, Outcome
 from silo.cli.main import run
 
 DATA = "digits/hospital0"
@@ -95,7 +95,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(capsys, tmp_path, untraine
 
 def test_a_refuted_claim_is_status_1_after_all_audits_and_names_them(capsys, tmp_path, monkeypatch):
     def audit(name, holds):
-        return lambda subject, setting, out: Outcome({}, [Verdict(name, "at most 8", "9.1", holds)], "none.png")
+        return lambda subject, setting, out: Outcome({}, [AuditVerdict(name, "at most 8", "9.1", holds)], "none.png")
 
     found = {"first": audit("first", False), "second": audit("second", True), "third": audit("third", None)}
     monkeypatch.setattr(runner, "AUDITS", found)

@@ -20,7 +20,7 @@ from consilium.audit import __main__ as program
 from consilium.audit import attacks, canaries, plots, runner, step_checks
 from consilium.audit.epsilon_bounds import auc, one_run, refuted, tail
 from consilium.audit.runner import Setting
-from consilium.audit.step_checks import Scale, SensitivityCheck
+from consilium.audit.step_checks import NoiseScale, SensitivityCheck
 from consilium.audit.target import AuditTarget, ListedExamples
 from consilium.audit.training import Training, memorising
 from fl_core import datasets
@@ -251,7 +251,7 @@ def test_every_picture_is_drawn(tmp_path: Path) -> None:
     plots.tracing([[attacks.Tracing(1, 0.0, 0.9, 0.2, 0.02)]] * 2, tmp_path / "tracing.png")
     plots.presence({"no privacy": [1.0, 0.9]}, {"no privacy": [0.5, 0.5]}, tmp_path / "presence.png")
     plots.steps(
-        {"split": Scale(1.0, 0.5)}, {"split": SensitivityCheck(1.0, 1.0)}, {"split": [0.9]}, tmp_path / "steps.png"
+        {"split": NoiseScale(1.0, 0.5)}, {"split": SensitivityCheck(1.0, 1.0)}, {"split": [0.9]}, tmp_path / "steps.png"
     )
     assert len(list(tmp_path.glob("*.png"))) == 5
 

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from consilium.model import calibration
-from consilium.model.calibration import Asked, Calibration, calibrate
+from consilium.model.calibration import Calibration, CalibrationRequest, calibrate
 from consilium.model.distances import ClassDistances
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
 from fl_core.training.clinical import clinical_counts, clinical_metrics
@@ -83,7 +83,7 @@ class Digits:
 
     def calibrated(self, index: Tensor, data: str, **how: float) -> Calibration:
         logits, features = self.answers(self.z[index])
-        return calibrate(Asked("m" * 64, data, self.classes, **how), logits, features, self.y[index])
+        return calibrate(CalibrationRequest("m" * 64, data, self.classes, **how), logits, features, self.y[index])
 
 
 def test_on_held_out_digits_nine_sets_in_ten_hold_the_class_and_one_known_digit_in_ten_is_flagged() -> None:
@@ -169,7 +169,7 @@ def test_a_model_that_answers_no_numbers_is_not_calibrated(number: float) -> Non
     logits, features = digits.answers(digits.z[:100])
     logits[3, 2] = number
     with pytest.raises(DataError, match="NaN or infinity"):
-        calibrate(Asked("m" * 64, "d", digits.classes), logits, features, digits.y[:100])
+        calibrate(CalibrationRequest("m" * 64, "d", digits.classes), logits, features, digits.y[:100])
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_flags_are_of_models_that_choose_a_class_and_of_no_other(
 def test_a_model_of_several_labels_that_answers_no_numbers_is_not_calibrated() -> None:
     with pytest.raises(DataError, match="NaN or infinity"):
         calibration.calibrate_labels(
-            Asked("m" * 64, "d", "ab"), torch.full((99, 2), float("nan")), torch.ones(99, 2).long()
+            CalibrationRequest("m" * 64, "d", "ab"), torch.full((99, 2), float("nan")), torch.ones(99, 2).long()
         )
 
 

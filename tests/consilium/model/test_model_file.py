@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from consilium.model import model_file
-from consilium.model.model_file import ModelFacts
+from consilium.model.model_file import ModelFileFacts
 from consilium.research.engines.in_process import RoundHistory, simulate
 from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_simulation
@@ -43,7 +43,7 @@ def written(folder: Path, run: RunSetup, state: State) -> Path:
     """Write a model with a card that names it."""
     file = folder / "m.safetensors"
     tensors = {name: v.contiguous() for name, v in run.exported(state).items()}
-    save_file(tensors, file, ModelFacts.of(run.manifest, tensor_maps.digest(state["w"]), "m").metadata())
+    save_file(tensors, file, ModelFileFacts.of(run.manifest, tensor_maps.digest(state["w"]), "m").metadata())
     named(file)
     return file
 
@@ -160,5 +160,5 @@ def test_a_file_of_before_says_that_it_must_be_exported_again(file: Path) -> Non
 
 def test_facts_survive_the_header(tmp_path: Path) -> None:
     run, _, file = trained(tmp_path, "fedgela", {"logit_scale": 3.0})
-    wanted = ModelFacts.of(run.manifest, "d" * 64, "m")
+    wanted = ModelFileFacts.of(run.manifest, "d" * 64, "m")
     assert replace(model_file.load(file).facts, model_digest="d" * 64) == wanted

@@ -11,7 +11,7 @@ from PIL import Image
 
 from consilium.model import inputs, model_file
 from consilium.model.inputs import Inputs
-from consilium.model.model_file import LoadedModel, ModelFacts
+from consilium.model.model_file import LoadedModel, ModelFileFacts
 from consilium.model.predictor import NO_NUMBERS, Predictor, calibrated, tally
 from fl_core import datasets
 from fl_core.datasets import DataRequest
@@ -133,7 +133,7 @@ COLUMNS = (
 
 @pytest.fixture
 def table(model: LoadedModel) -> LoadedModel:
-    facts = ModelFacts(
+    facts = ModelFileFacts(
         method="fedavg", model="table_mlp", data="table", shape=(5,), classes=("benign", "malignant"), columns=COLUMNS,
         manifest_digest="", model_digest="",
     )  # fmt: skip

@@ -20,10 +20,10 @@ from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from service_core.pki.identity import colons
 from silo.cli.main import run as silo
-from silo.storage.store import Store as SiloStore
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.coordinator import enrolled, hospitals, join
 
@@ -186,7 +186,7 @@ def test_the_coordinator_says_whether_the_lead_is_in_force(
     assert capsys.readouterr().out.split()[-3:] == ["lead", "in", "force"]
     home = tmp_path / "copy"
     shutil.copytree(exported.home, home)
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         Leads(home, store).add("anna")
         own = Authority.open(home).lead_credentials("anna")
         raw = json.loads(json.dumps(SignedCard.read(file).document)) | {"written_by": "anna"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from consilium.report.card import Card, ClassFacts, Hospital, Masks, Privacy, Share, Withdrawal, most_found
+from consilium.report.card import Card, CardShare, ClassFacts, Hospital, Masks, Privacy, Withdrawal, most_found
 from consilium.report.documents import SKELETONS, markdown, page, skeleton
 from consilium.report.signed_card import OPENING, SignedCard
 from service_core.pki.identity import certificate_fingerprint
@@ -135,7 +135,7 @@ def test_results_of_an_earlier_model_are_not_said_of_this_one() -> None:
 
 
 def test_what_is_withheld_has_no_number() -> None:
-    hidden = Share(withheld="noise larger than signal")
+    hidden = CardShare(withheld="noise larger than signal")
     said = markdown(results(balanced=hidden, accuracy=hidden, best=hidden))
     section = said.partition("## How accurate it is")[2].partition("##")[0]
     assert "Accuracy is withheld: noise larger than signal." in section
@@ -226,7 +226,7 @@ def hostile() -> Card:
         run=replace(made.run, name=HOSTILE, id=HOSTILE, state=HOSTILE),
         model=replace(made.model, name=HOSTILE, preprocessing=HOSTILE, start=HOSTILE),
         method=replace(made.method, about=HOSTILE, training=HOSTILE),
-        classes=(ClassFacts(HOSTILE, 1, Share(withheld=HOSTILE), (HOSTILE,)),),
+        classes=(ClassFacts(HOSTILE, 1, CardShare(withheld=HOSTILE), (HOSTILE,)),),
         hospitals=(Hospital(HOSTILE, 1, (HOSTILE,), HOSTILE, 5.0, HOSTILE, HOSTILE, HOSTILE, HOSTILE),),
         results=replace(made.results, confusion=((1,),), why_no_more=HOSTILE),
         software={"coordinator": HOSTILE},
@@ -247,7 +247,9 @@ def test_texts_of_others_are_no_markup(name: str) -> None:
     inline = [child.type for token in tokens for child in token.children or ()]
     assert not {"html_inline", "link_open", "image", "em_open"} & set(inline)
     assert not [token for token in tokens if token.type == "html_block"]
-    tame = replace(hostile(), run=card().run, model=card().model, classes=(ClassFacts("x", 1, Share(withheld="x")),))
+    tame = replace(
+        hostile(), run=card().run, model=card().model, classes=(ClassFacts("x", 1, CardShare(withheld="x")),)
+    )
     counted = [
         {kind: sum(token.type == kind for token in parser.parse(write(made))) for kind in ("heading_open", "td_open")}
         for made in (hostile(), tame)

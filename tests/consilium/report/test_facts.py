@@ -14,21 +14,21 @@ from coordinator.lead.accuracy import clinical_message
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin, TwoByTwo
+from fl_core.types.clinical import CALIBRATION_BINS, BinnedRange, ClinicalMetrics, ReliabilityBin, TwoByTwo
 from fl_core.types.intervals import share
 from fl_core.types.secagg import Secagg
-from fl_core.types.survey import Answer, Cell
+from fl_core.types.survey import Cell, SurveyAnswer
 from privacy.accounting.projection import preview
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.pki.identity import Identity, Kind
+from service_core.pki.identity import CertificateRole, Identity
 from tests.support.federations import NAMES, manifest
 from tests.support.privacy import private
 from tests.support.recorded_runs import SUMS
 
 pytestmark = pytest.mark.integration
 
-LEAD = Identity(Kind.LEAD, "skin", "anna")
+LEAD = Identity(CertificateRole.LEAD, "skin", "anna")
 
 
 def card(run: RunManifest, *rounds: pb.RoundInfo, silos: list[pb.SiloInfo] | None = None, **detail: object) -> Card:
@@ -170,7 +170,9 @@ def test_hospitals_are_the_members_with_what_they_declare_and_nobody_else() -> N
 def test_clinical_metrics_are_carried_by_class() -> None:
     confusion = ((1, 1, 0, 0), (0, 2, 0, 0), (0, 0, 0, 0), (0, 0, 0, 3))
     bins = tuple(ReliabilityBin(7, 6, 6.5) if k == 14 else ReliabilityBin(0, 0, 0.0) for k in range(CALIBRATION_BINS))
-    found = ClinicalMetrics(confusion, (Range(0.8, 0.9), Range(0.5, 0.5), None, Range(1.0, 1.0)), bins)
+    found = ClinicalMetrics(
+        confusion, (BinnedRange(0.8, 0.9), BinnedRange(0.5, 0.5), None, BinnedRange(1.0, 1.0)), bins
+    )
     last = evaluated((1, 2, 0, 3))
     last.clinical.CopyFrom(clinical_message(found))
     made = card(manifest(rounds=1, metrics="clinical"), last)
@@ -192,7 +194,7 @@ def test_withdrawals_say_whether_the_model_depends_on_them() -> None:
 # ---- surveys ---------------------------------------------------------------------------------------------------------
 
 CELLS = (Cell("a", 30.0, 20.0, 0.0, 1), Cell("b", None, None, 0.0, 3), Cell("c", 0.0, 0.0, 0.0, 0))
-ANSWERS = SurveyAnswers("d" * 64, 3, None, None, (Answer("classes", "Class", "", CELLS, {}),), {})
+ANSWERS = SurveyAnswers("d" * 64, 3, None, None, (SurveyAnswer("classes", "Class", "", CELLS, {}),), {})
 
 
 def answered(run: RunManifest, asked: RunManifest, found: SurveyAnswers = ANSWERS) -> Card:
@@ -225,7 +227,7 @@ def test_a_survey_about_other_data_or_with_numbers_of_no_records_is_refused() ->
 
 @pytest.mark.parametrize("cell", [{"held": -1}, {"held": 4}, {"half_width": -1.0}, {"patients": float("inf")}])
 def test_answers_that_no_hospitals_give_are_neither_signed_nor_believed(cell: dict[str, float]) -> None:
-    run, wrong = manifest(rounds=1), (Answer("classes", "Class", "", (replace(CELLS[0], **cell),), {}),)
+    run, wrong = manifest(rounds=1), (SurveyAnswer("classes", "Class", "", (replace(CELLS[0], **cell),), {}),)
     with pytest.raises(ConfigError, match="numbers of records"):
         answered(run, run, replace(ANSWERS, answers=wrong))
     made = answered(run, run)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from consilium.report.card import Card, Share
+from consilium.report.card import Card, CardShare
 from consilium.report.documents import page
 from consilium.report.signed_card import CONTEXT, MAX_BYTES, SignedCard, canonical, check_files
 from fl_core.errors import ConfigError, FederationError, RefusedError
@@ -148,9 +148,9 @@ def test_a_card_of_a_time_for_which_its_certificate_is_not_is_refused(
 @pytest.mark.parametrize(
     "lie",
     [
-        {"results": {"accuracy": Share(1.5)}},
-        {"results": {"balanced": Share(0.5, 0.6, 0.9)}},
-        {"results": {"balanced": Share(None, 0.6, 0.9)}},
+        {"results": {"accuracy": CardShare(1.5)}},
+        {"results": {"balanced": CardShare(0.5, 0.6, 0.9)}},
+        {"results": {"balanced": CardShare(None, 0.6, 0.9)}},
         {"results": {"confusion": ((1, 2), (3,))}},
         {"results": {"confusion": ((1,),)}},
         {"results": {"confusion": ((1, -2), (0, 0))}},

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from consilium.pages.lead.site import comparison_facts
-from consilium.research.comparison import BEHIND, COMPARED, MAX_RUNS, ComparedRun, Comparison, flatten, score_rows
+from consilium.research.comparison import BEHIND, COMPARED, MAX_RUNS, ComparedRun, RunComparison, flatten, score_rows
 from consilium.research.comparison import compare as compare_runs
 from coordinator.lead import accuracy
 from fl_core.errors import ConfigError, ProtocolError
@@ -19,7 +19,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import SPEC, detail, measured
 
 
-def compare(details: list[pb.RunDetail]) -> Comparison:
+def compare(details: list[pb.RunDetail]) -> RunComparison:
     return compare_runs([ComparedRun.of(each) for each in details])
 
 

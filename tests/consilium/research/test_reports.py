@@ -13,7 +13,7 @@ import pytest
 from coordinator.lead.client import LeadClient
 from coordinator.lead.run_log import AuditTail, run_lines
 from coordinator.storage.records import RunState
-from service_core.audit_log.lines import Entry
+from service_core.audit_log.lines import LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog
 from tests.support.coordinator import World, running
 from tests.support.federations import NAMES, manifest
@@ -159,9 +159,9 @@ def test_a_line_of_the_audit_log_is_read_once_and_only_if_it_names_the_run(tmp_p
     log = AuditLog(tmp_path / FOLDER)
     tail = AuditTail(tmp_path, frozenset(("run-1", "study")))
     for about in ("run=run-1 round=1", "run=run-10", "run_id=study", "xrun=run-1", "object run-1"):
-        log.append(Entry("lead", "call", about))
-    log.append(Entry("lead", "Lead/Show", "run_id=run-1"))
+        log.append(LogEntry("lead", "call", about))
+    log.append(LogEntry("lead", "Lead/Show", "run_id=run-1"))
     assert [line.entry.about for line in tail.fresh()] == ["run=run-1 round=1", "run_id=study"]
     assert not list(tail.fresh())
-    log.append(Entry("lead", "call", "run=run-1 again"))
+    log.append(LogEntry("lead", "call", "run=run-1 again"))
     assert [line.entry.about for line in tail.fresh()] == ["run=run-1 again"]

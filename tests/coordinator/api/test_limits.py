@@ -19,11 +19,11 @@ from coordinator.api import control
 from coordinator.api.limits import Bucket, Limits, Rate
 from coordinator.pki.membership import Membership
 from coordinator.storage.members import MemberStore
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from service_core.pki import certificates
-from service_core.pki.identity import Kind
+from service_core.pki.identity import CertificateRole
 from service_core.pki.invitation import InvitationToken
 from service_core.storage.private_files import Credentials
 from service_core.version import PROTOCOL
@@ -100,7 +100,7 @@ def test_idle_streams_of_one_hospital_take_nothing_from_others(tmp_path: Path) -
         stack.callback(line.close)
         until(lambda: line.kinds().count("pulse") >= 3, "pulses", 20)
         refused = [call for call in idle.calls if call.done()]
-        assert len(refused) >= MANY - 2 * Limits().streams[Kind.SILO]
+        assert len(refused) >= MANY - 2 * Limits().streams[CertificateRole.SILO]
 
 
 @pytest.mark.fault("a holder of an invitation", "holds 70 idle streams", "each is refused at once")
@@ -163,7 +163,7 @@ def test_open_streams_of_a_revoked_hospital_end(tmp_path: Path, kind: str) -> No
 
 def revoke_elsewhere(world: World) -> None:
     """Revoke as the command does: another connection to the database, which tells the service nothing."""
-    with closing(Store(world.home)) as store:
+    with closing(CoordinatorStore(world.home)) as store:
         Membership(world.home, store).revoke("north", "test")
 
 
@@ -278,7 +278,7 @@ def test_an_upload_that_was_not_opened_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.fault("a hospital", "calls without a pause", "refused with E-NET-12; leads are answered")
 def test_calls_per_second_are_bounded(tmp_path: Path) -> None:
-    limits = replace(Limits(), calls={**Limits().calls, Kind.SILO: Rate(0.001, 10)})
+    limits = replace(Limits(), calls={**Limits().calls, CertificateRole.SILO: Rate(0.001, 10)})
     with serving(tmp_path, limits) as world:
         stub = world.transfer("north")
         answers = []

@@ -12,7 +12,7 @@ from sqlalchemy import event
 
 from coordinator.api import messages
 from coordinator.lead.client import LeadClient
-from coordinator.storage.store import FILE, Store
+from coordinator.storage.store import FILE, CoordinatorStore
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.coordinator import World
 from tests.support.older_homes import older_file
@@ -25,7 +25,7 @@ def fill(home: Path, copies: int = COPIES) -> None:
     for file in home.glob(f"{FILE}*"):
         file.unlink()
     older_file("last", "coordinator", home / FILE)
-    Store(home).close()
+    CoordinatorStore(home).close()
     with closing(sqlite3.connect(home / FILE)) as db, db:
         for table, id in (("runs", "id"), ("rounds", "run_id")):
             names = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
@@ -53,7 +53,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_what_a_list_says_of_a_run_is_what_is_said_of_it_alone(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     fill(tmp_path, 5)
-    with closing(Store(tmp_path)) as store:
+    with closing(CoordinatorStore(tmp_path)) as store:
         runs = store.runs.all()
         listed = messages.run_infos(runs, store)
         assert listed == [messages.run_info(run, store) for run in runs]
@@ -68,7 +68,7 @@ def test_many_runs_take_as_many_statements_as_one(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     fill(tmp_path)
     counted: list[int] = []
-    with closing(Store(tmp_path)) as store:
+    with closing(CoordinatorStore(tmp_path)) as store:
         statements = []
         event.listen(store.database._engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
         for size in (2, 200):

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli.main import program
-from coordinator.storage.store import OBJECTS, Store
+from coordinator.storage.store import OBJECTS, CoordinatorStore
 from fl_core.errors import StateError
 from service_core.storage.digests import file_digest
 from tests.support.coordinator import World
@@ -102,7 +102,7 @@ def test_a_key_that_others_may_read_is_a_problem(tmp_path):
 
 
 def opened_and_read(home: Path) -> None:
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         store.members.silos()
         for made in store.runs.all():
             store.runs.rounds(made.id)
@@ -143,7 +143,7 @@ def test_it_calls_a_home_of_0_1_0_sound_which_the_service_opens_and_leaves_the_m
     _, found = findings(world.home)
     assert level(found, "database") == ["ok"], found
     assert tree(world.home) == before
-    Store(world.home).close()
+    CoordinatorStore(world.home).close()
     assert file_digest(file) != before["coordinator.sqlite"][0]
 
 
@@ -155,4 +155,4 @@ def test_a_missing_database_beside_stored_files_is_a_problem(tmp_path):
     (world.home / OBJECTS / "00" / ("0" * 64)).write_bytes(b"x")
     assert level(findings(world.home)[1], "database") == ["problem"]
     with pytest.raises(StateError, match="E-STATE-23"):
-        Store(world.home)
+        CoordinatorStore(world.home)

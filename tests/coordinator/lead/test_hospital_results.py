@@ -10,7 +10,7 @@ import pytest
 from coordinator.lead import accuracy, hospital_results
 from coordinator.lead.hospital_results import standing
 from fl_core.errors import ProtocolError
-from fl_core.types.clinical import CALIBRATION_BINS, ClinicalMetrics, Range, ReliabilityBin, TwoByTwo
+from fl_core.types.clinical import CALIBRATION_BINS, BinnedRange, ClinicalMetrics, ReliabilityBin, TwoByTwo
 from fl_core.types.records import HospitalResult
 from protos.consilium.v1 import federation_pb2 as pb
 
@@ -108,7 +108,7 @@ def test_a_hospital_that_is_much_worse_is_found() -> None:
 
 
 def test_rows_say_the_level_of_chance_and_mark_few_images() -> None:
-    clinical = ClinicalMetrics(((3, 1), (0, 4)), (Range(0.9, 0.9), Range(0.9, 0.9)), ())
+    clinical = ClinicalMetrics(((3, 1), (0, 4)), (BinnedRange(0.9, 0.9), BinnedRange(0.9, 0.9)), ())
     rows = list(hospital_results.rows({"b": result([3, 4], [4, 4]), "a": HospitalResult((20, 0), (30, 0), clinical)}))
     assert [row[0] for row in rows] == ["a", "b"]
     assert rows[1][1] == "8 (few)"
@@ -119,7 +119,9 @@ def test_rows_say_the_level_of_chance_and_mark_few_images() -> None:
 
 def test_results_come_back_from_a_message_as_they_were() -> None:
     clinical = ClinicalMetrics(
-        ((3, 1), (0, 4)), (Range(0.875, 0.9), None), (ReliabilityBin(8, 7, 6.5),) + (ReliabilityBin(0, 0, 0.0),) * 14
+        ((3, 1), (0, 4)),
+        (BinnedRange(0.875, 0.9), None),
+        (ReliabilityBin(8, 7, 6.5),) + (ReliabilityBin(0, 0, 0.0),) * 14,
     )
     own = {"a": HospitalResult((3.0, 4.0), (4.0, 4.0), clinical), "b": HospitalResult((1.0, 0.0), (2.0, 0.0))}
     info = pb.RoundInfo(correct=[4, 4], examples=[6, 4], by_hospital=accuracy.result_messages(own))

@@ -14,7 +14,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 from coordinator.pki.authority import Authority
 from fl_core.errors import ConfigError, RefusedError, StateError
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of
+from service_core.pki.identity import CertificateRole, Identity, identity_of
 from service_core.storage import private_files
 from tests.support.pki import authority, certified, today
 
@@ -158,7 +158,7 @@ def test_of_the_request_only_the_key_counts(ca):
     )
     pem = ca.sign_silo(greedy.public_bytes(Encoding.PEM), "center3")
     cert = x509.load_pem_x509_certificate(pem)
-    assert identity_of(pem).identity == Identity(Kind.SILO, "demo", "center3")
+    assert identity_of(pem).identity == Identity(CertificateRole.SILO, "demo", "center3")
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == []
     assert not cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca

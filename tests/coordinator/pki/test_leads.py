@@ -16,7 +16,7 @@ from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import identity_of
@@ -68,7 +68,7 @@ def test_a_lead_is_added_used_and_revoked_and_the_others_go_on(world: World) -> 
 def test_a_renewed_lead_ends_its_predecessor_at_the_successors_first_use(tmp_path: Path) -> None:
     now = [1e9]
     home = World.create(tmp_path / "c", []).home
-    with closing(Store(home, lambda: now[0])) as store:
+    with closing(CoordinatorStore(home, lambda: now[0])) as store:
         people = Leads(home, store)
         people.adopt()
         old = identity_of(Authority.open(home).lead_credentials("lead").cert_pem)

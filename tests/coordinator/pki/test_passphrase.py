@@ -14,7 +14,7 @@ from coordinator.pki import passphrase
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.pki.server_certificate import ServerCertificate
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError, StateError
 from service_core.pki import certificates
 from service_core.pki.invitation import InvitationToken
@@ -62,7 +62,7 @@ def test_nothing_is_signed_without_the_passphrase(home: Path, capsys: pytest.Cap
         with pytest.raises(StateError, match="E-STATE-47"):
             attempt()
     assert SECRET not in "".join(capsys.readouterr())
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         assert [lead.name for lead in Leads(home, store).all()] == ["lead"]
 
 

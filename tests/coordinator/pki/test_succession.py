@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from coordinator.pki.membership import Membership
 from coordinator.storage import members as member_storage
 from coordinator.storage.schema import rosters
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import make_members
 from protos.consilium.v1 import federation_pb2 as pb
@@ -40,7 +40,7 @@ class Consortium:
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock = folder, today()
         self.ca = authority(folder / "ca", self.clock)
-        self.store = Store(folder / "ca", lambda: self.clock().timestamp())
+        self.store = CoordinatorStore(folder / "ca", lambda: self.clock().timestamp())
         self.members = Membership(folder / "ca", self.store, self.clock)
 
     def join(self, home: str, clock: Clock | None = None) -> SiloIdentity:

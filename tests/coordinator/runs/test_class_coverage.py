@@ -19,7 +19,7 @@ from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
 from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
-from coordinator.storage.records import Run, RunState
+from coordinator.storage.records import RunState, StoredRun
 from fl_core.errors import RefusedError
 from fl_core.rounds.silo_round import SiloRound, run_silo_round
 from fl_core.types.class_coverage import ClassCoverage
@@ -51,7 +51,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dic
         yield world, sites
 
 
-def submitted(world: World, *words: str) -> Run:
+def submitted(world: World, *words: str) -> StoredRun:
     return world.server.runs.submit(world.compose(compose_spec(words).to_json(), roster(world)), "{}", " ".join(words))
 
 
@@ -63,12 +63,12 @@ def roster(world: World):
         client.close()
 
 
-def coverage(run: Run) -> ClassCoverage:
+def coverage(run: StoredRun) -> ClassCoverage:
     assert run.coverage is not None
     return ClassCoverage.of(run.coverage)
 
 
-def told(world: World, run: Run, kind: str = "classes") -> list[str]:
+def told(world: World, run: StoredRun, kind: str = "classes") -> list[str]:
     return [e.text for e in world.server.store.runs.events_of(run.id, kind)]
 
 

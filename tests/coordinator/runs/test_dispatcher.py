@@ -12,21 +12,21 @@ import pytest
 from coordinator.runs import dispatcher as dispatcher_module
 from coordinator.runs import tasks as tasks_module
 from coordinator.runs.dispatcher import Dispatcher, SiloSession
-from coordinator.runs.tasks import RunInterrupted, RunTasks, Task
-from coordinator.storage.records import Contribution, Run
-from coordinator.storage.store import Store
+from coordinator.runs.tasks import RoundTask, RunInterrupted, RunTasks
+from coordinator.storage.records import Contribution, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.version import software
 from tests.support.coordinator import session
 
-TASK = Task("run", 3, TaskKind.TRAIN, "north", "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
+TASK = RoundTask("run", 3, TaskKind.TRAIN, "north", "m" * 64, "b" * 64, 100, 1, time.monotonic() + 1000)
 
 
 @pytest.fixture
 def dispatcher(tmp_path: Path) -> Iterator[Dispatcher]:
-    found = Dispatcher(Store(tmp_path), 1.0)
+    found = Dispatcher(CoordinatorStore(tmp_path), 1.0)
     yield found
     found.store.close()
 
@@ -176,7 +176,9 @@ def note_software(dispatcher: Dispatcher, names: list[str]) -> None:
 
 
 def test_a_run_keeps_the_software_of_each_side_once_and_warns_of_another_build(dispatcher: Dispatcher) -> None:
-    dispatcher.store.runs.add(Run("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1)
+    dispatcher.store.runs.add(
+        StoredRun("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1
+    )
     for silo in (with_software("north", software()), with_software("south", "older"), with_software("east", "")):
         dispatcher.attach(silo)
     for _ in range(3):
@@ -194,7 +196,9 @@ def test_a_run_keeps_the_software_of_each_side_once_and_warns_of_another_build(d
 def test_a_coordinator_of_another_build_goes_on_with_a_run_and_holds_each_silo_against_its_own(
     dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatcher.store.runs.add(Run("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1)
+    dispatcher.store.runs.add(
+        StoredRun("run", "run", "request", "{}", "{}", "m" * 64, "fedavg", "made-up", 3, ("north",)), 1
+    )
     dispatcher.attach(with_software("north", software()))
     note_software(dispatcher, ["north"])
     assert noted(dispatcher, "warning") == []

@@ -11,7 +11,7 @@ import pytest
 from consilium.report.lead import export
 from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
-from coordinator.storage.records import Run
+from coordinator.storage.records import StoredRun
 from fl_core.errors import ConfigError, FederationError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.training.evaluation import BY_HOSPITAL, METRIC_PARTS
@@ -33,7 +33,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Site], Run]]:
+def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Site], StoredRun]]:
     """Six hospitals, two of which let their results be shown and one that sends accuracies alone, and a model."""
     folder = tmp_path_factory.mktemp("six")
     with hospitals(folder) as (world, sites):
@@ -49,14 +49,14 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[
         yield world, sites, world.finished(world.server.store.runs.find("latest").id)
 
 
-def measured(world: World, run: Run):
+def measured(world: World, run: StoredRun):
     assert world.server is not None
     (row,) = world.server.store.runs.rounds(run.id)
     return row.record
 
 
 def test_a_stored_model_is_measured_at_six_hospitals_and_no_update_is_sent(
-    six: tuple[World, dict[str, Site], Run], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, parent = six
     capsys.readouterr()
@@ -80,7 +80,7 @@ def test_a_stored_model_is_measured_at_six_hospitals_and_no_update_is_sent(
 
 
 def test_hospitals_that_allow_it_are_shown_and_no_other(
-    six: tuple[World, dict[str, Site], Run], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, home=world.home, by_hospital=True, as_json=True)
@@ -104,7 +104,7 @@ def test_hospitals_that_allow_it_are_shown_and_no_other(
     assert "hill" not in printed.split("By hospital")[1].split("cannot rank")[0].split("is lowest")[0]
 
 
-def test_some_hospitals_are_named(six: tuple[World, dict[str, Site], Run]) -> None:
+def test_some_hospitals_are_named(six: tuple[World, dict[str, Site], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, on="north,west", home=world.home, detach=True)
     done = world.finished(world.server.store.runs.find("latest").id)
@@ -112,7 +112,7 @@ def test_some_hospitals_are_named(six: tuple[World, dict[str, Site], Run]) -> No
 
 
 def test_an_exported_file_is_measured_like_the_run_that_it_is_of(
-    six: tuple[World, dict[str, Site], Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Site], StoredRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, gela = six
     lead.run([w for w in TRAINED if not w.startswith("method")] + ["method=fedavg", "rounds=1"], home=world.home)
@@ -129,7 +129,7 @@ def test_an_exported_file_is_measured_like_the_run_that_it_is_of(
 
 
 def test_models_that_hospitals_trained_alone_are_measured_beside(
-    six: tuple[World, dict[str, Site], Run], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, sites, parent = six
     alone = [w for w in TRAINED if not w.startswith("method")] + ["method=local", "personal=true"]
@@ -160,7 +160,7 @@ def test_models_that_hospitals_trained_alone_are_measured_beside(
     assert not sites["north"].told("alone")
 
 
-def images_of(world: World, run: Run, name: str) -> float:
+def images_of(world: World, run: StoredRun, name: str) -> float:
     """Count the test images of a hospital, as the sums with it and without say."""
     evaluation.evaluate(run.id, on=",".join(n for n in SIX if n != name), home=world.home, detach=True)
     rest = world.finished(world.server.store.runs.find("latest").id)
@@ -169,7 +169,7 @@ def images_of(world: World, run: Run, name: str) -> float:
 
 @pytest.mark.parametrize("masks", ["off", "on"])
 def test_two_models_of_the_federation_are_measured_on_the_same_images(
-    six: tuple[World, dict[str, Site], Run], masks: str, capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Site], StoredRun], masks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each has a method of its own; the second one's numbers are those of its own closing evaluation."""
     world, _, gela = six
@@ -195,7 +195,7 @@ def test_two_models_of_the_federation_are_measured_on_the_same_images(
     until(lambda: not world.server.objects.has(other.object), "the second model goes with its run")
 
 
-def test_a_model_is_level_with_itself(six: tuple[World, dict[str, Site], Run]) -> None:
+def test_a_model_is_level_with_itself(six: tuple[World, dict[str, Site], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, beside=parent.id, home=world.home, detach=True)
     record = measured(world, world.finished(world.server.store.runs.find("latest").id))
@@ -204,7 +204,7 @@ def test_a_model_is_level_with_itself(six: tuple[World, dict[str, Site], Run]) -
     assert record.own.auc_ahead is None  # no difference that varies
 
 
-def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Site], Run]) -> None:
+def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Site], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, on="north", home=world.home, detach=True)
     done = world.finished(world.server.store.runs.find("latest").id)
@@ -228,18 +228,18 @@ def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Site
     ],
 )
 def test_a_wrong_request_is_refused(
-    six: tuple[World, dict[str, Site], Run], model: str, on: str, expected: str
+    six: tuple[World, dict[str, Site], StoredRun], model: str, on: str, expected: str
 ) -> None:
     with pytest.raises(FederationError, match=expected):
         evaluation.evaluate(model.replace("PARENT", six[2].id), on=on, home=six[0].home)
 
 
-def test_a_run_of_no_rounds_needs_a_model(six: tuple[World, dict[str, Site], Run]) -> None:
+def test_a_run_of_no_rounds_needs_a_model(six: tuple[World, dict[str, Site], StoredRun]) -> None:
     with pytest.raises(FederationError, match=r"E-CFG-02.*whole model beside rounds=0"):
         lead.run(["data=digits", "rounds=0"], home=six[0].home)
 
 
-def test_an_evaluation_is_no_model_to_go_on_from(six: tuple[World, dict[str, Site], Run]) -> None:
+def test_an_evaluation_is_no_model_to_go_on_from(six: tuple[World, dict[str, Site], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, on="north", home=world.home, detach=True)
     done = world.finished(world.server.store.runs.find("latest").id)
@@ -248,7 +248,7 @@ def test_an_evaluation_is_no_model_to_go_on_from(six: tuple[World, dict[str, Sit
 
 
 def test_a_masked_evaluation_opens_sums_alone(
-    six: tuple[World, dict[str, Site], Run], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, parent = six
     capsys.readouterr()

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from coordinator.api.control import data_offer
-from coordinator.storage.records import DataOffer, Run
+from coordinator.storage.records import DataOffer, StoredRun
 from fl_core.aggregation.options import NormClipped
 from fl_core.errors import ProtocolError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.types.records import judgements
+from fl_core.types.records import update_outcomes
 from fl_core.types.values import Bundle, Part
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
@@ -49,7 +49,7 @@ def scaled(factor: float, weight: float = 1.0, since: int = 0) -> Alter:
 
 
 @contextmanager
-def finished_beside(tmp_path: Path, agreed: RunManifest, alter: Alter) -> Iterator[tuple[World, Run, Told]]:
+def finished_beside(tmp_path: Path, agreed: RunManifest, alter: Alter) -> Iterator[tuple[World, StoredRun, Told]]:
     """Finish a run in which east alters its updates; give also what east was told of each round."""
     with running(tmp_path / "home", NAMES) as world:
         assert world.server is not None
@@ -85,7 +85,10 @@ def test_a_false_weight_is_refused_before_its_receipt_and_the_run_goes_on(tmp_pa
 @pytest.mark.fault("a hospital", "sends an update of 1000 times its length", "the round goes on; it is told why")
 def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: Path) -> None:
     with finished_beside(tmp_path, AGREED, scaled(1000.0, since=1)) as (world, run, told):
-        assert judgements(world.lead().Show(pb.RunQuery(run_id=run.id)).rounds) == {**NOTHING, "updates_refused": 2}
+        assert update_outcomes(world.lead().Show(pb.RunQuery(run_id=run.id)).rounds) == {
+            **NOTHING,
+            "updates_refused": 2,
+        }
         assert run.closed == 3
         assert told[0] == (True, "")
         for t in (1, 2):
@@ -108,8 +111,8 @@ def test_a_cut_is_in_the_record_in_the_events_and_told_to_the_silo(tmp_path: Pat
         detail = world.lead().Show(pb.RunQuery(run_id=run.id))
         assert detail.aggregator == "norm_clipped"
         assert (
-            judgements(detail.rounds)
-            == judgements(rounds)
+            update_outcomes(detail.rounds)
+            == update_outcomes(rounds)
             == {**NOTHING, "updates_cut": len(events(world, run.id, "cut"))}
         )
 

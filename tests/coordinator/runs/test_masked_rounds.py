@@ -30,7 +30,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.channel_options import MAX_MESSAGE_BYTES
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
-from service_core.audit_log.lines import REFUSED, Entry
+from service_core.audit_log.lines import REFUSED, LogEntry
 from silo.service.secagg import TaskMasks
 from tests.support import until
 from tests.support.audit_log import entries
@@ -103,7 +103,7 @@ def four(tmp_path: Path) -> Iterator[World]:
         yield found
 
 
-def recorded(world: World) -> list[Entry]:
+def recorded(world: World) -> list[LogEntry]:
     """Read the coordinator's audit log."""
     return entries(world.home)
 

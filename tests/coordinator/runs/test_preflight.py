@@ -17,8 +17,8 @@ from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.plain_rounds import PlainRounds
 from coordinator.runs.preflight import ask_preflight
 from coordinator.runs.tasks import PendingTask, Preflight, RunInterrupted
-from coordinator.storage.records import Run
-from coordinator.storage.store import Store
+from coordinator.storage.records import StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import RefusedError, UnavailableError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.enums import TaskKind
@@ -36,14 +36,14 @@ DIGEST = "m" * 64
 
 @pytest.fixture
 def dispatcher(tmp_path: Path) -> Iterator[Dispatcher]:
-    found = Dispatcher(Store(tmp_path), 1.0)
+    found = Dispatcher(CoordinatorStore(tmp_path), 1.0)
     yield found
     found.store.close()
 
 
-def stored(dispatcher: Dispatcher, of: RunManifest = PRIVATE) -> Run:
+def stored(dispatcher: Dispatcher, of: RunManifest = PRIVATE) -> StoredRun:
     names = tuple(m.name for m in of.members)
-    run = Run("run-1", "run", "request", "{}", of.to_json(), DIGEST, "fedavg", "made-up", of.rounds, names)
+    run = StoredRun("run-1", "run", "request", "{}", of.to_json(), DIGEST, "fedavg", "made-up", of.rounds, names)
     return dispatcher.store.runs.add(run, 1)
 
 
@@ -231,7 +231,9 @@ def test_members_are_asked_again_where_one_renewed_its_certificate_while_they_we
     monkeypatch.setattr(MaskedRounds, "keep_keys", lambda _, entries: kept.append(entries["north"].agree))
     monkeypatch.setattr(MaskedRounds, "_stored_keys", lambda _: None)
     agreed = masked()
-    run = Run("run-1", "run", "request", "{}", agreed.to_json(), DIGEST, "fedavg", "made-up", agreed.rounds, NAMES)
+    run = StoredRun(
+        "run-1", "run", "request", "{}", agreed.to_json(), DIGEST, "fedavg", "made-up", agreed.rounds, NAMES
+    )
     MaskedRounds(run, CompiledRun.of(agreed), services, None).prepare(None)  # type: ignore[arg-type]
     assert kept == [b"\x02"]
     assert sent == [b"1", b"2"]

@@ -11,11 +11,11 @@ import pytest
 
 from coordinator.api.server import Settings
 from coordinator.runs.dispatcher import Dispatcher, SiloSession
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from service_core.pki.identity import Identity, Kind, PeerCertificate
+from service_core.pki.identity import CertificateRole, Identity, PeerCertificate
 from tests.support import until
 from tests.support.coordinator import DENIED, HELLO, Line, World, channel, credentials, instance, running
 from tests.support.federations import NAMES, manifest
@@ -49,10 +49,10 @@ def test_two_machines_with_one_name_are_told(tmp_path: Path) -> None:
 
     def session(issued: int) -> SiloSession:
         start = datetime(2026, 1, issued, tzinfo=UTC)
-        who = Identity(Kind.SILO, "test", "north")
+        who = Identity(CertificateRole.SILO, "test", "north")
         return SiloSession(PeerCertificate(who, f"{issued:x}", "f", start, start + timedelta(days=90)))
 
-    dispatcher = Dispatcher(Store(tmp_path), 1.0)
+    dispatcher = Dispatcher(CoordinatorStore(tmp_path), 1.0)
     newer, renewed = session(2), session(3)
     dispatcher.attach(newer)
     with pytest.raises(RefusedError, match="E-ID-26"):
@@ -110,10 +110,10 @@ def test_the_same_process_and_the_next_on_its_home_take_over_at_once(patient: Wo
 
 
 def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
-    who = Identity(Kind.SILO, "test", "north")
+    who = Identity(CertificateRole.SILO, "test", "north")
     start = datetime(2026, 1, 1, tzinfo=UTC)
     peer = PeerCertificate(who, "1", "f", start, start + timedelta(days=90))
-    dispatcher = Dispatcher(Store(tmp_path), 1.0)
+    dispatcher = Dispatcher(CoordinatorStore(tmp_path), 1.0)
     silent, fresh = SiloSession(peer, hello=instance("a")), SiloSession(peer, hello=instance("b"))
     dispatcher.attach(silent)
     silent.last_heard -= 1.0

@@ -15,7 +15,7 @@ from consilium.report.lead import export
 from coordinator.cli import runs as lead
 from coordinator.config.hydra_config import compose_from, compose_spec
 from coordinator.runs import start_point
-from coordinator.storage.records import Run, RunState
+from coordinator.storage.records import RunState, StoredRun
 from fl_core.converter import Option
 from fl_core.errors import ConfigError, FederationError, ProtocolError, StateError
 from fl_core.methods import METHODS
@@ -132,7 +132,7 @@ def test_a_paused_or_failed_run_may_be_gone_on_from_and_one_under_way_or_unbegun
 # ---- what is taken over ---------------------------------------------------------------------------------------------
 
 
-def after(objects: ObjectStore, agreed: RunManifest, state: State | None = None) -> Run:
+def after(objects: ObjectStore, agreed: RunManifest, state: State | None = None) -> StoredRun:
     """A run that has ended in a state: in one where every number is another than at the start."""
     if state is None:
         state = {g: {n: v + 0.5 for n, v in vs.items()} for g, vs in RunSetup.of(agreed).initial_state().items()}
@@ -142,7 +142,7 @@ def after(objects: ObjectStore, agreed: RunManifest, state: State | None = None)
     return facts  # type: ignore[return-value]
 
 
-def kept(objects: ObjectStore, parent: Run) -> State:
+def kept(objects: ObjectStore, parent: StoredRun) -> State:
     return codec.read_state(objects.path(parent.state_object))
 
 

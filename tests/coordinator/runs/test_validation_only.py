@@ -13,7 +13,7 @@ from coordinator.cli import evaluation
 from coordinator.cli import runs as lead
 from coordinator.cli.survey import survey
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core import datasets
 from fl_core.errors import FederationError, RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -127,7 +127,7 @@ def test_a_renewal_keeps_what_the_invitation_said_and_a_new_invitation_changes_i
     made = World.create(tmp_path / "home", ())
     home = enrolled(made, "site", tmp_path / "site", validation_only=True)
     own = SiloIdentity(home.path)
-    with closing(Store(made.home)) as store:
+    with closing(CoordinatorStore(made.home)) as store:
         members, asked = Membership(made.home, store), own.renewal_request()
         answer = members.renew(own.load(), asked.csr_pem, asked.proof)
         own.install(answer.certificate_pem, answer.authority_pem)
@@ -142,7 +142,7 @@ def test_a_renewal_keeps_what_the_invitation_said_and_a_new_invitation_changes_i
 
 def test_the_silo_notes_at_its_join_what_it_joined_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, home = World.create(tmp_path / "home", ()), Home(tmp_path / "site")
-    with closing(Store(made.home)) as store:
+    with closing(CoordinatorStore(made.home)) as store:
         members = Membership(made.home, store)
         token = members.invite("site", validation_only=True).token
 

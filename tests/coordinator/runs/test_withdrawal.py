@@ -15,7 +15,7 @@ from coordinator.cli import runs as lead
 from coordinator.lead.client import LeadClient
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.runs.withdrawal import CONTEXT
-from coordinator.storage.records import Run, RunState
+from coordinator.storage.records import RunState, StoredRun
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import State
@@ -33,7 +33,9 @@ ANALYTIC = ["secagg=off", "data=digits", "model=random_features", "model.width=4
 FOUR = ("north", "east", "south", "west")
 
 
-def ran(world: World, words: Sequence[str], capsys: pytest.CaptureFixture[str], start_from: str | None = None) -> Run:
+def ran(
+    world: World, words: Sequence[str], capsys: pytest.CaptureFixture[str], start_from: str | None = None
+) -> StoredRun:
     capsys.readouterr()
     lead.run([*words], start_from=start_from, home=world.home, detach=True, as_json=True)
     return world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])

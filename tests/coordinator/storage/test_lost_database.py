@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import operations
-from coordinator.storage.store import FILE, OBJECTS, Store
+from coordinator.storage.store import FILE, OBJECTS, CoordinatorStore
 from fl_core.errors import StateError, UnavailableError
 from service_core.storage.object_store import ObjectStore, count_objects
 from tests.support.coordinator import World, running
@@ -22,7 +22,7 @@ GENERATION = f"{FILE}.generation"
 
 
 def work(home: Path, times: int = 3, begin: int = 0) -> None:
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         for number in range(begin, begin + times):
             store.attestations.keep_policy("north", f"{number:064x}")
 
@@ -41,7 +41,7 @@ def home(tmp_path: Path) -> Path:
 
 def log_lost(home: Path) -> None:
     """Change something with the log kept by a reader, and lose the log as a cut of the power might."""
-    with closing(Store(home)) as store, closing(sqlite3.connect(home / FILE)) as reader:
+    with closing(CoordinatorStore(home)) as store, closing(sqlite3.connect(home / FILE)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM policies").fetchall()
         store.attestations.keep_policy("north", "f" * 64)
@@ -54,7 +54,7 @@ def log_lost(home: Path) -> None:
 
 def newer_log(home: Path) -> None:
     """Put an older file beside the newest log."""
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         store.attestations.keep_policy("north", "f" * 64)
         shutil.copytree(home, home.with_name("copy"))
     shutil.rmtree(home)
@@ -90,7 +90,7 @@ def test_a_database_that_is_behind_is_noticed_before_anything_is_deleted(home: P
     lose(home)
     before = (home / FILE).read_bytes() if (home / FILE).exists() else None
     with pytest.raises(StateError, match=f"E-STATE-23.*{said}.*--accept-loss"):
-        Store(home)
+        CoordinatorStore(home)
     assert count_objects(home / OBJECTS) == 1
     assert before == ((home / FILE).read_bytes() if (home / FILE).exists() else None)
     operations.restore(accept_loss=True, home=home, as_json=True)
@@ -99,7 +99,7 @@ def test_a_database_that_is_behind_is_noticed_before_anything_is_deleted(home: P
 
 def test_the_service_does_not_start_on_a_database_that_is_behind(tmp_path: Path) -> None:
     world = World.create(tmp_path / "home", NAMES)
-    with closing(Store(world.home)) as store:
+    with closing(CoordinatorStore(world.home)) as store:
         state = ObjectStore(world.home / OBJECTS, sharded=True).put(b"a model")
         before = store.database.incarnation
     (world.home / FILE).unlink()
@@ -107,7 +107,7 @@ def test_the_service_does_not_start_on_a_database_that_is_behind(tmp_path: Path)
         world.start()
     assert ObjectStore(world.home / OBJECTS, sharded=True).holds(state)
     operations.restore(accept_loss=True, home=world.home, as_json=True)
-    with closing(Store(world.home)) as store:
+    with closing(CoordinatorStore(world.home)) as store:
         assert store.database.incarnation != before
 
 
@@ -135,7 +135,10 @@ def test_the_file_itself_has_what_was_said_when_a_round_is_closed(tmp_path: Path
 def test_a_damaged_row_is_said_as_such(tmp_path: Path, damage: str) -> None:
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         db.executescript(DUMP.read_text() + f"UPDATE runs SET {damage}")
-    with closing(Store(tmp_path)) as store, pytest.raises(StateError, match=r"E-STATE-22.*damaged.*from a backup"):
+    with (
+        closing(CoordinatorStore(tmp_path)) as store,
+        pytest.raises(StateError, match=r"E-STATE-22.*damaged.*from a backup"),
+    ):
         store.runs.all()
 
 
@@ -145,7 +148,7 @@ def test_a_damaged_row_is_said_as_such(tmp_path: Path, damage: str) -> None:
     [("max_page_count = 1", "found it full.*free some there"), ("query_only = 1", "cannot be.*READONLY.*read-only")],
 )
 def test_a_full_or_read_only_disk_is_said_as_such(tmp_path: Path, pragma: str, said: str) -> None:
-    with closing(Store(tmp_path)) as store:
+    with closing(CoordinatorStore(tmp_path)) as store:
         with store.database.read() as db:
             db.exec_driver_sql(f"PRAGMA {pragma}")
         with pytest.raises(UnavailableError, match=f"E-STATE-63.*{said}"):

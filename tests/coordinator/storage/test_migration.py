@@ -17,7 +17,7 @@ import pytest
 from coordinator.pki.authority import Authority
 from coordinator.storage import store as stores
 from coordinator.storage.records import RunState, Steering
-from coordinator.storage.store import FILE, Store
+from coordinator.storage.store import FILE, CoordinatorStore
 from fl_core.errors import StateError
 from service_core.pki.identity import identity_of
 from tests.support.older_homes import AGES, older_file
@@ -36,12 +36,12 @@ def written(home: Path, change: str = "") -> Path:
 
 def columns(home: Path) -> list[tuple[object, ...]]:
     every = "SELECT m.name, p.name, p.type, p.pk FROM sqlite_master m, pragma_table_info(m.name) p ORDER BY 1, 2"
-    with closing(Store(home)) as store, store.database.read() as db:
+    with closing(CoordinatorStore(home)) as store, store.database.read() as db:
         return [tuple(row) for row in db.exec_driver_sql(every)]
 
 
 def test_members_runs_and_rounds_are_there(tmp_path: Path) -> None:
-    with closing(Store(written(tmp_path), lambda: NOW)) as store:
+    with closing(CoordinatorStore(written(tmp_path), lambda: NOW)) as store:
         assert [(s.name, s.revoked, s.data.name) for s in store.members.silos()] == [(n, False, "digits") for n in BOTH]
         serial = store.members.silos()[1].certificate.serial
         assert store.members.membership_status("hospital1", serial).member
@@ -90,7 +90,7 @@ def test_attestations_move_into_their_updates_and_the_newest_keep_what_is_sealed
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         before = {row[0]: row[1:4] for row in db.execute("SELECT id, policy, seq, head FROM attestations")}
         assert len(before) == 17
-    with closing(Store(tmp_path, lambda: NOW)) as store:
+    with closing(CoordinatorStore(tmp_path, lambda: NOW)) as store:
         for name, row in before.items():
             kept = store.attestations.of(name)
             assert kept is not None
@@ -109,7 +109,7 @@ def test_every_number_of_a_closed_round_is_kept_to_its_last_bit(tmp_path: Path) 
         db.row_factory = sqlite3.Row
         before = {(row["run_id"], row["round"]): dict(row) for row in db.execute(query)}
     assert len(before) > 5
-    with closing(Store(tmp_path, lambda: NOW)) as store:
+    with closing(CoordinatorStore(tmp_path, lambda: NOW)) as store:
         for (run, number), old in before.items():
             row = store.runs.round(run, number)
             assert row is not None
@@ -128,7 +128,7 @@ def test_a_home_of_any_0_1_0_opens_with_members_runs_and_rounds(tmp_path: Path, 
     older_file(age, "coordinator", tmp_path / FILE)
     first, silos = ("plain", 2) if age == "first" else ("masked", 3)
     for _ in range(2):
-        with closing(Store(tmp_path)) as store:
+        with closing(CoordinatorStore(tmp_path)) as store:
             members = store.members.silos()
             assert [(s.name, s.revoked, s.data.name) for s in members] == [
                 (f"h{k}", False, "digits") for k in range(silos)
@@ -161,11 +161,11 @@ def test_a_lead_from_before_the_list_of_leads_keeps_working(tmp_path: Path) -> N
     ca = Authority.create(tmp_path, "test", ["127.0.0.1:8443"])
     elsewhere = identity_of(ca.make_lead("elsewhere").cert_pem)  # whose file is on a lead's own machine
     older_file("first", "coordinator", tmp_path / FILE)
-    with closing(Store(tmp_path)) as store:
+    with closing(CoordinatorStore(tmp_path)) as store:
         assert store.members.leads.status(elsewhere).member
         again = identity_of(ca.make_lead("elsewhere").cert_pem)
         assert not store.members.leads.status(again).member  # a second one under that name
-    with closing(Store(tmp_path)) as store:
+    with closing(CoordinatorStore(tmp_path)) as store:
         assert [lead.name for lead in store.members.leads.all()] == ["elsewhere"]
 
 
@@ -177,22 +177,22 @@ def test_a_crash_while_it_is_migrated_leaves_the_old_file(tmp_path: Path, monkey
     before = older_file("first", "coordinator", tmp_path / FILE).read_bytes()
     monkeypatch.setattr(stores, "MIGRATIONS", (*stores.MIGRATIONS[:-1], killed))
     with pytest.raises(KeyboardInterrupt):
-        Store(tmp_path)
+        CoordinatorStore(tmp_path)
     monkeypatch.undo()
     assert (tmp_path / FILE).read_bytes() == before
-    with closing(Store(tmp_path)) as store:
+    with closing(CoordinatorStore(tmp_path)) as store:
         assert len(store.members.silos()) == 2
 
 
 def test_a_run_under_way_goes_on(tmp_path: Path) -> None:
-    with closing(Store(written(tmp_path), lambda: NOW)) as store:
+    with closing(CoordinatorStore(written(tmp_path), lambda: NOW)) as store:
         store.runs.end(WAITS, RunState.PAUSED, "too few")
         store.steering.exclude(WAITS, "hospital1", readmit=False)
         assert store.runs.resume(WAITS, quorum=1).state is RunState.WAITING
         store.steering.extend(WAITS, 0, 60.0)
         store.runs.event(WAITS, "opened")
         assert [e.number for e in store.runs.events(WAITS, 10)] == [11, 12, 13]
-    with closing(Store(tmp_path, lambda: NOW)) as store:
+    with closing(CoordinatorStore(tmp_path, lambda: NOW)) as store:
         assert store.steering.of(WAITS) == Steering(WAITS, 1, 1, ("hospital1",), 0, 60.0)
 
 
@@ -211,7 +211,7 @@ def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, said: str) -> None:
     before = (written(tmp_path, made) / FILE).read_bytes()
     with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
-        Store(tmp_path)
+        CoordinatorStore(tmp_path)
     assert (tmp_path / FILE).read_bytes() == before
 
 
@@ -220,7 +220,7 @@ def test_receipts_which_are_signed_again_when_asked_for_leave_the_rows_of_update
     older_file(age, "coordinator", tmp_path / FILE)
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         before = db.execute("SELECT id, received FROM contributions ORDER BY id").fetchall()
-    with closing(Store(tmp_path)) as store:
+    with closing(CoordinatorStore(tmp_path)) as store:
         for id, received in before:
             contribution = store.contributions.contribution(id)
             assert contribution is not None

@@ -15,12 +15,12 @@ from coordinator.api.messages import round_info
 from coordinator.lead.accuracy import result_of
 from coordinator.lead.as_json import round_json
 from coordinator.lead.tables import measured_parts
-from coordinator.storage.records import Certificate, Contribution, EventRow, InvitationRow, Run, RunState
-from coordinator.storage.store import Store
+from coordinator.storage.records import Contribution, EventRow, InvitationRow, IssuedCertificate, RunState, StoredRun
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
-from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.clinical import BinnedRange, ClinicalMetrics, ReliabilityBin
 from fl_core.types.enums import TaskKind
-from fl_core.types.records import NO_BOUND, RoundRecord, judgements
+from fl_core.types.records import NO_BOUND, RoundRecord, update_outcomes
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage import digests
 
@@ -34,24 +34,26 @@ class Clock:
 
 @pytest.fixture
 def store(tmp_path: Path):
-    found = Store(tmp_path, Clock())
+    found = CoordinatorStore(tmp_path, Clock())
     yield found
     found.close()
 
 
 def certificate(serial: str, key: str = "k", name: str = "north", issued: float = 1000.0, enrolled: bool = True):
-    return Certificate(serial, name, key, "PEM", issued, 9e9, enrolled)
+    return IssuedCertificate(serial, name, key, "PEM", issued, 9e9, enrolled)
 
 
-def enrol(store: Store, invitation: str = "i1", key: str = "k", serial: str = "c1", name: str = "north") -> Certificate:
+def enrol(
+    store: CoordinatorStore, invitation: str = "i1", key: str = "k", serial: str = "c1", name: str = "north"
+) -> IssuedCertificate:
     return store.members.enrol(invitation, name, key, lambda: certificate(serial, key, name))
 
 
-def run_of(run_id: str = "run-0001", request: str = "r", spec: str = "{}") -> Run:
-    return Run(run_id, "run", request, spec, "{}", "m" * 64, "fedavg", "digits", 2, ("north", "south"))
+def run_of(run_id: str = "run-0001", request: str = "r", spec: str = "{}") -> StoredRun:
+    return StoredRun(run_id, "run", request, spec, "{}", "m" * 64, "fedavg", "digits", 2, ("north", "south"))
 
 
-def opened(store: Store, run_id: str = "run-0001") -> None:
+def opened(store: CoordinatorStore, run_id: str = "run-0001") -> None:
     store.runs.add(run_of(run_id), 2)
     store.runs.begin(run_id, "0" * 64, 5)
     store.runs.open_round(run_id, 0, TaskKind.TRAIN, ["north", "south"])
@@ -66,7 +68,7 @@ def record(round: int = 0, kind: TaskKind = TaskKind.TRAIN) -> RoundRecord:
     return RoundRecord(round, kind, (1.0, 2.0), (2.0, 4.0), ("north",), {"south": "late"}, 3)
 
 
-def test_an_invitation_gives_one_key_one_certificate(store: Store) -> None:
+def test_an_invitation_gives_one_key_one_certificate(store: CoordinatorStore) -> None:
     store.members.invite(InvitationRow("i1", "north", 0, 2000))
     first = enrol(store)
     assert enrol(store, serial="other") == first
@@ -77,7 +79,7 @@ def test_an_invitation_gives_one_key_one_certificate(store: Store) -> None:
         enrol(store)
 
 
-def test_of_two_keys_that_race_for_an_invitation_one_wins(store: Store) -> None:
+def test_of_two_keys_that_race_for_an_invitation_one_wins(store: CoordinatorStore) -> None:
     store.members.invite(InvitationRow("i1", "north", 0, 2000))
     won, lost = list[str](), list[str]()
 
@@ -97,7 +99,7 @@ def test_of_two_keys_that_race_for_an_invitation_one_wins(store: Store) -> None:
 
 
 @pytest.mark.parametrize("how", ["unknown", "expired", "withdrawn", "other name"])
-def test_an_invitation_that_is_not_in_force_is_refused(store: Store, how: str) -> None:
+def test_an_invitation_that_is_not_in_force_is_refused(store: CoordinatorStore, how: str) -> None:
     if how != "unknown":
         store.members.invite(
             InvitationRow("i1", "north" if how != "other name" else "south", 0, 2000 if how != "expired" else 999)
@@ -109,7 +111,7 @@ def test_an_invitation_that_is_not_in_force_is_refused(store: Store, how: str) -
     assert not store.members.is_member("north")
 
 
-def test_a_revocation_takes_every_certificate_and_open_invitation_of_a_name(store: Store) -> None:
+def test_a_revocation_takes_every_certificate_and_open_invitation_of_a_name(store: CoordinatorStore) -> None:
     store.members.invite(InvitationRow("i1", "north", 0, 2000))
     enrol(store)
     store.members.renew(certificate("c2", "k2", enrolled=False), (("old", "proof"),))
@@ -127,7 +129,7 @@ def test_a_revocation_takes_every_certificate_and_open_invitation_of_a_name(stor
     assert not store.members.revoke("nobody", "")
 
 
-def test_the_first_use_of_a_new_enrolment_ends_the_older_certificates(store: Store) -> None:
+def test_the_first_use_of_a_new_enrolment_ends_the_older_certificates(store: CoordinatorStore) -> None:
     for k in (1, 2):
         store.members.invite(InvitationRow(f"i{k}", "north", 0, 2000))
         enrol(store, f"i{k}", f"k{k}", f"c{k}")
@@ -139,11 +141,11 @@ def test_the_first_use_of_a_new_enrolment_ends_the_older_certificates(store: Sto
     assert store.members.why_revoked("c2") is None
 
 
-def test_a_second_process_writes_the_same_file(store: Store, tmp_path: Path) -> None:
+def test_a_second_process_writes_the_same_file(store: CoordinatorStore, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib\nfrom coordinator.storage.store import Store\n"
+        "import sys, pathlib\nfrom coordinator.storage.store import CoordinatorStore\n"
         "from coordinator.storage.records import InvitationRow\n"
-        "s = Store(pathlib.Path(sys.argv[1]))\n"
+        "s = CoordinatorStore(pathlib.Path(sys.argv[1]))\n"
         "for k in range(20): s.members.invite(InvitationRow(f'p{k}', f'other{k}', 0, 9e9))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
@@ -153,7 +155,7 @@ def test_a_second_process_writes_the_same_file(store: Store, tmp_path: Path) -> 
     assert len(store.members.invitations()) == 40
 
 
-def test_one_request_id_is_one_run(store: Store) -> None:
+def test_one_request_id_is_one_run(store: CoordinatorStore) -> None:
     first = store.runs.add(run_of(), 2)
     assert store.runs.add(run_of("run-0002"), 2) == first
     with pytest.raises(ConfigError, match="E-CFG-02"):
@@ -166,7 +168,7 @@ def test_one_request_id_is_one_run(store: Store) -> None:
         store.runs.find("nothing")
 
 
-def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Store) -> None:
+def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: CoordinatorStore) -> None:
     opened(store)
     run = store.runs.close_round("run-0001", record(), ("1" * 64, 5), "model")
     assert (run.closed, run.state_object, run.model_digest, run.accuracy) == (1, "1" * 64, "model", 0.5)
@@ -181,7 +183,7 @@ def test_a_round_closes_with_the_state_and_the_progress_or_not_at_all(store: Sto
 
 
 CLINICAL = ClinicalMetrics(
-    ((1, 0), (2, 3)), (Range(0.1, 0.2), None), (ReliabilityBin(1, 1, 0.1 + 0.2), ReliabilityBin(2, 0, 0.5))
+    ((1, 0), (2, 3)), (BinnedRange(0.1, 0.2), None), (ReliabilityBin(1, 1, 0.1 + 0.2), ReliabilityBin(2, 0, 0.5))
 )
 JUDGED = {"cut": {"north": "2 rows cut"}, "cut_rows": 2, "unbounded": True, "missing": {"south": "E-RUN-44: long"}}
 
@@ -195,7 +197,9 @@ JUDGED = {"cut": {"north": "2 rows cut"}, "cut_rows": 2, "unbounded": True, "mis
         {"clinical": CLINICAL},
     ],
 )
-def test_the_record_of_a_round_comes_back_as_it_was_to_the_last_bit(store: Store, measured: dict[str, Any]) -> None:
+def test_the_record_of_a_round_comes_back_as_it_was_to_the_last_bit(
+    store: CoordinatorStore, measured: dict[str, Any]
+) -> None:
     opened(store)
     made = replace(record(), **measured)
     store.runs.close_round("run-0001", made, ("1" * 64, 5), "model")
@@ -203,18 +207,18 @@ def test_the_record_of_a_round_comes_back_as_it_was_to_the_last_bit(store: Store
     assert {f.name for f in fields(RoundRecord)} == set(made.to_dict())
 
 
-def test_a_refusal_and_a_round_without_a_bound_are_events_and_counted(store: Store) -> None:
+def test_a_refusal_and_a_round_without_a_bound_are_events_and_counted(store: CoordinatorStore) -> None:
     opened(store)
     judged = replace(record(), **JUDGED)
     store.runs.close_round("run-0001", judged, ("1" * 64, 5), "model")
-    assert judgements([judged]) == {"updates_refused": 1, "updates_cut": 1, "cut_rows": 2, "unbounded_rounds": 1}
-    assert set(judgements([record()]).values()) == {0}  # "late" is no refusal
+    assert update_outcomes([judged]) == {"updates_refused": 1, "updates_cut": 1, "cut_rows": 2, "unbounded_rounds": 1}
+    assert set(update_outcomes([record()]).values()) == {0}  # "late" is no refusal
     said = {e.kind: e.text for e in store.runs.events("run-0001", 0)}
     assert said["warning"] == f"round 1: {NO_BOUND}"
     assert said["refused"] == "E-RUN-44: long"
 
 
-def test_scores_of_personal_models_are_shown_with_their_round(store: Store) -> None:
+def test_scores_of_personal_models_are_shown_with_their_round(store: CoordinatorStore) -> None:
     opened(store)
     store.runs.close_round("run-0001", replace(record(), personal={"pa": 0.5, "pa_std": 0.1}), ("1" * 64, 5), "model")
     found = store.runs.round("run-0001", 0)
@@ -224,7 +228,7 @@ def test_scores_of_personal_models_are_shown_with_their_round(store: Store) -> N
     assert measured_parts(result_of(round_info(found)))[-2:] == ["personal 50.00 %", "fairness 10.00 %"]
 
 
-def test_the_closing_evaluation_finishes_the_run(store: Store) -> None:
+def test_the_closing_evaluation_finishes_the_run(store: CoordinatorStore) -> None:
     opened(store)
     store.runs.open_round("run-0001", 2, TaskKind.EVALUATE, ["north"])
     run = store.runs.close_round("run-0001", record(2, TaskKind.EVALUATE), None, "model")
@@ -244,7 +248,7 @@ ALLOWED = {
 @pytest.mark.parametrize("after", RunState)
 @pytest.mark.parametrize("before", RunState)
 def test_a_run_moves_between_its_states_as_the_decision_says_and_no_otherwise(
-    store: Store, before: RunState, after: RunState
+    store: CoordinatorStore, before: RunState, after: RunState
 ) -> None:
     opened(store)
     with store.database.write() as db:
@@ -264,7 +268,7 @@ def test_a_run_moves_between_its_states_as_the_decision_says_and_no_otherwise(
     assert store.runs.get("run-0001").state is before
 
 
-def test_an_announced_object_is_fixed_once_it_is_taken(store: Store) -> None:
+def test_an_announced_object_is_fixed_once_it_is_taken(store: CoordinatorStore) -> None:
     opened(store)
     assert store.contributions.announce(update()) == (update(), True)
     assert store.contributions.announce(update()) == (update(), False)
@@ -277,7 +281,7 @@ def test_an_announced_object_is_fixed_once_it_is_taken(store: Store) -> None:
     assert store.runs.get("run-0001").bytes_up == 10
 
 
-def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(store: Store) -> None:
+def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(store: CoordinatorStore) -> None:
     opened(store)
     stated = [pb.Attestation(policy_digest="p", ledger_seq=n, ledger_head="h") for n in range(2)]
     for word in (stated[0], stated[1], None, stated[0]):
@@ -290,7 +294,7 @@ def test_what_is_stated_with_an_announcement_replaces_what_was_stated_before(sto
     assert store.attestations.of("c") == store.attestations.newest("north") == stated[0]
 
 
-def test_only_the_newest_sealed_figures_of_a_silo_are_kept(store: Store) -> None:
+def test_only_the_newest_sealed_figures_of_a_silo_are_kept(store: CoordinatorStore) -> None:
     opened(store)
     for number, silo in enumerate(("north", "south", "north", "north")):
         stated = pb.Attestation(policy_digest="p", ledger_seq=number, ledger_head="h")
@@ -307,7 +311,7 @@ def test_only_the_newest_sealed_figures_of_a_silo_are_kept(store: Store) -> None
         assert list(rows) == ["c1", "c2", "c3"], "c3 is on its way"
 
 
-def test_an_update_costs_less_than_half_a_kilobyte_for_ever(store: Store) -> None:
+def test_an_update_costs_less_than_half_a_kilobyte_for_ever(store: CoordinatorStore) -> None:
     """Whatever a hospital's ledger has to say, in whatever column. It was 2 kB."""
     opened(store)
     hospitals, sizes = [f"hospital{k}" for k in range(10)], []
@@ -330,7 +334,7 @@ def test_an_update_costs_less_than_half_a_kilobyte_for_ever(store: Store) -> Non
     assert (sizes[1] - sizes[0]) / 300 < 500
 
 
-def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:
+def test_events_are_numbered_from_one_for_each_run(store: CoordinatorStore) -> None:
     opened(store)
     store.runs.add(run_of("run-0002", "r2"), 2)
     store.runs.event("run-0002", "accepted", 3, "north", "text")
@@ -338,7 +342,7 @@ def test_events_are_numbered_from_one_for_each_run(store: Store) -> None:
     assert store.runs.events("run-0002", 1) == [EventRow("run-0002", 2, 1000.0, "accepted", 3, "north", "text")]
 
 
-def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: Store) -> None:
+def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: CoordinatorStore) -> None:
     opened(store)
     with pytest.raises(ProtocolError, match="E-WIRE-12"):
         store.contributions.announce(
@@ -357,7 +361,7 @@ def test_an_update_of_a_closed_round_or_of_another_base_is_refused(store: Store)
     assert not store.contributions.is_open("c")
 
 
-def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> None:
+def test_what_is_closed_is_collected_and_shared_objects_stay(store: CoordinatorStore) -> None:
     opened(store)
     opened_two = run_of("run-0002", "r2")
     store.runs.add(opened_two, 2)
@@ -380,7 +384,7 @@ def test_what_is_closed_is_collected_and_shared_objects_stay(store: Store) -> No
     assert gone[-1] == "2" * 64
 
 
-def test_who_may_read_an_object(store: Store) -> None:
+def test_who_may_read_an_object(store: CoordinatorStore) -> None:
     opened(store)
     assert store.contributions.readable("b" * 64, "north") == "run-0001"
     assert store.contributions.readable("m" * 64, "south") == "run-0001"

@@ -16,7 +16,7 @@ from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.aggregation.options import Mean, NormClipped
-from fl_core.aggregation.round_sum import Decided, NormClippedSum, NormHistory, RoundSum, lower_median
+from fl_core.aggregation.round_sum import AggregationDecision, NormClippedSum, NormHistory, RoundSum, lower_median
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
@@ -57,7 +57,7 @@ def aggregated(
     history: NormHistory | None = None,
     options: NormClipped | Mean = LIMITS,
     layout: Layout = LAYOUT,
-) -> tuple[Bundle, Decided]:
+) -> tuple[Bundle, AggregationDecision]:
     """Aggregate a round; return its sums as floats, and what was decided."""
     check = UpdateCheck(layout, GRID, {"delta": PartRule(Weighing.EXAMPLES)})
     sums = Aggregator(layout, GRID)
@@ -204,7 +204,7 @@ def test_fewer_than_three_ordinary_updates_are_added_as_they_are_and_the_round_s
     sent = {name: HONEST[name] for name in "ab"}
     total, decided = aggregated(sent, BEGUN)
     assert same_bundle(total, aggregated(sent, options=Mean())[0])
-    assert decided == Decided(unbounded=True)
+    assert decided == AggregationDecision(unbounded=True)
 
 
 def test_two_updates_of_a_later_round_are_bounded_by_the_earlier_ones() -> None:

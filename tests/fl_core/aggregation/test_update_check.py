@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from consilium.research.engines.in_process import local_ports
 from fl_core.aggregation.fixed_point import RING64_BOUND
-from fl_core.aggregation.update_check import DeclaredSize, Measured, UpdateCheck, _sign, with_undeclared
+from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, UpdateNorms, _sign, with_undeclared
 from fl_core.errors import ProtocolError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
@@ -207,6 +207,6 @@ def test_a_direction_is_held_against_a_silo_only_where_its_test_images_say_enoug
 def test_weight_decay_explains_no_more_of_a_direction_than_it_can_take_away(
     received: list[float], refused: bool
 ) -> None:
-    found = Measured({}, {}, (-0.01, -0.01, 0.01, 0.0), (20.0, 20.0, 0.0, 0.0), decay=0.02)
+    found = UpdateNorms({}, {}, (-0.01, -0.01, 0.01, 0.0), (20.0, 20.0, 0.0, 0.0), decay=0.02)
     assert found.direction() < 0
     assert (found.direction(torch.tensor(received)) < 0) is refused

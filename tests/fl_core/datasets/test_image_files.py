@@ -18,7 +18,7 @@ from fl_core.datasets.image_files import (
     ImageExamples,
     ImageTransform,
 )
-from fl_core.datasets.image_loader import Form, ImageLoader, square
+from fl_core.datasets.image_loader import ImageFormat, ImageLoader, square
 from fl_core.errors import DataError
 from tests.support.data import truncate, write_image
 
@@ -51,21 +51,21 @@ def test_an_image_above_the_pixel_limit_is_refused_before_it_is_decoded(tmp_path
     with path.open("r+b") as file:
         file.truncate(200)  # nothing but the header is there to decode
     with pytest.raises(UnreadableError, match="10000 x 10000 pixels, more than 67108864"):
-        square(path, Form(16))
+        square(path, ImageFormat(16))
 
 
 def test_a_large_image_is_resized(tmp_path: Path) -> None:
     path = tmp_path / "wide.png"
     Image.fromarray(np.full((40, 90, 3), 200, np.uint8)).save(path)
-    assert square(path, Form(16)).shape == (16, 16, 3)
-    assert (square(path, Form(16)) == 200).all()
+    assert square(path, ImageFormat(16)).shape == (16, 16, 3)
+    assert (square(path, ImageFormat(16)) == 200).all()
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "LA"])
 def test_every_eight_bit_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
     path = tmp_path / ("a.tif" if mode == "CMYK" else "a.png")
     Image.fromarray(np.full((8, 8, 3), 255, np.uint8)).convert(mode).save(path)
-    assert (square(path, Form(8)) > 250).all()
+    assert (square(path, ImageFormat(8)) > 250).all()
 
 
 def test_a_photo_is_turned_upright(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_photo_is_turned_upright(tmp_path: Path) -> None:
     exif = image.getexif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees to the right
     image.save(tmp_path / "a.jpg", exif=exif, quality=100)
-    assert square(tmp_path / "a.jpg", Form(8)).mean() > 100  # the middle of a 8x16 portrait, half white
-    upright = square(tmp_path / "a.jpg", Form(8))
+    assert square(tmp_path / "a.jpg", ImageFormat(8)).mean() > 100  # the middle of a 8x16 portrait, half white
+    upright = square(tmp_path / "a.jpg", ImageFormat(8))
     assert upright[0].mean() > 200
     assert upright[-1].mean() < 50
 

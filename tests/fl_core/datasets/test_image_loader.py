@@ -11,11 +11,11 @@ import pytest
 
 from fl_core.datasets import image_loader
 from fl_core.datasets.decoding.limits import UnreadableError
-from fl_core.datasets.image_loader import Form, ImageLoader, SquareKey, shared_loader, square
+from fl_core.datasets.image_loader import ImageFormat, ImageLoader, SquareKey, shared_loader, square
 from fl_core.errors import ConfigError
 from tests.support.data import write_image
 
-FORM = Form(16)
+FORM = ImageFormat(16)
 BYTES = 16 * 16 * 3
 
 
@@ -49,11 +49,11 @@ def test_the_cache_has_no_name_and_nobody_else_may_open_it(files: list[Path], tm
 
 def test_the_bound_holds_and_other_forms_make_room_first(files: list[Path]) -> None:
     loader = ImageLoader(cache_bytes=8 * BYTES, threads=1)
-    loader.squares(wanted(files), Form(8))
+    loader.squares(wanted(files), ImageFormat(8))
     loader.squares(wanted(files), FORM)
     assert loader.kept_bytes <= 8 * BYTES
-    loader.squares(wanted(files), Form(8))
-    loader.squares(wanted(files), Form(32))  # 4 times as large: two fit
+    loader.squares(wanted(files), ImageFormat(8))
+    loader.squares(wanted(files), ImageFormat(32))  # 4 times as large: two fit
     assert loader.kept_bytes <= 8 * BYTES
     loader.forget()
     assert loader.kept_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_core.rounds.closing import Attendance, ClosingRule, Decision, Verdict, needed
+from fl_core.rounds.closing import Attendance, ClosingRule, ClosingVerdict, Decision, needed
 
 PATIENCE = 60.0
 DEADLINE = 86400.0
@@ -36,17 +36,17 @@ def test_without_a_quorum_two_thirds_are_needed(quorum: int, size: int, expected
 
 
 def test_a_round_that_everybody_answered_closes() -> None:
-    assert RULE.decide(cohort(), 600.0) == Decision(Verdict.CLOSE)
+    assert RULE.decide(cohort(), 600.0) == Decision(ClosingVerdict.CLOSE)
 
 
 def test_a_slow_silo_is_awaited_for_twice_the_time_of_half_of_the_cohort() -> None:
     slow = cohort(Attendance("z", classes=ALL))
     assert awaited(RULE.decide(slow, 599.0)) == {"z": 600.0}  # half of six answered after 300 s
-    assert RULE.decide(slow, 600.0) == Decision(Verdict.CLOSE)
+    assert RULE.decide(slow, 600.0) == Decision(ClosingVerdict.CLOSE)
 
 
 def test_a_dead_silo_whose_classes_others_hold_is_not_awaited() -> None:
-    assert RULE.decide(cohort(Attendance("z", offline=61.0, classes=ALL)), 500.0) == Decision(Verdict.CLOSE)
+    assert RULE.decide(cohort(Attendance("z", offline=61.0, classes=ALL)), 500.0) == Decision(ClosingVerdict.CLOSE)
 
 
 def test_a_silo_that_was_away_for_a_moment_counts_as_connected() -> None:
@@ -65,7 +65,7 @@ def test_the_only_holder_of_a_class_is_awaited_longer(
     if until:
         assert awaited(RULE.decide(alone, until - 1)) == {"z": until}
     decision = RULE.decide(alone, max(until, 500.0))
-    assert decision.verdict is Verdict.CLOSE
+    assert decision.verdict is ClosingVerdict.CLOSE
     assert [(a.name, a.classes) for a in decision.lost] == ([("z", ("d",))] if classes else [])
 
 
@@ -73,7 +73,7 @@ def test_of_two_holders_the_second_is_awaited_no_longer_once_the_first_has_broug
     y, z = Attendance("y", offline=90.0, classes=frozenset("d")), Attendance("z", classes=frozenset("d"))
     assert awaited(RULE.decide(cohort(y, z), 700.0)) == {"y": 3000.0, "z": 6000.0}
     z = Attendance("z", answered=700.0, classes=frozenset("d"))
-    assert RULE.decide(cohort(y, z), 700.0) == Decision(Verdict.CLOSE)
+    assert RULE.decide(cohort(y, z), 700.0) == Decision(ClosingVerdict.CLOSE)
 
 
 def test_short_rounds_are_not_hasty() -> None:
@@ -85,20 +85,23 @@ def test_short_rounds_are_not_hasty() -> None:
 def test_below_the_quorum_everybody_is_awaited_to_the_deadline_and_then_the_run_pauses() -> None:
     few = cohort(*(Attendance(n, offline=1e6, missed=9, classes=ALL) for n in "xyz"))
     assert awaited(RULE.decide(few, DEADLINE - 1)) == dict.fromkeys("xyz", DEADLINE)
-    assert RULE.decide(few, DEADLINE) == Decision(Verdict.PAUSE)
+    assert RULE.decide(few, DEADLINE) == Decision(ClosingVerdict.PAUSE)
 
 
 def test_at_the_deadline_a_round_with_its_quorum_closes_whoever_is_missing() -> None:
     late = cohort(Attendance("y", classes=None), Attendance("z", classes=frozenset("d")))
     short = ClosingRule(4, 550.0, PATIENCE)
     assert awaited(short.decide(late, 549.0)) == {"y": 550.0, "z": 550.0}
-    assert short.decide(late, 550.0).verdict is Verdict.CLOSE
+    assert short.decide(late, 550.0).verdict is ClosingVerdict.CLOSE
 
 
 def test_who_refused_is_not_awaited_and_a_quorum_out_of_reach_pauses_at_once() -> None:
-    assert RULE.decide(cohort(Attendance("z", refused=True, classes=frozenset("d"))), 500.0).verdict is Verdict.CLOSE
+    assert (
+        RULE.decide(cohort(Attendance("z", refused=True, classes=frozenset("d"))), 500.0).verdict
+        is ClosingVerdict.CLOSE
+    )
     refused = [Attendance(n, refused=True) for n in "xyz"]
-    assert RULE.decide(cohort(*refused), 400.0) == Decision(Verdict.PAUSE)
+    assert RULE.decide(cohort(*refused), 400.0) == Decision(ClosingVerdict.PAUSE)
 
 
 def test_refusals_do_not_leave_the_others_awaited_for_ever() -> None:
@@ -177,4 +180,4 @@ def test_the_rule_says_what_its_second_telling_says(
 def test_who_is_awaited_now_is_given_up_in_the_end(silos: list[Attendance], now: float, quorum: int) -> None:
     rule = ClosingRule(min(quorum, len(silos)), DEADLINE, PATIENCE)
     assert all(now < a.until <= DEADLINE for a in rule.decide(silos, now).awaited)
-    assert rule.decide(silos, DEADLINE).verdict is not Verdict.WAIT
+    assert rule.decide(silos, DEADLINE).verdict is not ClosingVerdict.WAIT

@@ -12,7 +12,7 @@ import pytest
 from coordinator.config.hydra_config import compose_spec
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.rounds.manifest import EvaluationTerms, Member, NamedOptions, RunManifest, make_members
+from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, RunManifest, RunMember, make_members
 from fl_core.types.records import TrainConfig
 from privacy.compiled_run import CompiledRun
 from tests.support.federations import manifest
@@ -59,7 +59,7 @@ def test_digest_is_stable() -> None:
     assert json.loads(text)["format"] == 1
     assert ": " not in text
     assert list(json.loads(text)) == sorted(json.loads(text))
-    small = replace(run, layout={}, members=(Member("a"),), method=NamedOptions("fedavg"))
+    small = replace(run, layout={}, members=(RunMember("a"),), method=NamedOptions("fedavg"))
     assert small.digest() == "4890bef5ea45bfe68f2fc19ae5272805cf604a248ac8ba65fca3162c929b83cb"
 
 
@@ -77,7 +77,7 @@ def test_digest_is_stable() -> None:
         {"layout": {}},
         {"grid": FixedPointFormat("ring64", 4)},
         {"deadline_s": 1.0},
-        {"members": (Member("north"), Member("south"), Member("east"))},
+        {"members": (RunMember("north"), RunMember("south"), RunMember("east"))},
         {"image_size": 8},
         {"software": "x"},
     ],

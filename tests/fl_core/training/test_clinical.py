@@ -37,8 +37,8 @@ from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import (
     CALIBRATION_BINS,
     SCORE_BINS,
+    BinnedRange,
     ClinicalMetrics,
-    Range,
     ReliabilityBin,
     TwoByTwo,
     balanced_counts,
@@ -171,7 +171,7 @@ def test_one_class_alone_has_a_sensitivity_and_nothing_to_tell_it_from() -> None
 
 def test_scores_that_are_all_equal_leave_the_auc_open_around_one_half() -> None:
     found = measured(torch.zeros(6, 3), torch.tensor([0, 1, 2, 0, 1, 2]))
-    assert found.auc == (Range(0.0, 1.0),) * 3
+    assert found.auc == (BinnedRange(0.0, 1.0),) * 3
     assert found.macro_auc is not None
     assert found.macro_auc.middle == 0.5
 
@@ -181,13 +181,13 @@ def test_examples_without_probabilities_count_with_confidence_zero_and_the_answe
     logits = torch.tensor([[nan, nan], [inf, inf], [0.0, inf], [nan, 1.0]])
     found = measured(logits, torch.tensor([0, 0, 1, 1]))
     assert found.confusion == tuple(map(tuple, confusion_matrix([0, 0, 1, 1], logits.argmax(1)).tolist()))
-    assert found.auc == (Range(0.0, 1.0), Range(0.0, 1.0))
+    assert found.auc == (BinnedRange(0.0, 1.0), BinnedRange(0.0, 1.0))
     assert found.bins[0] == ReliabilityBin(4, 3, 0.0)
 
 
 def test_logits_of_any_size_have_scores_in_the_outer_bins_and_full_confidence() -> None:
     found = measured(torch.tensor([[1e38, -1e38], [-math.inf, 0.0], [3e38, 3.1e38]]), torch.tensor([0, 1, 1]))
-    assert found.auc == (Range(1.0, 1.0), Range(1.0, 1.0))
+    assert found.auc == (BinnedRange(1.0, 1.0), BinnedRange(1.0, 1.0))
     assert found.bins[-1] == ReliabilityBin(3, 3, 3.0)
     assert found.calibration_error == 0
 
@@ -212,7 +212,7 @@ def test_bins_rise_with_the_probability_and_are_all_there(p: list[float], classe
 
 
 def test_bins_are_finest_where_a_model_knows_nothing() -> None:
-    assert binned_auc([0, 1], [1, 0]) == Range(1.0, 1.0)
+    assert binned_auc([0, 1], [1, 0]) == BinnedRange(1.0, 1.0)
     near = torch.tensor([[0.25 + 0.002 * k] for k in range(-5, 6)], dtype=torch.float64).expand(-1, 4)
     assert len(score_bins(near, 4)[:, 0].unique()) == 11
 

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import binomtest, mannwhitneyu, norm
 
 from fl_core.types import intervals
-from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin, binned_auc
+from fl_core.types.clinical import BinnedRange, ClinicalMetrics, ReliabilityBin, binned_auc
 from fl_core.types.intervals import Interval
 
 pytestmark = pytest.mark.integration
@@ -40,7 +40,7 @@ def test_of_nothing_there_is_no_interval() -> None:
     assert intervals.share(0, 0) is None
     assert intervals.mean_of_shares([0.0, 0.0], [0.0, 0.0]) is None
     assert intervals.auc(None, 3, 3) is None
-    assert intervals.auc(Range(0.5, 0.5), 0, 3) is None
+    assert intervals.auc(BinnedRange(0.5, 0.5), 0, 3) is None
 
 
 @pytest.mark.parametrize("nonsense", [(math.nan, 5.0), (6.0, 5.0), (-1.0, 5.0), (1.0, math.nan), (1.0, -1.0)])
@@ -93,7 +93,7 @@ def measured_auc(rng: np.random.Generator, shift: float, m: int, n: int) -> floa
 def test_an_area_is_covered(shift: float, m: int, n: int) -> None:
     def draw(rng: np.random.Generator) -> Interval | None:
         area = measured_auc(rng, shift, m, n)
-        return intervals.auc(Range(area, area), m, n)
+        return intervals.auc(BinnedRange(area, area), m, n)
 
     assert coverage(draw, float(norm.cdf(shift / math.sqrt(2)))) >= LEAST
 
@@ -110,14 +110,14 @@ def test_an_area_that_was_counted_in_bins_is_covered() -> None:
 
 
 def test_the_ends_of_an_area_solve_their_equation() -> None:
-    z, found = norm.ppf(0.975), intervals.auc(Range(0.8, 0.8), 12, 30)
+    z, found = norm.ppf(0.975), intervals.auc(BinnedRange(0.8, 0.8), 12, 30)
     assert found is not None
     for end in found:
         assert (0.8 - end) ** 2 == pytest.approx(z * z * intervals.auc_variance(end, 12, 30), rel=1e-6)
 
 
 def test_a_perfect_area_of_few_images_is_no_certainty() -> None:
-    found = intervals.auc(Range(1.0, 1.0), 5, 5)
+    found = intervals.auc(BinnedRange(1.0, 1.0), 5, 5)
     assert found is not None
     assert found.high == 1.0
     assert found.low < 0.8
@@ -145,7 +145,7 @@ def counted(rng: np.random.Generator, per_class: tuple[int, ...], strength: floa
     for k in range(c):
         mine, others = scores[labels == k, k], scores[labels != k, k]
         area = float(mannwhitneyu(mine, others).statistic) / (len(mine) * len(others))
-        areas.append(Range(area, area))
+        areas.append(BinnedRange(area, area))
     return ClinicalMetrics(tuple(tuple(map(int, row)) for row in confusion), tuple(areas), (ReliabilityBin(0, 0, 0.0),))
 
 

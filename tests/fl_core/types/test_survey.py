@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fl_core.errors import ConfigError
-from fl_core.types.survey import QUESTIONS, Question, document, document_digest, parse_questions
+from fl_core.types.survey import QUESTIONS, SurveyQuestion, document, document_digest, parse_questions
 
 
 def test_questions_have_one_order_and_one_digest_however_they_are_asked():
@@ -25,10 +25,10 @@ def test_a_bin_is_at_least_as_wide_as_the_table_says(name):
     assert bins.width in bins.widths
     assert min(bins.widths) == bins.least
     for width in bins.widths:
-        assert Question(name, width).edges()[-1] == bins.high
+        assert SurveyQuestion(name, width).edges()[-1] == bins.high
     for width in (1, bins.least - 1, bins.least + 1, 0, -bins.least, 2 * (bins.high - bins.low)):
         with pytest.raises(ConfigError) as error:
-            Question(name, width)
+            SurveyQuestion(name, width)
         assert error.value.code == "E-CFG-02"
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_in_the_table_cannot_be_asked(text, code):
 
 def test_cells_are_as_many_as_they_are_named():
     for name in QUESTIONS:
-        question = Question.of(name)
+        question = SurveyQuestion.of(name)
         assert len(question.cells(("a", "b", "c"))) == question.count(3)
-    assert Question.of("classes").cells(("a", "b")) == ("a", "b")
-    assert Question.of("ages:60").cells(()) == ("0 to 60", "60 to 120", "120 or more", "not stated")
+    assert SurveyQuestion.of("classes").cells(("a", "b")) == ("a", "b")
+    assert SurveyQuestion.of("ages:60").cells(()) == ("0 to 60", "60 to 120", "120 or more", "not stated")

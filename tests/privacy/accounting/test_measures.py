@@ -23,7 +23,7 @@ from privacy.accounting import measures
 from privacy.accounting.measures import EvaluationResult, Measure
 from privacy.accounting.uncertainty import NO_NOISE, NOTHING, Estimate, EvaluationNoise
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.storage.tasks import Evaluation
+from silo.storage.tasks import LocalEvaluation
 from silo.training import evaluation_summary
 from tests.support.cards import markdown_of
 from tests.support.federations import manifest
@@ -68,7 +68,7 @@ def test_a_new_measure_is_in_json_and_in_tables(run: pb.RunDetail) -> None:
     results = {"north": HospitalResult((5.0, 1.0), (10.0, 10.0))}
     assert LABEL in hospital_results.head()
     assert "10.00 %" in next(hospital_results.rows(results))
-    stays = Evaluation(("a", "b"), (5.0, 1.0), (10.0, 10.0))
+    stays = LocalEvaluation(("a", "b"), (5.0, 1.0), (10.0, 10.0))
     assert evaluation_summary.class_facts(stays)[NAME] == pytest.approx(0.1)
     assert f"{LABEL} 10.00 %" in evaluation_summary.others(stays)
 

@@ -22,8 +22,8 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import RoundContext
 from privacy.secagg import silo_side
-from privacy.secagg.keys import Entry, OwnKeys, RunKeys
-from privacy.secagg.messages import Upload, Words
+from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys
+from privacy.secagg.messages import MaskedUpload, Words
 from privacy.secagg.terms import SecaggRun
 from tests.support.federations import manifest, shares
 
@@ -59,20 +59,20 @@ def stream(label: str) -> Callable[[int], bytes]:
     return drawn
 
 
-def uploads(blocks: Blocks, label: str) -> Iterator[Upload]:
+def uploads(blocks: Blocks, label: str) -> Iterator[MaskedUpload]:
     """Mask one vector in many runs, each with keys of its own."""
     ring = "ring64" if blocks[0].itemsize == 8 else "ring32"
     for draw in range(DRAWS):
         random = stream(f"{label} {draw}")
         run = SecaggRun(f"run {draw}", bytes(32), ("a", "b", "c"), 3, ring, Secagg(1))
         own = [OwnKeys.new(random) for _ in run.members]
-        entries: list[Entry] = [o.entry(run, n, b"", lambda _: b"") for o, n in zip(own, run.members, strict=True)]
+        entries: list[MemberKeys] = [o.entry(run, n, b"", lambda _: b"") for o, n in zip(own, run.members, strict=True)]
         keys = RunKeys.agree(run, "a", own[0], entries, lambda *_: True)
         round = run.round(keys.keys_digest, "train", 0, bytes(32))
         yield silo_side.mask(keys, round, None, blocks[0].copy(), blocks[1].copy(), random)
 
 
-def features(upload: Upload) -> Features:
+def features(upload: MaskedUpload) -> Features:
     """Say what a curious coordinator may look at: how often each byte comes, the first words, means, lengths."""
     found: list[float] = []
     for part in (upload.model, upload.classes, upload.packages, upload.commitments):
@@ -112,7 +112,7 @@ def test_without_masks_the_same_distinguisher_tells_them_apart() -> None:
         for _ in range(DRAWS // 4):
             moved = model + noise.integers(0, 2**10, len(model)).astype(model.dtype)
             zeros = np.zeros(1, np.uint8)
-            rows.append(features(Upload(zeros, zeros, zeros, moved, classes)))
+            rows.append(features(MaskedUpload(zeros, zeros, zeros, moved, classes)))
         seen.append(np.stack(rows))
     auc, _ = told_apart(*seen)
     assert auc > 0.99
@@ -123,5 +123,5 @@ def test_t58_lengths_and_order_of_tensors_follow_from_the_run_alone() -> None:
     shapes = []
     for blocks in (one, other, (np.zeros_like(one[0]), np.zeros_like(one[1]))):
         upload = next(uploads(blocks, "shape"))
-        shapes.append([(f, getattr(upload, f).shape, getattr(upload, f).dtype) for f in Upload.__slots__])
+        shapes.append([(f, getattr(upload, f).shape, getattr(upload, f).dtype) for f in MaskedUpload.__slots__])
     assert shapes[0] == shapes[1] == shapes[2]

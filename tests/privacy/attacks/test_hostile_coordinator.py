@@ -10,7 +10,7 @@ import torch
 from benchmarks.audit.faults import FAULTS
 from consilium.audit import hostile
 from consilium.audit.step_checks import ZeroNoise
-from consilium.audit.worlds import Measured, measure
+from consilium.audit.worlds import AttackResult, measure
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
 pytestmark = pytest.mark.integration
@@ -23,7 +23,7 @@ TRIALS = 60
 
 def attacked(
     name: str, source: Callable[[bool, int], NoiseSource] | None = None, trials: int | None = None
-) -> Measured:
+) -> AttackResult:
     (attack,) = hostile.attacks(name)
     return measure(attack, source, trials)
 

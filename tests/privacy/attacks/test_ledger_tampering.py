@@ -15,7 +15,7 @@ from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger import event_chain
 from privacy.ledger import key as ledger_key
-from privacy.ledger.event_chain import Event
+from privacy.ledger.event_chain import LedgerEvent
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 
 SKIN = "skin/train"
@@ -102,11 +102,13 @@ def test_a_view_that_forgets_is_found_and_changes_nothing(tmp_path: Path) -> Non
         ledger.verify()
 
 
-def rechained(tmp_path: Path, change: Callable[[Event], Event], secret: bytes) -> None:
+def rechained(tmp_path: Path, change: Callable[[LedgerEvent], LedgerEvent], secret: bytes) -> None:
     """Rewrite the chain from its beginning, under a secret."""
     db = sqlite3.connect(tmp_path / "ledger.db")
     facts = dict(db.execute("SELECT key, value FROM meta"))
-    events = [Event(*row) for row in db.execute("SELECT seq, entry, subject, state, detail, created_at FROM event")]
+    events = [
+        LedgerEvent(*row) for row in db.execute("SELECT seq, entry, subject, state, detail, created_at FROM event")
+    ]
     for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='trigger'").fetchall():
         db.execute(f"DROP TRIGGER {name}")
     db.execute("DELETE FROM event")
@@ -126,7 +128,7 @@ def rechained(tmp_path: Path, change: Callable[[Event], Event], secret: bytes) -
     db.close()
 
 
-def louder(event: Event) -> Event:
+def louder(event: LedgerEvent) -> LedgerEvent:
     """Say of what was spent that its noise was a hundred times as much."""
     if event.state != "INTENT":
         return event

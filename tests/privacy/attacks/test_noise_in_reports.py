@@ -19,14 +19,14 @@ from consilium.research.demo import budgets
 from consilium.research.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, report
 from consilium.research.simulate import runner
 from consilium.research.simulate.ablation import report as ablation_report
-from consilium.research.simulate.ablation.report import Estimate
+from consilium.research.simulate.ablation.report import SeedMean
 from consilium.research.simulate.results import Result
 from privacy.accounting.uncertainty import EvaluationNoise
 from privacy.profiles import result_noise
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
 from silo.cli import status
-from silo.storage.tasks import Evaluation
+from silo.storage.tasks import LocalEvaluation
 from silo.training import evaluation_summary
 from tests.support.hospital import B, M, key, opened
 from tests.support.privacy import private
@@ -40,7 +40,7 @@ def test_the_demos_report_withholds_what_noise_hides(
     case: str, run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     detail = run(*SUMS[case]).detail
-    spent = {"h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9)}
+    spent = {"h0": budgets.PrivateRunSpending(7.5, 1e-5, 7.5, 7.1, 2.9)}
     silos, details = (
         [pb.SiloInfo(name="h0", fingerprint="ab" * 20)],
         dict.fromkeys((PLAIN, REPAIRED, CLOSED, PRIVATE), detail),
@@ -114,7 +114,7 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
 ) -> None:
     correct, examples = SUMS[case]
     noise = EvaluationNoise(20 * math.sqrt(2), 1, True)
-    found = Evaluation(tuple("abcdefghij"), rows(correct), rows(examples), noise)
+    found = LocalEvaluation(tuple("abcdefghij"), rows(correct), rows(examples), noise)
     truthful(evaluation_summary.sentence(found))
     assert evaluation_summary.facts(found)["withheld"] is True
     outbox = opened(tmp_path)
@@ -136,4 +136,4 @@ def test_a_hospital_reads_no_noise_as_its_own_accuracy(
 
 
 def test_an_ablation_writes_withheld_and_no_check_holds_on_it() -> None:
-    assert ablation_report._cell(Estimate.of([0.5, math.nan])) == "withheld"
+    assert ablation_report._cell(SeedMean.of([0.5, math.nan])) == "withheld"

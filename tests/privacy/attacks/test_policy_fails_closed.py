@@ -12,12 +12,12 @@ import pytest
 from fl_core.errors import ConfigError, FederationError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
 from privacy.policy import Policy
-from privacy.policy_terms import Floors, Prototypes
+from privacy.policy_terms import Floors, PrototypePolicy
 from privacy.profiles.record import release_plan
 from silo.admission.controls import AdmissionRequest, HospitalControls
 from silo.cli.main import run
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support.fake_coordinator import Hospital, enrolled, manifest
 from tests.support.hospital import Watched
 from tests.support.privacy import TEST, TRAIN, budgeted, private
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.fixture
 def controls(home: Home):
-    store = Store(home.database)
+    store = SiloStore(home.database)
     yield HospitalControls(home, store)
     store.close_database()
 
@@ -132,7 +132,7 @@ def test_a_file_that_was_there_and_vanished_is_no_policy_of_defaults(home, contr
 
 def test_a_home_that_never_had_a_policy_has_the_defaults(tmp_path) -> None:
     place = enrolled(tmp_path / "new")
-    store = Store(place.database)
+    store = SiloStore(place.database)
     assert HospitalControls(place, store).admit(AdmissionRequest("run-1", manifest())).decided
     store.close_database()
 
@@ -197,7 +197,7 @@ def test_no_negative_or_endless_count_stands_in_a_policy(home, controls, key, nu
         (lambda x: replace(Policy(), budgets={TRAIN: (x, 1e-5)}).caps(), (math.inf, math.nan, -1.0, 0.0)),
         (lambda x: Floors(delta=x), (math.inf, math.nan, 0.0, 1.0)),
         (lambda x: Policy(budgets={TRAIN: (1.0, x)}), (math.inf, math.nan, 0.0, 1.0)),
-        (lambda x: Prototypes(min_count=x), (math.nan, math.inf, -1.0)),
+        (lambda x: PrototypePolicy(min_count=x), (math.nan, math.inf, -1.0)),
         (lambda x: Floors(min_noise=x), (math.nan, math.inf, -1.0)),
         (lambda x: Floors(max_rate=x), (math.nan, math.inf, -1.0)),
     ],

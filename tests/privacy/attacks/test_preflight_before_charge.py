@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.runs import preflight
-from coordinator.storage.records import Run, RunState
+from coordinator.storage.records import RunState, StoredRun
 from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Filter, Mechanism
 from privacy.compiled_run import CompiledRun
@@ -30,7 +30,7 @@ def began(world: World, run_id: str) -> bool:
     return world.server.store.runs.round(run_id, 0) is not None
 
 
-def refused(world: World, run: Run) -> Run:
+def refused(world: World, run: StoredRun) -> StoredRun:
     """Wait for a run's end, which must come before its round 0."""
     ended = world.ended(run.id, 90)
     assert ended.state is RunState.PAUSED

@@ -27,7 +27,7 @@ from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import SiloDpConfig
 from silo.admission.controls import AdmissionRequest, HospitalControls
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support.fake_coordinator import manifest
 from tests.support.privacy import hospital_level, private
 
@@ -156,7 +156,7 @@ def test_the_coordinator_refuses_before_anything_is_sent() -> None:
 
 def test_a_silo_refuses_before_its_data_are_opened_and_the_ledger_has_the_record(tmp_path: Path) -> None:
     home = Home(tmp_path / "home").make()
-    store = Store(home.database)
+    store = SiloStore(home.database)
     controls = HospitalControls(home, store)
     with pytest.raises(RefusedError, match=r"E-PRIV-20.*privacy\.clip"):
         controls.admit(AdmissionRequest("run-1", with_terms(private(), clip=1e-30)))

@@ -19,7 +19,7 @@ from fl_core.datasets import TensorExamples
 from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism
 from privacy.ledger import event_chain, key
-from privacy.ledger.event_chain import Event
+from privacy.ledger.event_chain import LedgerEvent
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import register
 from service_core.storage.chain import ChainHead
@@ -74,7 +74,7 @@ def test_no_budget_is_forgotten_a_round_that_does_not_fit_is_refused(tmp_path: P
     empty.reserve(TRAIN, LedgerTask("run-1", "m" * 64, 0, "train", fingerprint), [PlannedRelease("t", Mechanism(0.65))])
 
 
-def rewritten(file: Path, change: Callable[[Event], Event]) -> None:
+def rewritten(file: Path, change: Callable[[LedgerEvent], LedgerEvent]) -> None:
     """Change events of version 1 and compute the chain anew, which took no secret."""
     with closing(sqlite3.connect(file)) as db, db:
         triggers = db.execute("SELECT name, sql FROM sqlite_master WHERE type='trigger'").fetchall()
@@ -83,7 +83,7 @@ def rewritten(file: Path, change: Callable[[Event], Event]) -> None:
         previous = event_chain.GENESIS
         columns = "seq, entry, subject, state, detail, created_at"
         for row in db.execute(f"SELECT {columns} FROM event WHERE seq<={LAST} ORDER BY seq").fetchall():
-            event = change(Event(*row))
+            event = change(LedgerEvent(*row))
             digest = event_chain.unkeyed_hash(previous, event)
             values = (event.detail, previous, digest, event.seq)
             db.execute("UPDATE event SET detail=?, prev_hash=?, hash=? WHERE seq=?", values)

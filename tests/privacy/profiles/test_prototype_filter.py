@@ -22,7 +22,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
 from fl_core.types.values import BatchSums, Bundle, MomentSums, RoundContext, State
 from privacy.compiled_run import CompiledRun
-from privacy.policy_terms import Prototypes
+from privacy.policy_terms import PrototypePolicy
 from privacy.profiles.prototype_filter import PrototypeFilter, Withheld, with_prototype_filter
 from privacy.release_log import InMemoryReleaseLog
 from tests.fl_core.methods.disjoint.test_analytic import CLASSES, Rows
@@ -203,7 +203,7 @@ def test_a_class_of_few_examples_is_left_out_of_exact_sums_as_if_there_were_none
 ) -> None:
     """Bit for bit, of products as well: where lambda is chosen, of each of both parts by itself."""
     rows = of_class(example_rows(), 2, n)
-    least, hidden = Prototypes().min_examples, frozenset[int]()
+    least, hidden = PrototypePolicy().min_examples, frozenset[int]()
     held, none = (summed(r, least, hidden, options) for r in (rows, without_class(rows, 2)))
     moments = [t for t, bundle in enumerate(held) if bool(bundle["moments"].total["a"].any())]
     assert moments

@@ -22,7 +22,7 @@ from coordinator.config.manifest_builder import manifest_from
 from fl_core import datasets
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
 from fl_core.errors import ConfigError, RefusedError
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest, RunMember
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import Bundle, Part, PartSpec
 from privacy.accounting.accountant import Mechanism, epsilon_rdp
@@ -59,7 +59,7 @@ RING32 = FixedPointFormat("ring32", 6, {"moments": 400.0, "moments.weight": 400.
 
 def run_over(n: int, cohort: int = 0, **terms: object) -> RunManifest:
     made = manifest("fedavg", {})
-    members = tuple(Member(f"silo{k}", True, 100) for k in range(n))
+    members = tuple(RunMember(f"silo{k}", True, 100) for k in range(n))
     return replace(made, members=members, cohort=cohort, secagg=Secagg(1, **terms))  # type: ignore[arg-type]
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from fl_core.types.secagg import Secagg
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
-from privacy.secagg.keys import Entry, OwnKeys, RunKeys
-from privacy.secagg.messages import CHECK_WORDS, Confirmation, Opening, Seal, Shares, Upload
+from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys
+from privacy.secagg.messages import CHECK_WORDS, Confirmation, MaskedUpload, Opening, RevealedShares, Seal
 from privacy.secagg.shamir import Random
 from privacy.secagg.terms import Round, SecaggRun, Thresholds
 
@@ -44,11 +44,11 @@ def identity_signature(name: str) -> Callable[[bytes], bytes]:
     return lambda message: hashlib.sha256(name.encode() + message).digest()
 
 
-def trusted(entry: Entry, message: bytes) -> bool:
+def trusted(entry: MemberKeys, message: bytes) -> bool:
     return entry.signature == identity_signature(entry.name)(message)
 
 
-def object_digest(upload: Upload) -> bytes:
+def object_digest(upload: MaskedUpload) -> bytes:
     parts = (upload.salt, upload.commitments, upload.packages, upload.model, upload.classes)
     return hashlib.sha256(b"".join(part.tobytes() for part in parts)).digest()
 
@@ -59,7 +59,7 @@ class Silo:
 
     run: SecaggRun
     keys: RunKeys
-    rows: dict[tuple[str, int], silo_side.RoundRow] = field(default_factory=dict)
+    rows: dict[tuple[str, int], silo_side.MaskedTaskRow] = field(default_factory=dict)
     min_sum: int = 0
     random: Random = secrets.token_bytes
 
@@ -67,13 +67,13 @@ class Silo:
     def name(self) -> str:
         return self.run.members[self.keys.index]
 
-    def row(self, kind: str, number: int) -> silo_side.RoundRow | None:
+    def row(self, kind: str, number: int) -> silo_side.MaskedTaskRow | None:
         return self.rows.get((kind, number))
 
-    def store(self, row: silo_side.RoundRow) -> None:
+    def store(self, row: silo_side.MaskedTaskRow) -> None:
         self.rows[row.kind, row.number] = row
 
-    def upload(self, round: Round, model: np.ndarray, classes: np.ndarray) -> Upload:
+    def upload(self, round: Round, model: np.ndarray, classes: np.ndarray) -> MaskedUpload:
         """Mask copies of both blocks, and store the row of the upload."""
         blocks = [silo_side.blank(len(words), round.run.dtype) for words in (model, classes)]
         for block, words in zip(blocks, (model, classes), strict=True):
@@ -89,7 +89,7 @@ class Silo:
             signed=check_coordinator, store=self.store, min_sum=self.min_sum, **told,
         )  # fmt: skip
 
-    def answer(self, opening: Opening, cohort: Sequence[int] | None = None) -> Shares:
+    def answer(self, opening: Opening, cohort: Sequence[int] | None = None) -> RevealedShares:
         everybody = range(len(self.run.members)) if cohort is None else cohort
         row = self.row(opening.kind, opening.round)
         return silo_side.answer(self.run, self.keys, opening, row, cohort=everybody)
@@ -126,7 +126,7 @@ class Federation:
     silos: list[Silo]
     round: Round
     inputs: list[tuple[np.ndarray, np.ndarray]]
-    uploads: list[Upload] = field(default_factory=list)
+    uploads: list[MaskedUpload] = field(default_factory=list)
 
     def send(self, base: dict[int, bytes] | None = None) -> Federation:
         """Let every member mask its vector. base: of a member that was offered another one than the others."""

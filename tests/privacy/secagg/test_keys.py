@@ -8,10 +8,10 @@ import pytest
 
 from fl_core.errors import ConfigError
 from fl_core.types.secagg import MAX_MASKED, MAX_ROUNDS, Secagg, withstood
-from privacy.secagg.keys import KEYS_CONTEXT, Entry, OwnKeys, RunKeys, pinned_signature, vouch
+from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature, vouch
 from privacy.secagg.terms import SecaggError, SecaggRun
 from service_core.pki import certificates
-from service_core.pki.roster import Member, renewal_link
+from service_core.pki.roster import RosterMember, renewal_link
 from tests.privacy.secagg.federation import federation, identity_signature, make_run, trusted
 from tests.support.pki import authority, join, member, today
 
@@ -26,7 +26,7 @@ def hospitals(ca, tmp_path):
     return {name: join(ca, tmp_path / name, name) for name in ("silo0", "silo1", "silo2")}
 
 
-def signed_entry(run: SecaggRun, silo, name: str) -> Entry:
+def signed_entry(run: SecaggRun, silo, name: str) -> MemberKeys:
     cert = silo.current_credentials().cert_pem
     return OwnKeys.new().entry(run, name, cert, lambda message: silo.sign(KEYS_CONTEXT, message))
 
@@ -85,7 +85,7 @@ def test_t49_a_doubled_a_left_out_and_a_moved_entry_are_refused() -> None:
     own = [OwnKeys.new() for _ in run.members]
     entries = [k.entry(run, name, b"", identity_signature(name)) for name, k in zip(run.members, own, strict=True)]
     copied = own[0].entry(run, "silo3", b"", identity_signature("silo3"))  # a colluder repeats the keys of silo0
-    swapped = Entry("silo3", own[3].publics()[0], own[0].publics()[1], b"", b"")
+    swapped = MemberKeys("silo3", own[3].publics()[0], own[0].publics()[1], b"", b"")
     swapped = swapped._replace(signature=identity_signature("silo3")(swapped.message(run)))
     for bad in (
         entries[:3],
@@ -148,7 +148,7 @@ def test_t49_a_certificate_that_was_renewed_in_between_is_accepted_on_both_sides
     assert not pinned_signature(after, after.message(run), "demo", pins, invented)
     assert not pinned_signature(after, after.message(run), "demo", pins, {})
     assert not pinned_signature(after, after.message(run), "demo", {}, roster)
-    assert isinstance(renewed, Member)
+    assert isinstance(renewed, RosterMember)
 
 
 def test_t50_a_confirmation_under_another_name_is_refused() -> None:

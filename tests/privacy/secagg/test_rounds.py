@@ -12,7 +12,7 @@ import pytest
 from fl_core.errors import ConfigError, FederationError
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import Opened, SealedRound, UploadSum
-from privacy.secagg.messages import Confirmation, Seal, Shares, Upload
+from privacy.secagg.messages import Confirmation, MaskedUpload, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggError
 from tests.privacy.secagg.federation import (
     BASE,
@@ -76,14 +76,14 @@ class Patterns:
                     self.opened += confirming
                     self.aborted += everything - confirming
 
-    def _answers(self, inside: tuple[int, ...]) -> list[Shares] | None:
+    def _answers(self, inside: tuple[int, ...]) -> list[RevealedShares] | None:
         fed = self.fed
         if len(inside) < self.m:
             assert code_of(fed.sealed, inside) == "E-RUN-51"
             assert {code_of(silo.confirm, seal_of(fed, inside)) for silo in fed.silos} == {"E-RUN-51"}
             return None
         signatures = [silo.confirm(fed.sealed(inside).seal) for silo in fed.silos]
-        found: list[Shares] | None = None
+        found: list[RevealedShares] | None = None
         for confirming in subsets(self.n):
             state = fed.sealed(inside)
             for w in confirming:
@@ -96,7 +96,7 @@ class Patterns:
             found = answers
         return found
 
-    def _finish(self, inside: tuple[int, ...], answers: list[Shares], answering: tuple[int, ...]) -> bool:
+    def _finish(self, inside: tuple[int, ...], answers: list[RevealedShares], answering: tuple[int, ...]) -> bool:
         state = self.fed.sealed(inside)
         for w in answering:
             state.answer(w, answers[w])
@@ -495,7 +495,7 @@ def test_t57_a_task_is_masked_once_whatever_base_it_is_offered_with_and_also_aft
     assert code_of(silo.upload, fed.round, *fed.inputs[0]) == "E-RUN-49"
     other_base = fed.run.round(fed.round.keys_digest, "train", 0, b"c" * 32)
     assert code_of(silo.upload, other_base, *fed.inputs[0]) == "E-RUN-50"
-    assert isinstance(silo.upload(fed.run.round(fed.round.keys_digest, "train", 1, BASE), *fed.inputs[0]), Upload)
+    assert isinstance(silo.upload(fed.run.round(fed.round.keys_digest, "train", 1, BASE), *fed.inputs[0]), MaskedUpload)
 
 
 def test_t57_an_upload_other_than_the_one_that_left_is_not_confirmed() -> None:
@@ -510,16 +510,18 @@ def test_no_signature_is_made_before_the_row_is_stored() -> None:
     fed = federation(5).send()
     silo, seal = fed.silos[0], seal_of(fed, range(5))
 
-    def full_disk(_: silo_side.RoundRow) -> None:
+    def full_disk(_: silo_side.MaskedTaskRow) -> None:
         raise OSError("no space left")
 
     told = {"cohort": range(5), "signed": check_coordinator}
     with pytest.raises(OSError, match="no space"):
         silo_side.confirm(fed.run, silo.keys, seal, silo.row("train", 0), store=full_disk, **told)
-    stored: list[silo_side.RoundRow] = []
+    stored: list[silo_side.MaskedTaskRow] = []
     silo_side.confirm(fed.run, silo.keys, seal, silo.row("train", 0), store=stored.append, **told)
     round_hash = fed.round.seal_hash(seal.uploads)
-    assert stored == [silo_side.RoundRow("train", 0, BASE, object_digest(fed.uploads[0]), round_hash, (0, 1, 2, 3, 4))]
+    assert stored == [
+        silo_side.MaskedTaskRow("train", 0, BASE, object_digest(fed.uploads[0]), round_hash, (0, 1, 2, 3, 4))
+    ]
 
 
 def test_a_coordinator_that_lost_an_upload_or_holds_another_cannot_go_on_with_the_sealed_set() -> None:
@@ -537,7 +539,7 @@ def test_an_upload_of_another_shape_or_type_or_a_second_one_is_refused_and_chang
     fed = federation(4).send()
     total = UploadSum(fed.round, *(len(words) for words in fed.inputs[0]))
     good = fed.uploads[0]
-    assert [name for name, _ in Upload.tensors(fed.round, 37, 11).items()] == list(Upload.__slots__)
+    assert [name for name, _ in MaskedUpload.tensors(fed.round, 37, 11).items()] == list(MaskedUpload.__slots__)
     for changed in (
         {"salt": good.salt[:31]},
         {"commitments": good.commitments[:1]},
@@ -558,7 +560,7 @@ def test_an_upload_of_another_shape_or_type_or_a_second_one_is_refused_and_chang
 
 def test_every_silo_of_a_round_uploads_the_same_number_of_bytes() -> None:
     fed = federation(6).send()
-    shapes = Upload.tensors(fed.round, 37, 11)
+    shapes = MaskedUpload.tensors(fed.round, 37, 11)
     assert shapes["packages"] == ("|u1", (6, 66 * 6 + 16))
     for upload in fed.uploads:
         upload.check(fed.round, 37, 11)

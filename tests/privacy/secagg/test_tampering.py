@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fl_core.errors import FederationError
 from privacy.secagg import shamir, silo_side
 from privacy.secagg.coordinator_side import UploadSum
-from privacy.secagg.keys import Entry, OwnKeys, RunKeys, confirmed_by, pinned_signature
-from privacy.secagg.messages import Confirmation, Opening, Seal, Shares
+from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys, confirmed_by, pinned_signature
+from privacy.secagg.messages import Confirmation, Opening, RevealedShares, Seal
 from privacy.secagg.terms import SecaggError
 from tests.privacy.secagg.federation import (
     BASE,
@@ -33,7 +33,7 @@ def flipped(data: bytes, at: int = 0) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def tampered(shares: Shares, wanted=lambda *_: True) -> Shares:
+def tampered(shares: RevealedShares, wanted=lambda *_: True) -> RevealedShares:
     """Put other numbers in the place of the shares that `wanted` picks."""
     other = tuple(
         (b, u, v, hashlib.sha256(s).digest() + b"\0" if wanted(b, u, v) else s) for b, u, v, s in shares.shares
@@ -238,9 +238,10 @@ def opened() -> tuple:
 @given(changes(Seal), st.booleans())
 def test_any_seal_is_the_confirmed_one_or_refused_and_then_nothing_is_stored(opened, changed, signed: bool) -> None:
     fed, state, _ = opened
-    stored: list[silo_side.RoundRow] = []
+    stored: list[silo_side.MaskedTaskRow] = []
     seal, silo = replace(state.seal, **changed), fed.silos[0]
-    row = replace(silo.rows["train", 0], seal_hash=b"", inside=())
+    row = silo.row(seal.kind, seal.round)
+    row = row and replace(row, seal_hash=b"", inside=())
     told = {"cohort": range(5), "store": stored.append}
     check = (lambda *_: True) if signed else check_coordinator
     try:
@@ -274,7 +275,7 @@ def test_any_confirmation_counts_for_its_signer_or_is_refused(opened, changed, m
         assert (member, fresh.unconfirmed) == (2, (0, 1, 3, 4))
 
 
-@given(changes(Shares), INTS)
+@given(changes(RevealedShares), INTS)
 def test_any_answer_is_taken_whole_or_refused_and_a_wrong_one_opens_nothing_else(opened, changed, member: int) -> None:
     fed, _, answers = opened
     fresh = fed.sealed()
@@ -311,7 +312,7 @@ def test_any_keys_are_everybodys_or_refused(found: list[tuple[str, bytes, bytes,
     run = make_run(3)
     own = [OwnKeys.new() for _ in run.members]
     good = [k.entry(run, name, b"", identity_signature(name)) for name, k in zip(run.members, own, strict=True)]
-    entries = [Entry(*fields_) for fields_ in found]
+    entries = [MemberKeys(*fields_) for fields_ in found]
     if whole:  # in the right places, under any signature
         entries = [entry._replace(name=name) for entry, name in zip(entries, run.members, strict=False)]
         entries = [good[0], *entries[1:3]]
@@ -326,7 +327,7 @@ def test_any_keys_are_everybodys_or_refused(found: list[tuple[str, bytes, bytes,
 
 @given(BYTES, BYTES, TEXT)
 def test_any_certificate_and_signature_are_answered_by_no(certificate: bytes, signature: bytes, name: str) -> None:
-    entry = Entry(name, bytes(32), bytes(32), certificate, signature)
+    entry = MemberKeys(name, bytes(32), bytes(32), certificate, signature)
     assert not pinned_signature(entry, b"message", "demo", {name: "00"}, {})
     assert not confirmed_by(certificate, bytes(32), signature)
 

@@ -13,7 +13,7 @@ import pytest
 from fl_core.types.secagg import Secagg
 from privacy.secagg import masks, packages, shamir, silo_side
 from privacy.secagg.coordinator_side import unmask
-from privacy.secagg.keys import Entry, OwnKeys, RunKeys
+from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys
 from privacy.secagg.terms import VERSION, digest, frame
 from tests.privacy.secagg import reference
 from tests.privacy.secagg.federation import BASE, MANIFEST, LooseRun, make_run
@@ -68,7 +68,7 @@ def test_t47_a_whole_round_is_that_of_the_vectors(width: str) -> None:
     randoms = [drawn(f"silo{u}") for u in range(5)]
     own = [OwnKeys.new(random) for random in randoms]
     assert [[key.hex() for key in keys.publics()] for keys in own] == known["entries"]
-    entries = [Entry(name, *keys.publics(), b"", b"") for name, keys in zip(run.members, own, strict=True)]
+    entries = [MemberKeys(name, *keys.publics(), b"", b"") for name, keys in zip(run.members, own, strict=True)]
     silos = [
         RunKeys.agree(run, name, keys, entries, lambda *_: True) for name, keys in zip(run.members, own, strict=True)
     ]
@@ -131,7 +131,7 @@ def test_t47_the_independent_reference_makes_the_same_uploads_and_answers_and_op
     randoms = [drawn(f"silo{u}") for u in range(n)]
     own = [OwnKeys.new(random) for random in randoms]
     named = list(zip(run.members, own, strict=True))
-    entries = [Entry(name, *keys.publics(), b"", b"") for name, keys in named]
+    entries = [MemberKeys(name, *keys.publics(), b"", b"") for name, keys in named]
     silos = [RunKeys.agree(run, name, keys, entries, lambda *_: True) for name, keys in named]
     round = run.round(silos[0].keys_digest, "train", 0, BASE)
     assert round.context == context

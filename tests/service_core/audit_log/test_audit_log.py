@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import StateError, UnavailableError
-from service_core.audit_log.lines import MAX_TEXT, Entry, Line, line_hash
+from service_core.audit_log.lines import MAX_TEXT, LogEntry, LogLine, line_hash
 from service_core.audit_log.log import FOLDER, LOG_FILE, AuditLog, mark_restored
 from service_core.storage import private_files
 from tests.support.audit_log import entries, tampered, texts, verified
@@ -29,7 +29,7 @@ OLD_LINES = 22
 def written(home: Path, count: int = 30) -> Path:
     with closing(AuditLog(home / FOLDER)) as log:
         for k in range(count):
-            log.append(Entry(f"silo://demo/h{k % 3}", "Transfer/Put", f"round {k}", bytes=k))
+            log.append(LogEntry(f"silo://demo/h{k % 3}", "Transfer/Put", f"round {k}", bytes=k))
     return home
 
 
@@ -52,7 +52,7 @@ def test_a_chain_goes_on_from_process_to_process(tmp_path):
     found = verified(home)
     assert (found.lines, found.first, found.last, found.notes) == (35, 1, 35, ())
     lines = texts(home)
-    assert [Line.decode(text).before for text in lines] == ["", *map(line_hash, lines[:-1])]
+    assert [LogLine.decode(text).before for text in lines] == ["", *map(line_hash, lines[:-1])]
     assert (home / LOG_FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -68,7 +68,7 @@ def test_an_edited_line_is_named(tmp_path, fields, with_hash):
     tampered(home, f"UPDATE event SET text = '{text}'{also} WHERE seq = 12")
     refused(home, "line 12 was edited")
     with closing(AuditLog(home / FOLDER)) as log:  # and it stops nobody
-        log.append(Entry("a", "b"))
+        log.append(LogEntry("a", "b"))
     refused(home, "line 12 was edited")
 
 
@@ -85,7 +85,7 @@ def test_text_that_is_no_line_is_named(tmp_path, text):
     refused(home, "line 12 was edited")
     assert [e.about for e in entries(home)] == [f"round {k}" for k in range(30) if k != 11]
     with closing(AuditLog(home / FOLDER)) as log:
-        log.append(Entry("a", "b"))
+        log.append(LogEntry("a", "b"))
     refused(home, "line 12 was edited")
 
 
@@ -120,7 +120,7 @@ def test_an_end_that_was_cut_off_is_named_and_going_on_does_not_heal_it(tmp_path
     tampered(home, "DELETE FROM event WHERE seq > 28")
     refused(home, "expected the log to reach line 30", "line 29 and what followed were cut off")
     with closing(AuditLog(home / FOLDER)) as log:
-        log.append(Entry("a", "b"))
+        log.append(LogEntry("a", "b"))
     refused(home, "line 29 is missing")
 
 
@@ -140,18 +140,18 @@ def test_a_file_that_is_no_log_is_refused_with_what_to_do(tmp_path, lie):
 @pytest.mark.parametrize("lie", LIES, ids=range(len(LIES)))
 def test_what_a_peer_says_of_itself_stays_on_one_line_of_ascii(tmp_path, lie):
     with closing(AuditLog(tmp_path / FOLDER)) as log:
-        log.append(Entry(lie, lie, lie, code=lie, address=lie), Entry("next", "call"))
+        log.append(LogEntry(lie, lie, lie, code=lie, address=lie), LogEntry("next", "call"))
     first, second = texts(tmp_path)
     assert all(32 <= ord(character) < 127 for character in first)
-    assert Line.decode(first).entry.about == lie[:MAX_TEXT]
-    assert Line.decode(second).entry.who == "next"
+    assert LogLine.decode(first).entry.about == lie[:MAX_TEXT]
+    assert LogLine.decode(second).entry.who == "next"
     assert verified(tmp_path).lines == 2
 
 
 def _append(folder: Path, name: str) -> None:
     with closing(AuditLog(folder)) as log:
         for k in range(60):
-            log.append(Entry(name, f"call {k}"))
+            log.append(LogEntry(name, f"call {k}"))
             if k % 20 == 0:
                 log.sync()
 
@@ -163,7 +163,7 @@ def test_processes_and_threads_append_to_one_chain(tmp_path):
         process.start()
     shared = AuditLog(tmp_path / FOLDER)
     threads = [
-        threading.Thread(target=lambda: [shared.append(Entry("t", str(k))) for k in range(40)]) for _ in range(3)
+        threading.Thread(target=lambda: [shared.append(LogEntry("t", str(k))) for k in range(40)]) for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -185,21 +185,21 @@ def test_a_process_that_is_killed_loses_no_line_that_was_written(tmp_path):
         try:
             log = AuditLog(tmp_path / FOLDER)
             for k in range(5):
-                log.append(Entry("a", f"call {k}"))
+                log.append(LogEntry("a", f"call {k}"))
             log._open().execute("BEGIN IMMEDIATE")
-            log._write(log._open(), Entry("a", "half"))
+            log._write(log._open(), LogEntry("a", "half"))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     with closing(AuditLog(tmp_path / FOLDER)) as log:
-        log.append(Entry("a", "next"))
+        log.append(LogEntry("a", "next"))
     assert [e.what for e in entries(tmp_path)] == [*(f"call {k}" for k in range(5)), "next"]
     assert verified(tmp_path).notes == ()
 
 
 def test_what_was_synced_is_in_the_file_itself_whatever_becomes_of_its_log(tmp_path):
     log = AuditLog(tmp_path / FOLDER)
-    log.append(Entry("a", "b"))
+    log.append(LogEntry("a", "b"))
     log.sync()
     (tmp_path / "copy" / FOLDER).mkdir(parents=True, mode=0o700)
     (tmp_path / "copy" / FOLDER).chmod(0o700)
@@ -212,13 +212,13 @@ def test_what_was_synced_is_in_the_file_itself_whatever_becomes_of_its_log(tmp_p
 
 def test_what_was_synced_is_on_the_disk_although_somebody_reads(tmp_path, monkeypatch):
     log = AuditLog(tmp_path / FOLDER)
-    log.append(Entry("a", "b"))
+    log.append(LogEntry("a", "b"))
     log.sync()
     synced = []
     monkeypatch.setattr(private_files, "sync_file", lambda path: synced.append(path.read_bytes()))
     with AuditLog(tmp_path / FOLDER).reading() as reader:
         reader.execute("SELECT count(*) FROM event").fetchone()
-        log.append(Entry("a", "written while somebody reads"))
+        log.append(LogEntry("a", "written while somebody reads"))
         log.sync()
     assert b"written while somebody reads" in synced[-1]
     log.close()
@@ -227,7 +227,7 @@ def test_what_was_synced_is_on_the_disk_although_somebody_reads(tmp_path, monkey
 def test_processes_that_make_the_log_at_once_all_write(tmp_path):
     def first(k: int) -> None:
         with closing(AuditLog(tmp_path / str(k // 8) / FOLDER)) as log:
-            log.append(Entry("a", "b"))
+            log.append(LogEntry("a", "b"))
 
     for k in range(5):
         (tmp_path / str(k)).mkdir()
@@ -238,14 +238,14 @@ def test_processes_that_make_the_log_at_once_all_write(tmp_path):
 
 def test_a_full_disk_leaves_whole_lines(tmp_path):
     log = AuditLog(tmp_path / FOLDER)
-    log.append(Entry("a", "b"))
+    log.append(LogEntry("a", "b"))
     log._open().execute("PRAGMA max_page_count = 1")
-    many = [Entry("a", "x" * 300, "y" * 300)] * 200
+    many = [LogEntry("a", "x" * 300, "y" * 300)] * 200
     with pytest.raises(UnavailableError, match="E-STATE-63"):
         log.append(*many)
     assert log.head().seq == 1, "nothing of them"
     log._open().execute("PRAGMA max_page_count = 1073741823")
-    log.append(Entry("a", "d"))
+    log.append(LogEntry("a", "d"))
     log.close()
     found = verified(tmp_path)
     assert (found.lines, found.notes) == (2, ())
@@ -271,7 +271,7 @@ def test_a_log_of_0_1_0_is_taken_over_byte_for_byte_and_goes_on(older):
     assert len(before) == OLD_LINES
     for _ in range(2):  # once
         with closing(AuditLog(older / FOLDER)) as log:
-            log.append(Entry("a", "b"))
+            log.append(LogEntry("a", "b"))
             assert log.restored().number == 19
             head = log.kept("silo://test/north")
             assert head is not None
@@ -348,7 +348,7 @@ def test_what_was_done_to_a_log_of_0_1_0_is_found_after_it_was_taken_over(older,
     for _ in range(2):
         refused(older, said)
         with closing(AuditLog(older / FOLDER)) as log:
-            log.append(Entry("a", "b"))
+            log.append(LogEntry("a", "b"))
 
 
 def test_a_log_of_0_1_0_whose_oldest_file_was_moved_away_begins_where_it_begins(older):

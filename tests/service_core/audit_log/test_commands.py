@@ -13,7 +13,7 @@ from coordinator.cli.main import program
 from fl_core.errors import FederationError
 from service_core.audit_log.commands import _show
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import Entry, Line
+from service_core.audit_log.lines import LogEntry, LogLine
 from service_core.audit_log.log import AuditLog, last_lines
 from silo.cli.main import run as silo
 from tests.support.audit_log import entries, tampered, texts
@@ -85,7 +85,7 @@ def test_a_hospitals_commands_leave_lines_and_its_log_is_held_against_the_coordi
     with closing(AuditLog(hospital.home / "audit")) as log:
         head = SignedHead.sign("silo://demo/h1", *log.head(), hospital.current_credentials())
     with closing(AuditLog(tmp_path / "coordinator" / "audit")) as log:
-        log.append(Entry("silo://demo/h1", "Transfer/Open"), Entry("silo://demo/h1", "head", head=head))
+        log.append(LogEntry("silo://demo/h1", "Transfer/Open"), LogEntry("silo://demo/h1", "head", head=head))
     (tmp_path / "kept").write_text("\n".join(texts(tmp_path / "coordinator")))
     kept = str(tmp_path / "kept")
     capsys.readouterr()
@@ -109,12 +109,12 @@ def test_the_newest_lines_are_shown_alone_whatever_else_the_file_holds(hospital,
     folder = hospital.home / "audit"
     with closing(AuditLog(folder)) as log:
         for k in range(40):
-            log.append(Entry("silo://demo/h1", f"event {k}", "x" * 300 if k == 39 else ""))
+            log.append(LogEntry("silo://demo/h1", f"event {k}", "x" * 300 if k == 39 else ""))
     tampered(hospital.home, "UPDATE event SET text = 'no line' WHERE seq = 3")
     home = ["--home", str(hospital.home)]
     assert silo(["log", "show", "--last", "3", "--json", *home]) == 0
     said = capsys.readouterr()
-    shown = [Line.decode(raw) for raw in said.out.splitlines()]
+    shown = [LogLine.decode(raw) for raw in said.out.splitlines()]
     assert [line.entry.what for line in shown] == ["event 37", "event 38", "event 39"]
     assert "line 3 is no line" in said.err
     assert last_lines(hospital.home, 3) == shown
@@ -125,25 +125,25 @@ def test_the_newest_lines_are_shown_alone_whatever_else_the_file_holds(hospital,
 
 def test_lines_are_followed_as_they_are_added(tmp_path, monkeypatch, capsys):
     log = AuditLog(tmp_path / "audit")
-    log.append(*(Entry("a", f"event {k}") for k in range(3)))
+    log.append(*(LogEntry("a", f"event {k}") for k in range(3)))
     added = iter(("more", "still more"))
 
     def meanwhile(_: float) -> None:
         if (what := next(added, None)) is None:
             raise KeyboardInterrupt
-        log.append(Entry("a", what), Entry("b", "of another"))
+        log.append(LogEntry("a", what), LogEntry("b", "of another"))
 
     monkeypatch.setattr("service_core.audit_log.commands.time.sleep", meanwhile)
     with pytest.raises(KeyboardInterrupt):
         _show(log, lambda line: line.entry.who == "a", as_json=True, last=1, follow=True)
-    shown = [Line.decode(raw).entry.what for raw in capsys.readouterr().out.splitlines()]
+    shown = [LogLine.decode(raw).entry.what for raw in capsys.readouterr().out.splitlines()]
     assert shown == ["event 2", "more", "still more"]
 
 
 def test_the_newest_lines_of_no_log_or_of_a_damaged_one_are_those_that_can_be_read_and_nothing_is_made(tmp_path):
     assert last_lines(tmp_path, 5) == []
     with closing(AuditLog(tmp_path / "audit")) as log:
-        log.append(Entry("a", "one"), Entry("a", "two"))
+        log.append(LogEntry("a", "one"), LogEntry("a", "two"))
     tampered(tmp_path, "INSERT INTO event VALUES (3, 'no line', '', '')")
     before = sorted((tmp_path / "audit").iterdir())
     assert [line.entry.what for line in last_lines(tmp_path, 5)] == ["one", "two"]

@@ -13,7 +13,7 @@ from fl_core.errors import FederationError, RefusedError, StateError, Unavailabl
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import REFUSED, Entry
+from service_core.audit_log.lines import REFUSED, LogEntry
 from service_core.audit_log.log import LOG_FILE, AuditLog
 from service_core.audit_log.recorder import WINDOW_S, Recorder
 from service_core.audit_log.verification import heads_in
@@ -44,8 +44,8 @@ def recorder(tmp_path, now):
     return Recorder(AuditLog(tmp_path / "audit"), OWN, now)
 
 
-def refusal(who: str, about: str = "", what: str = "Lead/Submit") -> Entry:
-    return Entry(who, what, about, REFUSED, "E-ID-11", serial="ab", address="ipv4:10.0.0.1:9")
+def refusal(who: str, about: str = "", what: str = "Lead/Submit") -> LogEntry:
+    return LogEntry(who, what, about, REFUSED, "E-ID-11", serial="ab", address="ipv4:10.0.0.1:9")
 
 
 @pytest.mark.fault(
@@ -67,15 +67,15 @@ def test_what_differs_is_a_line_of_its_own(tmp_path, recorder):
     recorder.record(refusal("silo://demo/h1"))
     recorder.record(refusal("silo://demo/h2"))
     recorder.record(refusal("silo://demo/h1", what="Lead/Runs"))
-    recorder.record(Entry("silo://demo/h1", "Transfer/Get", "a", bytes=5))
-    recorder.record(Entry("silo://demo/h1", "Transfer/Get", "b", bytes=5))
+    recorder.record(LogEntry("silo://demo/h1", "Transfer/Get", "a", bytes=5))
+    recorder.record(LogEntry("silo://demo/h1", "Transfer/Get", "b", bytes=5))
     for k in range(3, 5000):  # callers without end
         recorder.record(refusal(f"silo://demo/h{k}"))
     assert len(entries(tmp_path)) == 5 + 4997
 
 
 def test_a_full_disk_is_said_and_counted(tmp_path, recorder, monkeypatch, caplog):
-    recorder.record(Entry("a", "before"))
+    recorder.record(LogEntry("a", "before"))
 
     def full(*_: object) -> None:
         raise UnavailableError("E-STATE-63", "found the disk full")
@@ -83,8 +83,8 @@ def test_a_full_disk_is_said_and_counted(tmp_path, recorder, monkeypatch, caplog
     with monkeypatch.context() as patch:
         patch.setattr(AuditLog, "_write", full)
         for k in range(10):
-            recorder.record(Entry("a", f"lost {k}"))
-    recorder.record(Entry("a", "after"))
+            recorder.record(LogEntry("a", f"lost {k}"))
+    recorder.record(LogEntry("a", "after"))
     said = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(said) == 1
     assert "E-STATE-63" in said[0].getMessage()
@@ -109,7 +109,7 @@ def other_side(tmp_path, heads: list[SignedHead]):
     home = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
     with closing(AuditLog(home / "audit")) as log:
         for head in heads:
-            log.append(Entry(head.of, "head", head=head))
+            log.append(LogEntry(head.of, "head", head=head))
     (tmp_path / f"{home.name}.json").write_text("\n".join(texts(home)))
     return tmp_path / f"{home.name}.json"
 
@@ -124,7 +124,7 @@ def test_a_log_that_was_replaced_is_found_by_what_the_other_side_holds(tmp_path,
     with closing(AuditLog(tmp_path / "audit")) as log:
         heads = []
         for k in range(9):
-            log.append(Entry("silo://demo/h1", f"call {k}"))
+            log.append(LogEntry("silo://demo/h1", f"call {k}"))
             heads.append(SignedHead.sign(OWN, *log.head(), server))
     kept = other_side(tmp_path, heads[2::3])
     found = heads_in(kept, OWN, authority_pem)
@@ -133,7 +133,7 @@ def test_a_log_that_was_replaced_is_found_by_what_the_other_side_holds(tmp_path,
     def again(name: str, calls: int, changed: int) -> Path:
         with closing(AuditLog(tmp_path / name / "audit", clock=iter(range(99)).__next__)) as log:
             for k in range(calls):
-                log.append(Entry("silo://demo/h1", f"call {k}{'!' * (k == changed)}"))
+                log.append(LogEntry("silo://demo/h1", f"call {k}{'!' * (k == changed)}"))
         return tmp_path / name
 
     with pytest.raises(StateError, match=r"line 3 .*the whole log up to there was replaced"):
@@ -145,7 +145,7 @@ def test_a_log_that_was_replaced_is_found_by_what_the_other_side_holds(tmp_path,
 
     tampered(tmp_path, "DELETE FROM event WHERE seq > 4", "UPDATE sqlite_sequence SET seq = 4 WHERE name = 'event'")
     with closing(AuditLog(tmp_path / "audit")) as log:
-        log.append(*(Entry("silo://demo/h1", f"other {k}") for k in range(9)))
+        log.append(*(LogEntry("silo://demo/h1", f"other {k}") for k in range(9)))
     assert verified(tmp_path).lines == 13, "sound by itself"
     with pytest.raises(StateError, match=r"line 6 .*lines 4 to 6 were replaced"):
         verified(tmp_path, *found)

@@ -15,7 +15,7 @@ from coordinator.cli import operations as coordinator_cli
 from fl_core.errors import RefusedError, StateError
 from protos.wire import log_heads
 from service_core.audit_log.heads import SignedHead
-from service_core.audit_log.lines import Entry
+from service_core.audit_log.lines import LogEntry
 from service_core.audit_log.log import LOG_FILE, AuditLog, last_lines, mark_restored
 from service_core.audit_log.recorder import Recorder
 from service_core.storage.backup import _copy_database
@@ -47,7 +47,7 @@ class Side:
 
     def write(self, count: int) -> None:
         with closing(AuditLog(self.home / "audit")) as log:
-            log.append(*(Entry(OTHER, f"call {k}") for k in range(count)))
+            log.append(*(LogEntry(OTHER, f"call {k}") for k in range(count)))
 
     def cross(self) -> str | None:
         """Let the other side keep the end of this log; return what it finds wrong."""
@@ -144,7 +144,7 @@ def test_an_acknowledged_restore_excuses_no_other_change(side: Side) -> None:
     kept = texts(side.home)
     shutil.rmtree(side.home / "audit")
     forged = AuditLog(side.home / "audit")
-    forged.append(Entry("x", "another first line"), *(Entry(OTHER, f"call {k}") for k in range(1, 10)))
+    forged.append(LogEntry("x", "another first line"), *(LogEntry(OTHER, f"call {k}") for k in range(1, 10)))
     forged.mark_restored("from a backup, says who rewrote the lines before it")
     forged.close()
     assert len(kept) == 16
@@ -181,7 +181,7 @@ def test_a_backup_of_a_log_that_is_being_written_is_whole(tmp_path: Path) -> Non
     def write() -> None:
         with closing(AuditLog(home / "audit")) as log:
             while not over.is_set():
-                log.append(Entry(OTHER, "call"))
+                log.append(LogEntry(OTHER, "call"))
                 log.sync()
                 begun.set()
 
@@ -197,7 +197,7 @@ def test_a_backup_of_a_log_that_is_being_written_is_whole(tmp_path: Path) -> Non
     for k in range(20):
         assert verified(tmp_path / f"copy{k}").notes == ()
         with closing(AuditLog(tmp_path / f"copy{k}" / "audit")) as log:
-            log.append(Entry("after", "restore"))
+            log.append(LogEntry("after", "restore"))
         assert verified(tmp_path / f"copy{k}").notes == ()
 
 

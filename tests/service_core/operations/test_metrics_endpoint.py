@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from fl_core.errors import ConfigError, StateError
 from service_core.loopback import LoopbackAddress
 from service_core.operations import metrics
-from service_core.operations.metrics import Family, Snapshot
+from service_core.operations.metrics import Family, GaugeSnapshot
 from service_core.operations.metrics_endpoint import MetricsEndpoint
 from tests.support import until
 from tests.support.pages import Scrape, ask, get
@@ -223,7 +223,7 @@ def test_a_part_that_cannot_be_looked_up_is_said_and_the_others_are_there() -> N
         raise OSError("the disk is gone")
 
     registry = CollectorRegistry(support_collectors_without_names=True)
-    registry.register(Snapshot(success, {"ill": ill, "well": lambda: [well.one(3.0)]}))
+    registry.register(GaugeSnapshot(success, {"ill": ill, "well": lambda: [well.one(3.0)]}))
     endpoint = MetricsEndpoint(registry, lambda: True, tuple)
     try:
         found = Scrape.of(endpoint.open(HERE))
@@ -237,7 +237,9 @@ def test_values_of_labels_from_elsewhere_cannot_begin_a_line_and_are_bounded() -
     hostile = ['a"} 1\nkept{who="b', "\x1b[2J", "x" * 5000, "\\"]
     registry = CollectorRegistry(support_collectors_without_names=True)
     registry.register(
-        Snapshot(Family("s", "gauge", "", ("part",)), {"p": lambda: [family.samples(((h,), 1.0) for h in hostile)]})
+        GaugeSnapshot(
+            Family("s", "gauge", "", ("part",)), {"p": lambda: [family.samples(((h,), 1.0) for h in hostile)]}
+        )
     )
     endpoint = MetricsEndpoint(registry, lambda: True, tuple)
     try:

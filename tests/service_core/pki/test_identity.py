@@ -10,13 +10,23 @@ from hypothesis import strategies as st
 
 from fl_core.errors import ConfigError, RefusedError
 from service_core.pki import certificates
-from service_core.pki.identity import Address, Identity, Kind, certificate_fingerprint, colons, identity_of, peer_of
+from service_core.pki.identity import (
+    Address,
+    CertificateRole,
+    Identity,
+    certificate_fingerprint,
+    colons,
+    identity_of,
+    peer_of,
+)
 from tests.support.pki import authority, certified, today
 
 names = st.from_regex(r"[a-z0-9][a-z0-9-]{0,62}", fullmatch=True)
 identities = st.one_of(
-    st.builds(Identity, st.sampled_from([Kind.SILO, Kind.LEAD, Kind.INVITE]), names, names),
-    st.builds(Identity, st.just(Kind.COORDINATOR), names),
+    st.builds(
+        Identity, st.sampled_from([CertificateRole.SILO, CertificateRole.LEAD, CertificateRole.INVITE]), names, names
+    ),
+    st.builds(Identity, st.just(CertificateRole.COORDINATOR), names),
 )
 
 
@@ -60,7 +70,7 @@ def test_foreign_uris_are_refused(uri):
 @pytest.mark.parametrize("name", ["", "A", "-a", "a_b", "a.b", "a" * 64, "é", "a\n"])
 def test_names(name):
     with pytest.raises(ConfigError) as caught:
-        Identity(Kind.SILO, "demo", name)
+        Identity(CertificateRole.SILO, "demo", name)
     assert caught.value.code == "E-CFG-02"
 
 
@@ -70,7 +80,7 @@ def test_identity_of_a_silos_certificate(tmp_path):
     pem = certified(ca, "center3")
     cert = x509.load_pem_x509_certificate(pem)
     peer = identity_of(pem)
-    assert peer.identity == Identity(Kind.SILO, "demo", "center3")
+    assert peer.identity == Identity(CertificateRole.SILO, "demo", "center3")
     assert int(peer.serial, 16) == cert.serial_number
     spki = cert.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     digest = hashes.Hash(hashes.SHA256())

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fl_core.errors import ConfigError
-from service_core.pki.identity import Identity, Kind
+from service_core.pki.identity import CertificateRole, Identity
 from service_core.pki.invitation import PREFIX, InvitationToken
 from tests.support.pki import authority, today
 
@@ -38,7 +38,7 @@ def test_round_trip(ca, text):
     assert (token.consortium, token.name) == ("demo", "center3")
     assert list(map(str, token.addresses)) == ["fl.example.org:8443", "10.1.2.3:8443"]
     assert token.ca_pem == ca.ca_pem
-    assert token.certificate.identity == Identity(Kind.INVITE, "demo", "center3")
+    assert token.certificate.identity == Identity(CertificateRole.INVITE, "demo", "center3")
     assert token.encode() == text
     assert "\n" not in text
     assert len(text) < 2048

@@ -17,7 +17,7 @@ from protos.wire import receipts
 from service_core.audit_log.heads import SignedHead
 from service_core.pki import certificates
 from service_core.pki.identity import certificate_fingerprint, identity_of, parse_certificate, parse_request
-from service_core.pki.roster import Member
+from service_core.pki.roster import RosterMember
 from tests.support.pki import authority, join, today
 
 _KEY_USAGE, _ALTERNATIVE_NAME = bytes.fromhex("0603551d0f"), bytes.fromhex("0603551d11")
@@ -70,7 +70,7 @@ def test_a_roster_with_such_a_certificate_is_refused_although_the_authority_sign
     tmp_path: Path, sound: tuple[bytes, bytes], change: str
 ) -> None:
     ca = authority(tmp_path / "ca", today())
-    listed = Member("north", "f" * 64, pem(CHANGES[change](sound[0])).decode(), "0")
+    listed = RosterMember("north", "f" * 64, pem(CHANGES[change](sound[0])).decode(), "0")
     with pytest.raises(FederationError, match="cannot be read"):
         ca.roster([listed], [], 1).verify(ca.ca_pem, "demo")
 

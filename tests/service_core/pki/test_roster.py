@@ -7,7 +7,7 @@ import pytest
 from fl_core.errors import ConfigError, ProtocolError, RefusedError, StateError
 from service_core.pki import certificates
 from service_core.pki.identity import identity_of
-from service_core.pki.roster import Member, Roster, SignedRoster, renewal_link
+from service_core.pki.roster import Roster, RosterMember, SignedRoster, renewal_link
 from tests.support.pki import authority, certified, join, member, roster, today
 
 
@@ -89,11 +89,11 @@ def test_tampering_is_noticed(ca, tmp_path, clock):
         (other.roster([member(other, certified(other, "a"))], [], 9), "signature"),
         (ca.roster([a, a], [], 9), "twice"),
         (ca.roster([member(other, certified(other, "a"))], [], 9), "another authority"),
-        (ca.roster([Member("b", a.fingerprint, a.certificate, a.since)], [], 9), "is for silo://demo/a"),
-        (ca.roster([Member("a", "00" * 32, a.certificate, a.since)], [], 9), "another key"),
+        (ca.roster([RosterMember("b", a.fingerprint, a.certificate, a.since)], [], 9), "is for silo://demo/a"),
+        (ca.roster([RosterMember("a", "00" * 32, a.certificate, a.since)], [], 9), "another key"),
         (ca.roster([member(ca, ca.issue_lead("a").cert_pem)], [], 9), "is for lead://demo/a"),
         (ca.roster([a], [ca.revocation(a.certificate.encode(), "lost")], 9), "revoked"),
-        (ca.roster([Member("a", a.fingerprint, "no certificate", a.since)], [], 9), "cannot be read"),
+        (ca.roster([RosterMember("a", a.fingerprint, "no certificate", a.since)], [], 9), "cannot be read"),
     ]:
         with pytest.raises(RefusedError, match=why) as caught:
             forged.verify(ca.ca_pem, "demo")

@@ -18,7 +18,7 @@ from coordinator.cli import operations as coordinator_cli
 from coordinator.pki.authority import Authority
 from coordinator.storage.records import ObjectKind
 from coordinator.storage.runs import note_object
-from coordinator.storage.store import FILE, OBJECTS, Store
+from coordinator.storage.store import FILE, OBJECTS, CoordinatorStore
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
 from privacy.ledger.ledger import Ledger
 from service_core.storage import backup as backup_module
@@ -28,7 +28,7 @@ from service_core.storage.object_store import ObjectStore
 from silo.cli import operations as silo_cli
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
-from silo.storage.store import Store as SiloStore
+from silo.storage.store import SiloStore
 from tests.support.fake_coordinator import enrolled
 from tests.support.hospital import B, key, opened, stage
 
@@ -41,7 +41,7 @@ def home(tmp_path: Path) -> Path:
     for name in ("ca.key", "ca.crt", "server.pem"):
         (place / "pki" / name).write_bytes(name.encode())
     objects = ObjectStore(place / OBJECTS, sharded=True)
-    with closing(Store(place)) as store, store.database.write() as db:
+    with closing(CoordinatorStore(place)) as store, store.database.write() as db:
         db.exec_driver_sql("PRAGMA defer_foreign_keys = ON")
         texts = "'r','r','q','{}','{}','m','fedavg','d',1,'[]','aborted',''"
         db.exec_driver_sql(f"INSERT INTO runs VALUES ({texts},0,NULL,'',0,0,0,0,0,0,NULL)")
@@ -73,7 +73,7 @@ def test_a_backup_holds_what_is_needed_for_its_owner_alone(home: Path, tmp_path:
 
 def test_a_restored_home_is_the_one_that_was_backed_up_in_another_incarnation(home: Path, tmp_path: Path) -> None:
     coordinator_cli.restore(took(home, tmp_path / "backup"), home=tmp_path / "new", as_json=True)
-    with closing(Store(home)) as before, closing(Store(tmp_path / "new")) as after:
+    with closing(CoordinatorStore(home)) as before, closing(CoordinatorStore(tmp_path / "new")) as after:
         assert [r.id for r in after.runs.all()] == [r.id for r in before.runs.all()] == ["r"]
         assert after.database.incarnation != before.database.incarnation
         (digest,) = after.contributions.referenced_digests()
@@ -85,7 +85,7 @@ def test_a_restored_home_is_the_one_that_was_backed_up_in_another_incarnation(ho
 @pytest.mark.fault("a disk", "damages an object before a backup", "the backup stops with E-STATE-63")
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_damaged_object_is_found_when_it_is_backed_up(home: Path, tmp_path: Path, lost: bool) -> None:
-    with closing(Store(home)) as store:
+    with closing(CoordinatorStore(home)) as store:
         (digest,) = store.contributions.referenced_digests()
     file = ObjectStore(home / OBJECTS, sharded=True).path(digest)
     if lost:
@@ -174,7 +174,7 @@ def test_a_home_that_was_restored_by_half_is_refused_until_the_same_command_goes
     halved(backup, new, monkeypatch)
     goes_on = rf"E-STATE-26.*coordinator restore {backup} --home {new}"
     for refused in (
-        lambda: Store(new),
+        lambda: CoordinatorStore(new),
         lambda: consortium_cli.serve(home=new),
         lambda: consortium_cli.invite("north", home=new),
         lambda: consortium_cli.init("other", ["127.0.0.1:1"], home=new),
@@ -192,7 +192,7 @@ def test_a_home_that_was_restored_by_half_is_refused_until_the_same_command_goes
     (new / "pki" / "ca.key").write_bytes(b"put here meanwhile")
     coordinator_cli.restore(backup, home=new, as_json=True)
     assert (new / "pki" / "ca.key").read_bytes() == b"put here meanwhile"
-    with closing(Store(new)) as store:
+    with closing(CoordinatorStore(new)) as store:
         assert [r.id for r in store.runs.all()] == ["r"]
     assert not (new / unfinished.FILE).exists()
 

@@ -122,10 +122,10 @@ def test_both_services_homes_open_wherever_a_checkpoint_was_interrupted(tmp_path
     @contextmanager
     def service(home: Path) -> Iterator[Database]:
         if side == "coordinator":
-            with closing(coordinators.Store(home)) as store:
+            with closing(coordinators.CoordinatorStore(home)) as store:
                 yield store.database
         else:
-            place = silos.Store(home / "silo.db")
+            place = silos.SiloStore(home / "silo.db")
             yield place.database
             place.close_database()
 

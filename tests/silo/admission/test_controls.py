@@ -18,7 +18,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import State
 from protos.wire.tasks import TaskKey
 from silo.admission.controls import AdmissionDecision, AdmissionRequest, HospitalControls, TaskQuestion
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
 from tests.support.headcount import headcounts
 
@@ -52,7 +52,7 @@ KINDS = ("training", "evaluation", "survey", "headcount")
 @pytest.fixture
 def controls(tmp_path) -> Iterator[HospitalControls]:
     home = enrolled(tmp_path / "home")
-    store = Store(home.database)
+    store = SiloStore(home.database)
     with headcounts():
         yield HospitalControls(home, store)
     store.close_database()

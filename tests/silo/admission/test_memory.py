@@ -7,7 +7,7 @@ import pytest
 from fl_core.errors import FederationError
 from fl_core.types.enums import TaskKind
 from silo.admission.memory import DAY_S, AnswerMemory, keep_to_one_set
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support.hospital import key
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
@@ -27,7 +27,7 @@ def clock():
 
 @pytest.fixture
 def memory(tmp_path, clock):
-    store = Store(tmp_path / "silo.db", clock)
+    store = SiloStore(tmp_path / "silo.db", clock)
     yield store.answers
     store.close_database()
 

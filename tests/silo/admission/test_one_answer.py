@@ -16,7 +16,7 @@ from privacy.secagg.coordinator_side import SealedRound
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile, pack_state
 from silo.reports.leaving import leaving
-from silo.reports.questions import PolicyAndLedger, Question
+from silo.reports.questions import PendingDecision, PolicyAndLedger
 from silo.storage.home import Home
 from tests.support import until
 from tests.support.fake_coordinator import MEMBERS, manifest
@@ -264,7 +264,7 @@ def test_of_classes_below_the_policys_floor_nothing_leaves_and_log_question_and_
     until(lambda: "approval" in hospital.events())
     (asked,) = hospital.service.store.approvals.all()
     known = PolicyAndLedger.of(Home(hospital.folder), measured=hospital.service.store.answers.measured_today())
-    rows = {c.what: c for c in Question.of(asked, known).comparisons}
+    rows = {c.what: c for c in PendingDecision.of(asked, known).comparisons}
     assert "1 model, counted exactly: of a class with one test image" in rows["Results on test images"].asked
     assert rows["Results on test images"].policy.endswith(
         "no class of fewer than 20 test images: 6; 0 of at most 100 runs a day measured models here"
@@ -295,7 +295,7 @@ def test_a_run_without_masks_says_to_the_hospital_who_reads_its_update(make):
     (asked,) = hospital.service.store.approvals.all()
     read = "the coordinator reads this hospital's update by itself"
     assert read in asked.about
-    rows = {c.what: c.asked for c in Question.of(asked, PolicyAndLedger.of(Home(hospital.folder))).comparisons}
+    rows = {c.what: c.asked for c in PendingDecision.of(asked, PolicyAndLedger.of(Home(hospital.folder))).comparisons}
     assert rows["Secure aggregation"] == f"none: {read}"
     hospital.service.store.approvals.decide("run-1", True)
     hospital.offer()

@@ -8,7 +8,7 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.admission.private_readiness import lacking, with_all
+from silo.admission.private_readiness import missing_requirements, with_all
 from silo.storage.home import Home
 from tests.support import until
 from tests.support.privacy import DATA, SEEDED_POLICY, TEST, TRAIN, private
@@ -18,7 +18,7 @@ NOTHING = Policy()
 
 def test_each_step_takes_one_thing_off_the_list(tmp_path) -> None:  # type: ignore[no-untyped-def]
     def left(policy: Policy = NOTHING, declared: tuple[str, ...] = ()) -> list[str]:
-        return [what for what, _ in lacking(policy, ledger, declared)]
+        return [what for what, _ in missing_requirements(policy, ledger, declared)]
 
     ledger: Ledger | None = None
     assert left() == ["classes declared", "data registered", "a budget"]
@@ -34,7 +34,7 @@ def test_each_step_takes_one_thing_off_the_list(tmp_path) -> None:  # type: igno
 
 
 def test_a_refusal_names_all_where_there_is_more_and_stays_as_it_is_else() -> None:
-    found = lacking(NOTHING, None, ("a",))
+    found = missing_requirements(NOTHING, None, ("a",))
     said = with_all(RefusedError("E-BUDGET-04", "expected data"), found)
     assert said.code == "E-BUDGET-04"
     assert all(word in said.message for word in ("silo ledger register", "silo ledger budget set"))

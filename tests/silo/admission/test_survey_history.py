@@ -19,14 +19,14 @@ from fl_core.survey.answers import held_back
 from silo.admission.memory import AnswerMemory
 from silo.admission.survey_history import Countable, SurveyedPatients, _digest
 from silo.storage.schema import surveys
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 
 FLOOR = 10
 
 
 @pytest.fixture
 def memory(tmp_path):
-    store = Store(tmp_path / "silo.sqlite")
+    store = SiloStore(tmp_path / "silo.sqlite")
     yield store.answers
     store.close_database()
 
@@ -217,7 +217,7 @@ def test_a_higher_floor_looks_farther(memory):
 
 
 def test_data_that_0_1_0_surveyed_are_not_surveyed_again_without_noise(tmp_path):
-    store, salt = Store(tmp_path / "silo.sqlite"), b"s" * 16
+    store, salt = SiloStore(tmp_path / "silo.sqlite"), b"s" * 16
     row = {"salt": salt, "names": _digest(salt, b"name", b"p3"), "contents": b"c" * 16, "questions": "{}"}
     with store.database.write() as db:
         db.execute(insert(surveys).values(**row))
@@ -235,7 +235,7 @@ def test_what_is_held_back_leaves_no_version_behind(memory):
 
 def test_memory_outlives_the_service_and_names_nobody(tmp_path):
     for n, told in ((50, True), (49, False)):
-        store = Store(tmp_path / "silo.sqlite")
+        store = SiloStore(tmp_path / "silo.sqlite")
         assert bool(numbers(store.answers, Version.of(classes(a=n)), "classes")) is told
         store.close_database()
     files = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
@@ -285,7 +285,7 @@ def test_no_difference_of_two_answers_about_several_images_each_is_about_few_pat
 
     data, answered = {p: images() for p in range(r.randint(25, 60))}, []
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder) / "silo.sqlite")
+        store = SiloStore(Path(folder) / "silo.sqlite")
         for k in range(r.randint(2, 5)):
             for _ in range(r.randint(0, 2) if k else 0):
                 some = r.sample(sorted(data), min(len(data), r.choice([1, 2, 9, 10, 12, 20])))
@@ -360,7 +360,7 @@ def test_no_sum_or_difference_of_answers_is_about_few_people(history):
     released: dict[str, list[frozenset[int]]] = {}
     told: dict[tuple[str, str], list[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder) / "silo.sqlite")
+        store = SiloStore(Path(folder) / "silo.sqlite")
         for version, words in history:
             for form, sets in ask(store.answers, version, *words).items():
                 everybody = frozenset().union(*sets.values())

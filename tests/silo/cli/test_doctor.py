@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import StateError
 from privacy.ledger.ledger import Ledger
 from service_core.pki.identity import Address
 from silo.cli.main import run
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
-from silo.storage.store import Store as SiloStore
+from silo.storage.store import SiloStore
 from tests.support.coordinator import World, enrolled
 from tests.support.older_homes import AGES, older_file, older_ledger
 
@@ -65,7 +65,7 @@ def test_before_joining_nothing_is_made_and_an_invitation_is_tried_and_not_used_
     status, found = examine(capsys, tmp_path / "new")
     assert status == 0
     assert level(found, "network") == ["warning"]
-    store = Store(world.home)
+    store = CoordinatorStore(world.home)
     made = Membership(world.home, store).invite("west")
     store.close()
     token = tmp_path / "token"

@@ -16,7 +16,7 @@ from privacy.ledger.registration import version
 from privacy.policy import Policy
 from silo.cli.main import run
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation
 from tests.support.fake_coordinator import enrolled, manifest
 from tests.support.hospital import took_part
@@ -235,7 +235,7 @@ def test_the_policy_is_shown_with_its_digest_and_checked_before_it_closes_the_ho
 def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
     place = enrolled(tmp_path / "home")
     home = ["--home", str(place.path)]
-    store = Store(place.database)
+    store = SiloStore(place.database)
     assert run(["approve", *home]) == 0
     assert "No run has asked for a decision" in capsys.readouterr().out
     assert store.approvals.ask("run-1", "a" * 64, "skin", "fedmr") is None
@@ -254,7 +254,7 @@ def test_latest_is_the_only_run_that_waits_and_none_where_several_could_be_meant
     place = enrolled(tmp_path / "home")
     home = ["--home", str(place.path)]
     assert "found none" in fails(capsys, "E-RUN-10", 2, "approve", "latest", *home)
-    store = Store(place.database)
+    store = SiloStore(place.database)
     store.approvals.ask("run-1", "a" * 64, "skin", "fedmr")
     assert answer(capsys, "approve", "latest", *home)["runs"][0]["run"] == "run-1"
     store.approvals.ask("run-2", "b" * 64, "latest", "fedavg")  # a lead's choice of name
@@ -273,7 +273,7 @@ def test_latest_is_the_only_run_that_waits_and_none_where_several_could_be_meant
 def test_a_question_that_takes_the_id_or_the_name_of_another_is_not_approved_in_its_place(capsys, tmp_path):
     place = enrolled(tmp_path / "home")
     home = ["--home", str(place.path)]
-    store = Store(place.database)
+    store = SiloStore(place.database)
     store.approvals.ask("run-1", "a" * 64, "skin", "fedmr")
     store.approvals.ask("run-1", "b" * 64, "skin", "the same run with another manifest")
     fails(capsys, "E-RUN-10", 2, "approve", "run-1", *home)

@@ -16,7 +16,7 @@ from silo.connection.channel import ConnectionManager
 from silo.connection.control_client import RECONNECT_CAP_S, ControlClient
 from silo.connection.retry import Backoff, CancelToken
 from silo.connection.transfer import RetryPolicy
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.fake_coordinator import FakeControl, FakeTransfer, Host
 
@@ -51,7 +51,7 @@ class Rig:
         self.control = control or FakeControl()
         self.host = Host(FakeTransfer(), self.control)
         self.handler, self.stop, self.notices = Handler(), CancelToken(), []
-        self.store = Store(folder / "silo.db")
+        self.store = SiloStore(folder / "silo.db")
         self.session_opened = threading.Event()
         self.certificate = "first"
         self.hellos = []

@@ -11,7 +11,7 @@ from coordinator.api.authorization import SILO, authorize
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import identity_of
@@ -29,7 +29,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.here, self.there = today(), today()  # the coordinator's clock, the hospital's
         self.home = authority(folder / "ca", self.here).home
-        self.store = Store(self.home, lambda: self.here().timestamp())
+        self.store = CoordinatorStore(self.home, lambda: self.here().timestamp())
         self.members = Membership(self.home, self.store, self.here)
         self.silo = SiloIdentity(folder / "silo", self.there)
         token = InvitationToken.decode(self.members.invite("north").token, self.here())

@@ -6,7 +6,7 @@ import pytest
 
 from fl_core.errors import RefusedError, StateError
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, certificate_fingerprint, identity_of
+from service_core.pki.identity import CertificateRole, Identity, certificate_fingerprint, identity_of
 from service_core.pki.invitation import InvitationToken
 from service_core.storage import private_files
 from silo.identity.identity import SiloIdentity
@@ -34,7 +34,7 @@ def token_for(ca, name="center3"):
 
 def test_join(ca, silo, tmp_path):
     own = silo.load()
-    assert own.identity == Identity(Kind.SILO, "demo", "center3")
+    assert own.identity == Identity(CertificateRole.SILO, "demo", "center3")
     key, _, authority_pem = silo.current_credentials()
     assert authority_pem == ca.ca_pem
     assert certificates.fingerprint_of(certificates.load_key(key, "t").public_key()) == own.fingerprint

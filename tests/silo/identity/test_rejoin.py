@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.pki.membership import Membership
-from coordinator.storage.store import Store
+from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import RefusedError
 from service_core.pki.identity import identity_of
 from service_core.pki.invitation import InvitationToken
@@ -23,7 +23,7 @@ class Consortium:
         self.folder = folder
         self.clock = today()
         authority(folder / "ca", self.clock)
-        self.store = Store(folder / "ca")
+        self.store = CoordinatorStore(folder / "ca")
         self.members = Membership(folder / "ca", self.store, self.clock)
 
     def join(self, name: str, home: str, proof: bytes | None = None) -> SiloIdentity:

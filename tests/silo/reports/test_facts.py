@@ -21,9 +21,9 @@ from privacy.policy import Policy
 from privacy.policy_terms import PRIVATE_PROFILES
 from privacy.profiles import PROFILES
 from protos.wire.codec import pack_bundle
-from silo.admission.run_request import leaves_of, privacy_of, request_of
+from silo.admission.run_request import privacy_of, request_of, update_contents
 from silo.reports.leaving import UpdateContents
-from silo.reports.questions import PolicyAndLedger, Question
+from silo.reports.questions import PendingDecision, PolicyAndLedger
 from silo.reports.run_request import RunRequest
 from silo.reports.spending import preview, spending, unprotected, version_of
 from silo.storage.approvals import Approval
@@ -40,7 +40,7 @@ SECURE = "[privacy]\nepsilon = 8\n"
 def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method) -> None:
     run = CompiledRun(manifest(method=NamedOptions(method, {})))
     precision = torch.float64 if run.method.exact else torch.float32
-    found, layout = leaves_of(run), run.manifest.layout
+    found, layout = update_contents(run), run.manifest.layout
     bundle = {
         name: Part(
             {k: torch.zeros(s, dtype=precision) for k, s in spec.shapes.items()},
@@ -59,7 +59,7 @@ def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method)
 def test_a_method_that_sends_class_counts_is_said_to_send_them(mode) -> None:
     schema = datasets.schema_of("digits")
     layout = derive_layout(build_method("fedgen", {"mode": mode}), build_model("digits_cnn", {}, schema, 3), schema)
-    words = leaves_of(CompiledRun(replace(manifest(), layout=layout))).words()
+    words = update_contents(CompiledRun(replace(manifest(), layout=layout))).words()
     assert sum("how many training images here are of each class" in word for word in words) == 1
     assert not [word for word in words if "the part" in word]
 
@@ -98,7 +98,10 @@ def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() ->
     assert "confusion matrix" in said["clinical", "accuracy"][0]
     assert said["clinical", "accuracy"][1].startswith("only correct answers per class leave; ")
     assert said["clinical", "nothing"][1] == "nothing leaves"
-    assert sum("how sure it was" in words for words in leaves_of(CompiledRun(replace(run, layout=every))).words()) == 1
+    assert (
+        sum("how sure it was" in words for words in update_contents(CompiledRun(replace(run, layout=every))).words())
+        == 1
+    )
 
 
 @pytest.mark.parametrize(("budget", "before"), [(8.0, 0), (8.0, 40), (3.0, 40), (0.5, 0), (2.0, 0)])
@@ -181,7 +184,7 @@ def test_several_data_sets_need_the_fingerprint_of_the_one_that_is_served(tmp_pa
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "null", '{"charges": null}', '{"method": 1}', "[" * 9999])
 def test_a_request_that_cannot_be_read_is_shown_by_its_sentence_alone(tmp_path, text) -> None:
     asked = Approval("run", "m" * 64, "name", "what it asks", 1.0, None, text)
-    found = Question.of(asked, PolicyAndLedger.of(Home(tmp_path / "home")))
+    found = PendingDecision.of(asked, PolicyAndLedger.of(Home(tmp_path / "home")))
     assert (found.request, found.previews, found.comparisons) == (None, None, ())
     assert "not known" in found.spends
 

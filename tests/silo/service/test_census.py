@@ -26,7 +26,7 @@ from fl_core.types.values import Part
 from privacy.compiled_run import CompiledRun
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
-from privacy.secagg.messages import CHECK_WORDS, Upload
+from privacy.secagg.messages import CHECK_WORDS, MaskedUpload
 from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
@@ -94,7 +94,7 @@ class Counted(MaskedHospital):
         self.proof.seal.CopyFrom(_message(state.seal))
         self.close(0, kind=pb.CENSUS)
 
-    def _masked(self, u: int, held: list[int]) -> Upload:
+    def _masked(self, u: int, held: list[int]) -> MaskedUpload:
         round, sizes = self.round_of(self.census), self.sizes(TaskKind.CENSUS)
         blocks = [silo_side.blank(k, round.run.dtype) for k in sizes]
         blocks[1][CHECK_WORDS:] = held
@@ -112,7 +112,7 @@ class Counted(MaskedHospital):
         self.ask(0, pb.TRAIN, secagg_census_digest=self.transfer.offer(sent), **facts)
 
 
-def _packed(upload: Upload) -> bytes:
+def _packed(upload: MaskedUpload) -> bytes:
     def part(**values: object) -> Part:
         tensors = {name: torch.from_numpy(v.copy()) for name, v in values.items()}  # type: ignore[attr-defined]
         return Part(tensors, torch.zeros((), dtype=next(iter(tensors.values())).dtype))

@@ -12,10 +12,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from silo.connection import session
 from silo.connection.retry import Pace
 from silo.connection.session import Session
-from silo.events import Event
+from silo.events import SiloEvent
 from silo.service import task_queue
 from silo.service.task_queue import TaskQueue
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 
 MANY = 30
 
@@ -25,8 +25,8 @@ class Asked:
 
     def __init__(self, folder: Path) -> None:
         self.sent: list[pb.SiloMessage] = []
-        self.said: list[Event] = []
-        self.store = Store(folder / "silo.db")
+        self.said: list[SiloEvent] = []
+        self.store = SiloStore(folder / "silo.db")
         self.queue = TaskQueue(self.store, self.sent.append, self.said.append)
 
 

@@ -10,7 +10,7 @@ from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.cli import operations
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.fake_coordinator import manifest
 
@@ -42,7 +42,7 @@ def forget_all(hospital):
 
 
 def damage(hospital):
-    store = Store(hospital.folder / "silo.db")
+    store = SiloStore(hospital.folder / "silo.db")
     digest, _ = store.committed("run-1")
     store.close_database()
     file = hospital.folder / "objects" / digest

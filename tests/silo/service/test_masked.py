@@ -27,14 +27,14 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.chunks import CHUNK_BYTES
 from protos.wire.tasks import TaskKey
 from service_core.pki import certificates
-from service_core.pki.identity import Identity, Kind, identity_of
-from service_core.pki.roster import Member, renewal_link
+from service_core.pki.identity import CertificateRole, Identity, identity_of
+from service_core.pki.roster import RosterMember, renewal_link
 from service_core.version import PROTOCOL
 from silo.cli.main import run as run_command
 from silo.identity.identity import SiloIdentity
-from silo.reports.questions import PolicyAndLedger, Question
+from silo.reports.questions import PendingDecision, PolicyAndLedger
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.fake_coordinator import CONSORTIUM, MEMBERS, Hospital, authority, manifest
 from tests.support.hospital import Slow, Watched
@@ -181,11 +181,11 @@ def test_t49_a_colleague_whose_certificate_was_renewed_meanwhile_is_accepted(hos
         certificates.load_certificate(first.cert_pem, ""),
     )
     new = certificates.public_key(certificates.load_certificate(renewed_pem, ""))
-    message = certificates.renewal_message(Identity(Kind.SILO, CONSORTIUM, first.name), new)
+    message = certificates.renewal_message(Identity(CertificateRole.SILO, CONSORTIUM, first.name), new)
     link = renewal_link(old_cert, certificates.sign(old_key, certificates.RENEWAL, message))
     identity = SiloIdentity(hospital.folder)
     certs = [identity.current_credentials().cert_pem, hospital.colleagues[2].cert_pem]
-    members = [Member.of(c, SINCE) for c in certs] + [Member.of(renewed_pem, SINCE, (link,))]
+    members = [RosterMember.of(c, SINCE) for c in certs] + [RosterMember.of(renewed_pem, SINCE, (link,))]
     change = identity.update_roster(authority().roster(members, [], 2))
     assert change.rekeyed == (first.name,)
     hospital.ask(secagg_keys_digest=hospital.publish(entries))
@@ -463,7 +463,9 @@ def ask_with_roster(hospital, roster: bytes) -> pb.PreflightAnswer:
 def test_a_member_that_enrolled_since_the_session_began_is_known_from_the_question_before_the_run(hospital):
     identity = SiloIdentity(hospital.folder)
     certs = [identity.current_credentials().cert_pem, *(c.cert_pem for c in hospital.colleagues.values())]
-    newer = authority().roster([Member.of(cert, SINCE) for cert in (*certs, Colleague("newcomer").cert_pem)], [], 2)
+    newer = authority().roster(
+        [RosterMember.of(cert, SINCE) for cert in (*certs, Colleague("newcomer").cert_pem)], [], 2
+    )
     assert "newcomer" not in identity.pins().members()
     assert ask_with_roster(hospital, newer.pack()).ready
     assert "newcomer" in identity.pins().members()
@@ -472,8 +474,8 @@ def test_a_member_that_enrolled_since_the_session_began_is_known_from_the_questi
 def test_a_list_beside_a_question_that_a_newer_one_overtook_refuses_no_run(hospital):
     identity = SiloIdentity(hospital.folder)
     certs = [identity.current_credentials().cert_pem, *(c.cert_pem for c in hospital.colleagues.values())]
-    listed = [Member.of(cert, SINCE) for cert in certs]
-    newest = authority().roster([*listed, Member.of(Colleague("newcomer").cert_pem, SINCE)], [], 3)
+    listed = [RosterMember.of(cert, SINCE) for cert in certs]
+    newest = authority().roster([*listed, RosterMember.of(Colleague("newcomer").cert_pem, SINCE)], [], 3)
     assert ask_with_roster(hospital, newest.pack()).ready
     assert ask_with_roster(hospital, authority().roster(listed, [], 2).pack()).ready
     assert "newcomer" in identity.pins().members()  # the newer one stays
@@ -553,7 +555,7 @@ def test_t57_a_damaged_masked_update_is_never_made_again(hospital):
     hospital.transfer.hold.set()
     hospital.transfer.hold = None
     hospital.transfer.forget()
-    store = Store(hospital.folder / "silo.db")
+    store = SiloStore(hospital.folder / "silo.db")
     (entry,) = store.outbox()
     store.close_database()
     file = hospital.folder / "objects" / entry.object_digest
@@ -702,11 +704,11 @@ def test_t53_an_invented_member_is_held_back_and_a_run_with_it_is_refused_where_
     home = Home(hospital.folder)
     identity = SiloIdentity(home.path)
     known = [identity.current_credentials().cert_pem, hospital.colleagues[0].cert_pem]
-    members = [Member.of(cert, SINCE) for cert in known]
+    members = [RosterMember.of(cert, SINCE) for cert in known]
     identity.pins().path.unlink()
     identity.pins().first(authority().roster(members, [], 1)).save()
     home.policy.write_text("[peers]\naccept = 'by hand'\n[secagg]\nconfirmed_peers = 2\n")
-    told = authority().roster([*members, Member.of(invented.cert_pem, SINCE)], [], 2)
+    told = authority().roster([*members, RosterMember.of(invented.cert_pem, SINCE)], [], 2)
     hospital.control.welcome = lambda hello: pb.CoordinatorMessage(
         welcome=pb.Welcome(protocol=PROTOCOL, software="fake 1", pulse_seconds=0.5, signed_roster=told.pack())
     )
@@ -764,7 +766,7 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         until(lambda: "approval" in hospital.events())
         (asked,) = hospital.service.store.approvals.all()
         assert "under masks" in asked.about
-        question = Question.of(asked, PolicyAndLedger.of(home))
+        question = PendingDecision.of(asked, PolicyAndLedger.of(home))
         assert question.leaves.words()[0] == "all of it under masks: only sums over several hospitals are read"
         rows = {c.what: (c.asked, c.policy) for c in question.comparisons}
         told, allowed = rows["Secure aggregation"]

@@ -18,11 +18,11 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
-from silo.events import Event
+from silo.events import SiloEvent
 from silo.service.task_queue import PREFLIGHTS_AT_ONCE, PREFLIGHTS_PER_MIN, TaskQueue
 from silo.storage.approvals import MAX_UNDECIDED
 from silo.storage.run_data import RunData
-from silo.storage.store import MAX_CLOSED, MAX_UNTRAINED, Store
+from silo.storage.store import MAX_CLOSED, MAX_UNTRAINED, SiloStore
 from tests.support import until
 from tests.support.fake_coordinator import Hospital
 from tests.support.hospital import B, M, key, opened, stage
@@ -91,7 +91,7 @@ class Flooded:
         self.hospital.run_id = REAL
         self.hospital.start()
         assert self.hospital.service is not None
-        self.store: Store = self.hospital.service.store
+        self.store: SiloStore = self.hospital.service.store
 
     def answers(self) -> list[pb.PreflightAnswer]:
         return [a for s in self.hospital.control.sessions for a in s.got("preflight")]
@@ -193,8 +193,8 @@ MAX_BYTES, WAL_BYTES = 1 << 20, 5 << 20
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store(tmp_path / "silo.db", clock=lambda: 0.0)
+def store(tmp_path: Path) -> Iterator[SiloStore]:
+    made = SiloStore(tmp_path / "silo.db", clock=lambda: 0.0)
     yield made
     made.close_database()
 
@@ -231,8 +231,8 @@ def test_a_liar_who_waits_until_each_question_is_looked_at_grows_no_home_either(
         assert set(left.answers) <= hospital.kind.codes
 
 
-def test_preflights_beyond_the_pace_are_refused_at_once_and_the_pace_recovers(store: Store) -> None:
-    now, sent, said = [0.0], list[pb.SiloMessage](), list[Event]()
+def test_preflights_beyond_the_pace_are_refused_at_once_and_the_pace_recovers(store: SiloStore) -> None:
+    now, sent, said = [0.0], list[pb.SiloMessage](), list[SiloEvent]()
     queue = TaskQueue(store, sent.append, said.append, lambda: now[0])
 
     def ask(first: int, number: int) -> int:
@@ -257,9 +257,9 @@ def test_preflights_beyond_the_pace_are_refused_at_once_and_the_pace_recovers(st
     assert ask(3000, 10) == 10
 
 
-def test_a_question_that_waits_is_asked_again_without_end_at_no_cost(store: Store) -> None:
+def test_a_question_that_waits_is_asked_again_without_end_at_no_cost(store: SiloStore) -> None:
     """A coordinator names what is open in each session; a hospital may decide after a week."""
-    sent, said = list[pb.SiloMessage](), list[Event]()
+    sent, said = list[pb.SiloMessage](), list[SiloEvent]()
     queue = TaskQueue(store, sent.append, said.append, lambda: 0.0)
     for _ in range(1000):
         queue.preflight(pb.Preflight(run_id="run-1", manifest_digest=M))
@@ -289,7 +289,9 @@ def test_runs_that_asked_and_offered_nothing_lapse_and_those_that_trained_stay(t
     store.close_database()
 
 
-def test_rounds_that_are_closed_without_end_are_a_few_rows_and_none_of_a_run_that_is_not_known(store: Store) -> None:
+def test_rounds_that_are_closed_without_end_are_a_few_rows_and_none_of_a_run_that_is_not_known(
+    store: SiloStore,
+) -> None:
     for k in range(100):
         assert store.close(TaskKey(f"nobody-{k}", 0, TaskKind.TRAIN), included=True)
     assert not any(store.closed(TaskKey(f"nobody-{k}", 0, TaskKind.TRAIN)) for k in range(100))
@@ -299,7 +301,7 @@ def test_rounds_that_are_closed_without_end_are_a_few_rows_and_none_of_a_run_tha
     assert [k for k in range(100) if store.closed(key(k))] == list(range(100 - MAX_CLOSED, 100))
 
 
-def test_the_first_question_stays_on_top_and_those_beyond_a_bound_are_refused(store: Store) -> None:
+def test_the_first_question_stays_on_top_and_those_beyond_a_bound_are_refused(store: SiloStore) -> None:
     approvals = store.approvals
     approvals.ask("decided", M, "before", "fedavg")
     approvals.decide("decided", False)

@@ -12,7 +12,7 @@ from fl_core import datasets
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
-from fl_core.rounds.manifest import Member, NamedOptions
+from fl_core.rounds.manifest import NamedOptions, RunMember
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import PartSpec
 from tests.support import until
@@ -33,7 +33,7 @@ def measured_alone():
     [
         (lambda: {"privacy": NamedOptions("magic", {})}, "E-PRIV-01"),
         (lambda: {"software": "consilium-fl 99.0.0"}, "E-WIRE-01"),
-        (lambda: {"members": (Member("center0"), Member("center7"))}, "E-RUN-05"),
+        (lambda: {"members": (RunMember("center0"), RunMember("center7"))}, "E-RUN-05"),
         (lambda: {"schema": unknown_classes()}, "E-DATA-05"),
         (lambda: {"layout": {"metrics": PartSpec({"correct": (10,)}, (10,))}}, "E-WIRE-06"),
         (lambda: {"cohort": 2}, "E-RUN-33"),

@@ -7,7 +7,7 @@ import pytest
 
 from fl_core.methods.fedavg import FedAvg
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.hospital import TRAINED
 
@@ -154,7 +154,7 @@ def test_a_receipt_that_was_lost_is_fetched_after_the_close(make):
 
 def killed(hospital, attempt=0) -> None:
     """Leave on the disk what a service leaves that is killed in the middle of the first task."""
-    store = Store(hospital.folder / "silo.db")
+    store = SiloStore(hospital.folder / "silo.db")
     store.begin_training(TRAINED, attempt)
     store.close_database()
 

@@ -13,7 +13,7 @@ import torch
 from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core import datasets
 from fl_core.methods import build_method
-from fl_core.rounds.manifest import Member, NamedOptions
+from fl_core.rounds.manifest import NamedOptions, RunMember
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import RoundContext
@@ -58,7 +58,7 @@ def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
     hospital.start()
     shares = [datasets.load(f"digits/p3c4/{k}") for k in range(3)]
     if opt_out:
-        run = replace(run, members=tuple(Member(n, n != "center1") for n in MEMBERS))
+        run = replace(run, members=tuple(RunMember(n, n != "center1") for n in MEMBERS))
     port = local_ports(RunSetup.of(run), [SiloShare(s.train, s.test) for s in shares])[1]
     msg = build_method(method, options).broadcast(RunSetup.of(run).initial_state())
     for round, kind in ((0, TaskKind.TRAIN), (1, TaskKind.TRAIN), (2, TaskKind.EVALUATE)):

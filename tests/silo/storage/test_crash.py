@@ -12,14 +12,14 @@ import pytest
 from sqlalchemy import Connection
 
 from service_core.storage import digests
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support.hospital import B, key, opened, stage, value
 
 
 class Snapshots:
     """Copies the home at every moment at which something reaches the disk: what a kill at that moment leaves."""
 
-    def __init__(self, home: Path, into: Path, store: Store, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, home: Path, into: Path, store: SiloStore, patch: pytest.MonkeyPatch) -> None:
         self.home, self.into, self.taken = home, into, []
         fsync, replace = os.fsync, Path.replace
         patch.setattr(os, "fsync", lambda fd: (self.take("before fsync"), fsync(fd), self.take("after fsync")))

@@ -10,7 +10,7 @@ import pytest
 from fl_core.errors import StateError
 from service_core.storage.object_store import count_objects
 from silo.cli import operations
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.hospital import TRAINED, opened, stage
 
@@ -31,7 +31,7 @@ def test_a_database_that_is_missing_is_noticed_before_anything_is_deleted(tmp_pa
     for name in names:
         (tmp_path / name).unlink()
     with pytest.raises(StateError, match=r"E-STATE-23.*--accept-loss"):
-        Store(tmp_path / "silo.db")
+        SiloStore(tmp_path / "silo.db")
     assert count_objects(tmp_path / "objects") == 2
     operations.restore(accept_loss=True, home=tmp_path, as_json=True)
     again = opened(tmp_path)

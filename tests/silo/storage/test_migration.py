@@ -18,7 +18,7 @@ import pytest
 from fl_core.errors import StateError
 from fl_core.types.enums import TaskKind
 from protos.wire.tasks import TaskKey
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from silo.storage.tasks import OutboxEntry
 from tests.support.hospital import signed_update
 from tests.support.older_homes import AGES, older_file
@@ -35,8 +35,8 @@ def written(file: Path, change: str = "") -> Path:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Store]:
-    store = Store(file)
+def opened(file: Path) -> Iterator[SiloStore]:
+    store = SiloStore(file)
     try:
         yield store
     finally:
@@ -159,5 +159,5 @@ def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, said: str) -> None:
     before = written(tmp_path / "silo.db", made).read_bytes()
     with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
-        Store(tmp_path / "silo.db")
+        SiloStore(tmp_path / "silo.db")
     assert (tmp_path / "silo.db").read_bytes() == before

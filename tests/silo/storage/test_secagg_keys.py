@@ -10,7 +10,7 @@ from fl_core.errors import FederationError
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import Secagg
 from privacy.secagg.keys import OwnKeys, RunKeys
-from privacy.secagg.silo_side import RoundRow
+from privacy.secagg.silo_side import MaskedTaskRow
 from privacy.secagg.terms import SecaggError
 from silo.storage.secagg_keys import MaskedRun
 from tests.silo.storage.test_crash import crash_points
@@ -19,7 +19,7 @@ from tests.support.hospital import FACTS, B, key, opened, stage
 RUN = MaskedRun("run-1", "a" * 64, ("a", "b", "c"), 3, 7, 0, "ring32", Secagg(1))
 OWN = OwnKeys(b"a" * 32, b"s" * 32)
 READY = RunKeys(1, b"K" * 32, OWN.sign, (b"x" * 32, b"y" * 32, b"z" * 32), (b"1" * 32, b"2" * 32, b"3" * 32))
-SEALED = RoundRow("train", 0, bytes.fromhex(B), b"", b"h" * 32, (0, 1, 2))
+SEALED = MaskedTaskRow("train", 0, bytes.fromhex(B), b"", b"h" * 32, (0, 1, 2))
 
 
 def keyed(outbox):
@@ -82,7 +82,7 @@ def test_t46_t57_an_update_and_its_row_are_entered_together_and_once(tmp_path, m
             stage(again)
             row = again.store.secagg.row(key())
         kept = again.store.entry(key())
-        assert row == RoundRow("train", 0, bytes.fromhex(B), bytes.fromhex(kept.object_digest)), what
+        assert row == MaskedTaskRow("train", 0, bytes.fromhex(B), bytes.fromhex(kept.object_digest)), what
         assert code(lambda again=again: stage(again, value=2.0)) == "E-RUN-49", what
         assert code(lambda again=again: stage(again, base="c" * 64)) == "E-RUN-49", what
         assert again.store.entry(key()).object_digest == kept.object_digest, what

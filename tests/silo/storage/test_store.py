@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fl_core.errors import StateError
-from fl_core.types.clinical import ClinicalMetrics, Range, ReliabilityBin
+from fl_core.types.clinical import BinnedRange, ClinicalMetrics, ReliabilityBin
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Part
 from protos.consilium.v1 import federation_pb2 as pb
@@ -19,13 +19,13 @@ from protos.wire.tasks import TaskKey
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from silo.storage.outbox import Outbox
-from silo.storage.store import Store
-from silo.storage.tasks import Attestation, Evaluation, OutboxEntry, UnprotectedUpdate
+from silo.storage.store import SiloStore
+from silo.storage.tasks import Attestation, LocalEvaluation, OutboxEntry, UnprotectedUpdate
 from tests.support import hospital
 from tests.support.fake_coordinator import CONSORTIUM, authority
 from tests.support.hospital import FACTS, B, M, finished, key, opened, signed_update, stage, value
 
-CLINICAL = ClinicalMetrics(((1, 1), (0, 0)), (Range(0.25, 0.5), None), (ReliabilityBin(2, 1, 1.5),) * 15)
+CLINICAL = ClinicalMetrics(((1, 1), (0, 0)), (BinnedRange(0.25, 0.5), None), (ReliabilityBin(2, 1, 1.5),) * 15)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_newest_two_bases_of_a_run_are_kept(tmp_path):
 
 def test_ended_runs_keep_their_last_state_and_only_the_newest_three(tmp_path):
     ticks = iter(range(1000))
-    store = Store(tmp_path / "silo.db", clock=lambda: float(next(ticks)))
+    store = SiloStore(tmp_path / "silo.db", clock=lambda: float(next(ticks)))
     outbox = Outbox(store, ObjectStore(tmp_path / "objects"), "center1")
     for n in range(5):
         run = f"run-{n}"
@@ -161,13 +161,13 @@ def test_included_updates_without_a_receipt_are_listed_until_it_is_there(tmp_pat
     assert outbox.store.receipts() == [b"receipt"]
 
 
-def signed_rounds(store: Store, rounds: range, restored: int = 0, sealed_in_receipt: bool = False) -> list[bytes]:
+def signed_rounds(store: SiloStore, rounds: range, restored: int = 0, sealed_in_receipt: bool = False) -> list[bytes]:
     """Play the rounds of a run; return their receipts."""
     signed = []
     for round in rounds:
         entry, receipt = signed_update(round, restored, sealed_in_receipt)
         names = tuple(f"diagnosis {k}" for k in range(8))
-        store.stage(entry, Evaluation(names, tuple(7.0 * k for k in range(8)), tuple(11.0 * k for k in range(8))))
+        store.stage(entry, LocalEvaluation(names, tuple(7.0 * k for k in range(8)), tuple(11.0 * k for k in range(8))))
         came = pb.Receipt.FromString(receipt)
         came.log_head.number = 17
         store.deliver(entry.key, came.SerializeToString(deterministic=True))
@@ -178,7 +178,7 @@ def signed_rounds(store: Store, rounds: range, restored: int = 0, sealed_in_rece
 
 @pytest.mark.parametrize("sealed_in_receipt", [False, True], ids=["0.2.0", "0.1.0"])
 def test_a_receipt_is_read_as_it_was_signed_and_verifies(tmp_path, sealed_in_receipt):
-    store = Store(tmp_path / "silo.db")
+    store = SiloStore(tmp_path / "silo.db")
     store.record_run("run-1", "first", M)
     signed = signed_rounds(store, range(3), sealed_in_receipt=sealed_in_receipt)
     assert store.receipts() == signed
@@ -190,7 +190,7 @@ def test_a_receipt_is_read_as_it_was_signed_and_verifies(tmp_path, sealed_in_rec
 
 def test_a_round_costs_a_hospital_about_a_kilobyte_for_ever(tmp_path):
     """In the file, with indexes, whatever table: it was 5.5 kB, of which the certificate and what is sealed were 4."""
-    store, sizes = Store(tmp_path / "silo.db"), []
+    store, sizes = SiloStore(tmp_path / "silo.db"), []
     store.record_run("run-1", "first", M, B)
     for rounds in (range(10), range(10, 110)):
         signed_rounds(store, rounds)
@@ -200,7 +200,7 @@ def test_a_round_costs_a_hospital_about_a_kilobyte_for_ever(tmp_path):
 
 
 def test_what_the_ledger_had_spent_is_kept_of_the_newest_end_of_each_life_of_it(tmp_path):
-    store = Store(tmp_path / "silo.db")
+    store = SiloStore(tmp_path / "silo.db")
     store.record_run("run-1", "first", M)
     signed_rounds(store, range(4))
     signed_rounds(store, range(4, 6), restored=1)
@@ -212,11 +212,13 @@ def test_what_the_ledger_had_spent_is_kept_of_the_newest_end_of_each_life_of_it(
 
 
 def test_an_update_that_is_sent_again_says_what_the_ledger_had_spent(tmp_path):
-    store = Store(tmp_path / "silo.db")
+    store = SiloStore(tmp_path / "silo.db")
     store.record_run("run-1", "first", M)
     for round in range(2):
         attested = Attestation("", round + 1, f"{round:064x}", bytes([round] * 1052).hex())
-        store.stage(OutboxEntry(key(round), M, B, f"c{round}", "d" * 64, 1, attested=attested), Evaluation((), (), ()))
+        store.stage(
+            OutboxEntry(key(round), M, B, f"c{round}", "d" * 64, 1, attested=attested), LocalEvaluation((), (), ())
+        )
     assert [entry.attested.sealed for entry in store.outbox()] == [bytes([k] * 1052).hex() for k in range(2)]
 
 

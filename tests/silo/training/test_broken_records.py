@@ -28,7 +28,7 @@ from protos.wire.tasks import TaskKey
 from silo.admission.controls import HospitalControls
 from silo.storage.feature_cache import FeatureCache
 from silo.storage.run_data import RunData
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from silo.training.data_source import BrokenRecords, DataSource
 from silo.training.trainer import TRIES, Trainer
 from tests.support import until
@@ -87,7 +87,7 @@ class Bench:
 
     def __init__(self, folder: Path, images: Path, run: RunManifest) -> None:
         self.home, self.images = enrolled(folder), images
-        self.run, self.store = CompiledRun.of(run), Store(self.home.database)
+        self.run, self.store = CompiledRun.of(run), SiloStore(self.home.database)
         self.state = self.run.method.broadcast(self.run.initial_state())
         self.run_round = run_silo_round
         if self.run.private:

@@ -17,7 +17,7 @@ from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.admission.controls import AdmissionRequest, HospitalControls, describe_request
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from silo.training.data_source import DataSource
 from tests.support.extensions import Installed, install
 
@@ -45,7 +45,7 @@ def controls(tmp_path: Path, policy: str | None) -> HospitalControls:
     if policy is not None:
         home.policy.write_text(policy)
         home.policy.chmod(0o600)
-    return HospitalControls(home, Store(home.database))
+    return HospitalControls(home, SiloStore(home.database))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from silo.admission.controls import HospitalControls
 from silo.admission.run_request import request_of
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from silo.training import trainer
 from silo.training.data_source import DataSource
 from silo.training.trainer import Trainer
@@ -76,7 +76,7 @@ class Bench:
 
     def __init__(self, folder: Path, run: RunManifest, gib: float = 4.0) -> None:
         home = enrolled(folder)
-        self.controls = HospitalControls(home, Store(home.database), "f")
+        self.controls = HospitalControls(home, SiloStore(home.database), "f")
         self.data = DataSource("digits/p3c4/1")
         self.features = FeatureCache(home.features, int(gib * 2**30))
         self.trainer = Trainer(MEMBERS[1], self.data, self.controls, CPU, self.features)

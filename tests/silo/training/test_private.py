@@ -17,7 +17,7 @@ from privacy.profiles.record import release_plan
 from privacy.release_log import InMemoryReleaseLog
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.reports.leaving import leaving
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.hospital import Watched, first, rounds_equal
 from tests.support.privacy import SEEDED_POLICY, TEST, TRAIN, budgeted, private
@@ -55,7 +55,7 @@ def test_rounds_are_charged_as_planned_equal_the_simulation_and_are_read_here_wi
     assert ledger.status(TRAIN).used <= 1
     assert {e.split("/")[2] for e, _, _ in ledger.entries(TRAIN)} == {"train, seeded noise"}
     # What it reads of the model on its own images has no noise; the update, above, and the charge know nothing of it.
-    store = Store(tmp_path / "home0/silo.db")
+    store = SiloStore(tmp_path / "home0/silo.db")
     assert leaving(store).verdict == "No image has left this hospital"
     (record,) = store.history()
     test, received = (
@@ -210,7 +210,7 @@ def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remem
         hospital.start()
     hospital.service = None
     (folder / "silo.db").unlink()  # the hospital's own memory is gone as well
-    Store(folder / "silo.db", accept_loss=True).close_database()
+    SiloStore(folder / "silo.db", accept_loss=True).close_database()
     welcomed = hospital.control.welcome
     hospital.control.welcome = lambda hello: _with(welcomed(hello), attested)
     ended = _started_and_ended(hospital)

@@ -55,7 +55,7 @@ leaves the coupled term out, which is one of the treatments of finite epsilon.""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Run:
+class GridRun:
     """One distinct run; `words` override the base configuration."""
 
     variant: str
@@ -106,9 +106,9 @@ class Grid:
     def epsilons_of(self, variant: str) -> list[float]:
         return sorted(e for e in self.epsilons if not (VARIANTS[variant].finite and math.isinf(e)))
 
-    def cells(self) -> list[Run]:
+    def cells(self) -> list[GridRun]:
         return [
-            Run(v, e, p, s)
+            GridRun(v, e, p, s)
             for v in self.variants
             for e in self.epsilons
             if e in self.epsilons_of(v)
@@ -116,23 +116,23 @@ class Grid:
             for s in self.seeds
         ]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[GridRun]:
         return sorted({canonical(cell) for cell in self.cells()}, key=lambda r: (r.seed, r))
 
 
-def canonical(cell: Run) -> Run:
+def canonical(cell: GridRun) -> GridRun:
     variant = VARIANTS[cell.variant]
     if cell.share == 0 and variant.zero:
-        return Run(variant.zero, cell.epsilon, 1.0, cell.seed)
-    return cell if variant.uses_share else Run(cell.variant, cell.epsilon, 1.0, cell.seed)
+        return GridRun(variant.zero, cell.epsilon, 1.0, cell.seed)
+    return cell if variant.uses_share else GridRun(cell.variant, cell.epsilon, 1.0, cell.seed)
 
 
 class Control(NamedTuple):
     """Two runs whose final models must be equal bit for bit; right: None for the left one without privacy."""
 
     name: str
-    left: Run
-    right: Run | None
+    left: GridRun
+    right: GridRun | None
 
 
 def controls(grid: Grid) -> list[Control]:
@@ -141,9 +141,9 @@ def controls(grid: Grid) -> list[Control]:
     for name, variant in ((name, VARIANTS[name]) for name in grid.variants if not VARIANTS[name].personal):
         epsilons = [e for e in grid.epsilons if not math.isinf(e)][:1] if variant.finite else [math.inf]
         if not variant.finite:
-            top = Run(name, math.inf, 1.0, seed)
+            top = GridRun(name, math.inf, 1.0, seed)
             found.append(Control(f"epsilon=inf of {name} is the run without privacy", top, None))
         for epsilon in epsilons if variant.zero else ():
-            zero = Run(name, epsilon, 0.0, seed)
+            zero = GridRun(name, epsilon, 0.0, seed)
             found.append(Control(f"share 0 of {name} is {variant.zero}", zero, canonical(zero)))
     return found

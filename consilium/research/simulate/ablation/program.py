@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from consilium.research.simulate import runner
 from consilium.research.simulate.ablation import report
-from consilium.research.simulate.ablation.grid import Control, Grid, Run, Words, canonical, controls
+from consilium.research.simulate.ablation.grid import Control, Grid, GridRun, Words, canonical, controls
 from consilium.research.simulate.ablation.report import Check
 from consilium.research.simulate.sweep import in_processes
 from coordinator.config.hydra_config import CONFIGS, compose_spec
@@ -38,7 +38,7 @@ Row = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AblationPlan:
     """A composed ablation.
 
     plain, private: more words of runs at epsilon = inf, and at finite epsilon   rates: the learning rate of all methods
@@ -69,14 +69,14 @@ class Plan:
         rate = (f"train.lr={self.rates[epsilon]:g}",) if epsilon in self.rates else ()
         return (*self.base, *(self.plain if math.isinf(epsilon) else self.private), *rate)
 
-    def words(self, run: Run) -> Words:
+    def words(self, run: GridRun) -> Words:
         return (*self.schedule(run.epsilon), *run.words)
 
-    def key(self, run: Run) -> str:
+    def key(self, run: GridRun) -> str:
         return run.key(self.schedule(run.epsilon), version())
 
 
-def composed(words: Sequence[str]) -> Plan:
+def composed(words: Sequence[str]) -> AblationPlan:
     """Compose `scale=...` and `key=value` words; raises ConfigError (E-CFG-01, E-CFG-02) on what is none."""
     GlobalHydra.instance().clear()
     try:
@@ -85,13 +85,13 @@ def composed(words: Sequence[str]) -> Plan:
     except (ConfigCompositionException, HydraException) as error:
         raise ConfigError("E-CFG-01", " ".join(str(error).split("\n")[0].split())) from error
     assert isinstance(raw, dict)
-    plan = read_options(Plan, "", {str(key): value for key, value in raw.items()})
+    plan = read_options(AblationPlan, "", {str(key): value for key, value in raw.items()})
     _ = plan.grid  # refuses what makes no sense
     return plan
 
 
 _SCALES = "|".join(sorted(file.stem for file in (CONFIGS / "ablation" / "scale").glob("*.yaml")))
-_KEYS = ", ".join(f"{field.name}=" for field in fields(Plan))
+_KEYS = ", ".join(f"{field.name}=" for field in fields(AblationPlan))
 
 
 @command
@@ -111,7 +111,7 @@ def ablation(
     return Reply([asdict(check) for check in checks], lines, status=int(not all(check.holds for check in checks)))
 
 
-def ablate(plan: Plan, report_progress: Callable[[str], None]) -> list[Check]:
+def ablate(plan: AblationPlan, report_progress: Callable[[str], None]) -> list[Check]:
     """Simulate the missing runs, then write runs.csv, table5.md, acc_vs_eps.png and report.json into the folder."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     file = plan.folder / "runs.csv"
@@ -131,7 +131,7 @@ def ablate(plan: Plan, report_progress: Callable[[str], None]) -> list[Check]:
     return _report(plan)
 
 
-def _report(plan: Plan) -> list[Check]:
+def _report(plan: AblationPlan) -> list[Check]:
     grid, rows = plan.grid, report.read(plan.folder / "runs.csv")
     mine = {run: rows[plan.key(run)] for run in grid.runs()}
     accuracy = {run: float(row["acc_final"]) for run, row in mine.items()}
@@ -169,7 +169,7 @@ def _report(plan: Plan) -> list[Check]:
     return found
 
 
-def _controls(plan: Plan) -> list[Check]:
+def _controls(plan: AblationPlan) -> list[Check]:
     sides = {c.name: (plan.words(c.left), _right(plan, c)) for c in controls(plan.grid)}
     wordings = sorted({words for both in sides.values() for words in both})
     digests = dict(in_processes(_digest, wordings, plan.jobs, threads=1))
@@ -179,7 +179,7 @@ def _controls(plan: Plan) -> list[Check]:
     ]
 
 
-def _right(plan: Plan, control: Control) -> Words:
+def _right(plan: AblationPlan, control: Control) -> Words:
     if control.right is not None:
         return plan.words(control.right)
     return tuple(word for word in plan.words(control.left) if not word.startswith("privacy"))

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from scipy.stats import t
 
-from consilium.research.simulate.ablation.grid import VARIANTS, Grid, Run, canonical
+from consilium.research.simulate.ablation.grid import VARIANTS, Grid, GridRun, canonical
 from fl_core.errors.extras import require
 from service_core.storage.private_files import write_figure, write_public
 
-Accuracy = Mapping[Run, float]
+Accuracy = Mapping[GridRun, float]
 """Final accuracy, by canonical run."""
 
 
@@ -32,7 +32,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class SeedMean:
     """Mean over seeds, its standard error, and the half-width of the t-based 95 % interval (NaN for one seed)."""
 
     mean: float
@@ -40,7 +40,7 @@ class Estimate:
     half: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Estimate:
+    def of(cls, values: Iterable[float]) -> SeedMean:
         found = list(values)
         n, mean = len(found), sum(found) / len(found)
         if n < 2:
@@ -49,11 +49,11 @@ class Estimate:
         return cls(mean, error, float(t.ppf(0.975, n - 1)) * error)
 
 
-def estimate(accuracy: Accuracy, grid: Grid, variant: str, epsilon: float, share: float) -> Estimate | None:
+def estimate(accuracy: Accuracy, grid: Grid, variant: str, epsilon: float, share: float) -> SeedMean | None:
     if epsilon not in grid.epsilons_of(variant):
         return None
-    runs = [canonical(Run(variant, epsilon, share, seed)) for seed in grid.seeds]
-    return Estimate.of(accuracy[r] for r in runs) if all(r in accuracy for r in runs) else None
+    runs = [canonical(GridRun(variant, epsilon, share, seed)) for seed in grid.seeds]
+    return SeedMean.of(accuracy[r] for r in runs) if all(r in accuracy for r in runs) else None
 
 
 def monotone(accuracy: Accuracy, grid: Grid) -> Check:
@@ -102,8 +102,8 @@ def above_chance(accuracy: Accuracy, grid: Grid, classes: int) -> Check:
 
 
 def _paired(accuracy: Accuracy, grid: Grid, low: tuple[str, float, float], high: tuple[str, float, float]) -> float:
-    difference = Estimate.of(
-        accuracy[canonical(Run(*low, seed))] - accuracy[canonical(Run(*high, seed))] for seed in grid.seeds
+    difference = SeedMean.of(
+        accuracy[canonical(GridRun(*low, seed))] - accuracy[canonical(GridRun(*high, seed))] for seed in grid.seeds
     )
     return difference.mean - (0.0 if math.isnan(difference.error) else 2 * difference.error)
 
@@ -167,7 +167,7 @@ def by_epsilon(accuracy: Accuracy, grid: Grid) -> str:
     return "\n".join([*lines, ""])
 
 
-def _cell(found: Estimate | None) -> str:
+def _cell(found: SeedMean | None) -> str:
     if found is None:
         return "-"
     if math.isnan(found.mean):

@@ -16,7 +16,7 @@ from consilium.pages.web.rendering import size
 from consilium.pages.web.serve import PageServer
 from silo.cli.main import run as silo
 from silo.storage.home import Home
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.fake_coordinator import Hospital
 from tests.support.hospital import furnished
@@ -64,7 +64,7 @@ def server(home, tmp_path):
 
 
 def decided(home: Home, run: str = ASKS) -> bool | None:
-    store = Store(home.database)
+    store = SiloStore(home.database)
     try:
         return next(a.decided for a in store.approvals.all() if a.run_id == run)
     finally:

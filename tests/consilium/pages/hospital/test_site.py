@@ -13,11 +13,11 @@ import pytest
 
 from consilium.pages.hospital.site import HospitalPage
 from consilium.pages.web.serve import PageServer
-from service_core.audit_log.lines import Entry
+from service_core.audit_log.lines import LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog, last_lines
 from silo.cli.main import run as silo
 from silo.storage.home import Home, Served
-from silo.storage.store import Store
+from silo.storage.store import SiloStore
 from tests.support.audit_log import verified
 from tests.support.fake_coordinator import enrolled, manifest
 from tests.support.hospital import POLICY, RUN, asks, furnished, took_part
@@ -82,7 +82,7 @@ def show():
 
 
 def decisions(home: Home) -> dict[str, bool | None]:
-    store = Store(home.database)
+    store = SiloStore(home.database)
     try:
         return {a.run_id: a.decided for a in store.approvals.all()}
     finally:
@@ -249,7 +249,7 @@ def test_the_page_and_the_command_say_the_same_of_what_would_be_spent(home, show
 def test_hostile_names_stay_text_wherever_they_come_from(home, show) -> None:
     asks(home, replace(manifest(), name=HOSTILE[:200], lead=HOSTILE), HOSTILE)
     took_part(home, replace(manifest(), name=HOSTILE[:200]), "run" + HOSTILE)
-    store = Store(home.database)
+    store = SiloStore(home.database)
     store.end_run("run" + HOSTILE, "failed", HOSTILE)
     store.record_departure(HOSTILE)
     store.close_database()
@@ -264,7 +264,7 @@ def test_hostile_names_stay_text_wherever_they_come_from(home, show) -> None:
     raw = {"at": 1e9, "served": {"data": HOSTILE, "data_root": "", "cwd": ""}, "report": report}
     (home.path / "data-check.json").write_text(json.dumps(raw))
     log = AuditLog(home.path / FOLDER)
-    log.append(Entry(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE))
+    log.append(LogEntry(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE))
     log.close()
     shown = show(home)
     answer = shown.browser.get()

@@ -9,8 +9,8 @@ import pytest
 from consilium.pages.lead import overview
 from consilium.pages.lead.overview import DAY_S, OwnCertificates, State
 from consilium.pages.lead.run_facts import headline, open_round, run_facts
-from consilium.pages.lead.run_record import RunRecord
-from consilium.pages.lead.service_watch import FollowedRun, ServiceUnreachable, Snapshot
+from consilium.pages.lead.run_record import WatchedRun
+from consilium.pages.lead.service_watch import FollowedRun, ServiceSnapshot, ServiceUnreachable
 from consilium.pages.lead.site import comparison_facts
 from consilium.research.comparison import compare
 from coordinator.lead import accuracy
@@ -36,19 +36,28 @@ def waiting(**silos: bool) -> pb.RunInfo:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (Snapshot(away=ServiceUnreachable(5.0, "x")), "The coordinator does not answer"),
-        (Snapshot(1.0, [HERE], away=ServiceUnreachable(1e9, "x")), "The coordinator has not answered since 2001"),
-        (Snapshot(1.0, [pb.SiloInfo(name="east", alarm="two keys")]), "Somebody else may have the key of east"),
-        (Snapshot(1.0, [HERE, GONE], runs=[waiting(north=True, south=False)]), "Round 7 of run-1 waits for south"),
-        (Snapshot(1.0, [HERE], runs=[waiting(north=True)]), "run-1 is in round 7 of 9"),
-        (Snapshot(1.0, [HERE], runs=[pb.RunInfo(run_id="run-2", state="paused", reason="few")]), "run-2 is paused"),
-        (Snapshot(1.0, [HERE], runs=[pb.RunInfo(run_id="run-2", state="finished")]), "No run is under way"),
-        (Snapshot(1.0, [HERE]), "No run yet"),
-        (Snapshot(1.0), "No hospital has joined yet"),
+        (ServiceSnapshot(away=ServiceUnreachable(5.0, "x")), "The coordinator does not answer"),
+        (
+            ServiceSnapshot(1.0, [HERE], away=ServiceUnreachable(1e9, "x")),
+            "The coordinator has not answered since 2001",
+        ),
+        (ServiceSnapshot(1.0, [pb.SiloInfo(name="east", alarm="two keys")]), "Somebody else may have the key of east"),
+        (
+            ServiceSnapshot(1.0, [HERE, GONE], runs=[waiting(north=True, south=False)]),
+            "Round 7 of run-1 waits for south",
+        ),
+        (ServiceSnapshot(1.0, [HERE], runs=[waiting(north=True)]), "run-1 is in round 7 of 9"),
+        (
+            ServiceSnapshot(1.0, [HERE], runs=[pb.RunInfo(run_id="run-2", state="paused", reason="few")]),
+            "run-2 is paused",
+        ),
+        (ServiceSnapshot(1.0, [HERE], runs=[pb.RunInfo(run_id="run-2", state="finished")]), "No run is under way"),
+        (ServiceSnapshot(1.0, [HERE]), "No run yet"),
+        (ServiceSnapshot(1.0), "No hospital has joined yet"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_headline_says_what_matters_most(found: Snapshot, says: str) -> None:
+def test_the_headline_says_what_matters_most(found: ServiceSnapshot, says: str) -> None:
     assert overview.headline(found, 10.0)[0].startswith(says)
 
 
@@ -109,7 +118,7 @@ def test_what_hospitals_did_and_stated_is_counted_over_training_rounds() -> None
     made = detail("run-1", rounds)
     stated = pb.Attestation(policy_digest="p" * 64, ledger_seq=7, ledger_head="h" * 64, ledger_restored=2)
     made.declarations.append(pb.Declaration(silo="south", round=2, stated=stated))
-    facts = run_facts(made.info, FollowedRun(RunRecord(made)), 200.0)
+    facts = run_facts(made.info, FollowedRun(WatchedRun(made)), 200.0)
     rows = {row.name: row for row in facts.hospitals}
     assert rows["north"].rounds == "2 of 2"
     assert (rows["north"].bytes_up, rows["north"].seconds, rows["north"].policy) == (20, "15 s", "none stated")
@@ -126,7 +135,7 @@ def test_the_page_says_the_rule_and_counts_what_it_did_to_updates() -> None:
     rounds[1].cut_rows, rounds[0].unbounded = 3, True
     made = detail("run-1", rounds)
     made.aggregator = "norm_clipped"
-    facts = run_facts(made.info, FollowedRun(RunRecord(made)), 200.0)
+    facts = run_facts(made.info, FollowedRun(WatchedRun(made)), 200.0)
     assert facts.aggregator == (
         "aggregator=norm_clipped: 1 update refused, 1 update clipped, 3 rows of prototypes clipped, "
         "1 round without a limit on updates"
@@ -141,14 +150,14 @@ def test_waiting_and_cuts_are_not_what_went_wrong() -> None:
     kinds = ("waiting", "cut", "refused", "ended", "closed", "warning", "waiting")
     events = [pb.Event(kind=kind, round=k, text=f"number {k}") for k, kind in enumerate(kinds)]
     made = detail("run-1", [])
-    facts = run_facts(made.info, FollowedRun(RunRecord(made), events=events), 1.0)
+    facts = run_facts(made.info, FollowedRun(WatchedRun(made), events=events), 1.0)
     assert [e.kind for e in facts.trouble] == ["warning", "ended", "refused"]
     assert [(e.kind, e.round) for e in facts.as_planned] == [("waiting", 6), ("cut", 1), ("waiting", 0)]
 
 
 def test_curves_of_the_page_are_those_of_the_record() -> None:
     made = detail("run-1", measured([0.1, 0.25, 0.5]))
-    facts = run_facts(made.info, FollowedRun(RunRecord(made)), 1.0)
+    facts = run_facts(made.info, FollowedRun(WatchedRun(made)), 1.0)
     assert facts.record.charts
     assert facts.record.charts[0].series[1].values == pytest.approx([10.0, 25.0, 50.0])
     assert [series.name for series in facts.record.charts[0].series] == ["balanced accuracy", "accuracy"]
@@ -158,22 +167,22 @@ def test_curves_of_the_page_are_those_of_the_record() -> None:
 
 def test_a_class_has_its_chart_and_its_colour_whatever_was_measured_so_far() -> None:
     run = every_kind().details[1]
-    drawn = {s.name: (k, s.colour) for k, chart in enumerate(RunRecord(run).class_charts) for s in chart.series}
+    drawn = {s.name: (k, s.colour) for k, chart in enumerate(WatchedRun(run).class_charts) for s in chart.series}
     assert list(drawn) == list(LONG.classes[:9])  # the last one has no test images
     assert len(set(drawn.values())) == 9
     for r in run.rounds:
         r.examples[2] = r.correct[2] = 0.0
-    fewer = {s.name: (k, s.colour) for k, chart in enumerate(RunRecord(run).class_charts) for s in chart.series}
+    fewer = {s.name: (k, s.colour) for k, chart in enumerate(WatchedRun(run).class_charts) for s in chart.series}
     assert fewer == {name: place for name, place in drawn.items() if name != LONG.classes[2]}
 
 
 def test_a_measure_has_its_colour_and_a_run_its_own_whatever_others_have() -> None:
-    plain, other = every_kind().show(FEDAVG), RunRecord(every_kind().show(FEDMR))
+    plain, other = every_kind().show(FEDAVG), WatchedRun(every_kind().show(FEDMR))
     for r in plain.rounds:
         r.ClearField("clinical")
-    colours = [{s.name: s.colour for s in each.charts[0].series} for each in (RunRecord(plain), other)]
+    colours = [{s.name: s.colour for s in each.charts[0].series} for each in (WatchedRun(plain), other)]
     assert colours == [{"balanced accuracy": 1, "accuracy": 2}, {"balanced accuracy": 1, "accuracy": 2, "macro AUC": 3}]
-    charts = comparison_facts(compare([RunRecord(plain).compared, other.compared])).charts
+    charts = comparison_facts(compare([WatchedRun(plain).compared, other.compared])).charts
     assert [{s.name: s.colour for s in chart.series} for chart in charts] == [
         {"A": 1, "B": 2},
         {"A": 1, "B": 2},
@@ -182,14 +191,14 @@ def test_a_measure_has_its_colour_and_a_run_its_own_whatever_others_have() -> No
 
 
 def test_where_noise_hides_all_points_there_is_no_chart_and_the_table_says_why() -> None:
-    record = RunRecord(every_kind().show(PRIVATE))
+    record = WatchedRun(every_kind().show(PRIVATE))
     assert (record.charts, record.class_charts) == ((), ())
     assert {value.withheld for value in record.compared.by_class.values()} == {"noise larger than signal"}
 
 
 def test_a_run_says_who_reads_its_updates_with_masks_and_without() -> None:
     said = {
-        run.info.run_id: run_facts(run.info, FollowedRun(RunRecord(run)), 1.0).privacy for run in every_kind().details
+        run.info.run_id: run_facts(run.info, FollowedRun(WatchedRun(run)), 1.0).privacy for run in every_kind().details
     }
     assert (
         said[MASKED][0]
@@ -201,7 +210,7 @@ def test_a_run_says_who_reads_its_updates_with_masks_and_without() -> None:
 
 def test_an_evaluation_says_of_hospitals_what_the_command_says() -> None:
     run = every_kind().details[-1]
-    rows, said = RunRecord(run).hospitals
+    rows, said = WatchedRun(run).hospitals
     table, *sentences = hospital_tables(run)
     assert [[*column.cells] for column in table.columns] == [list(cells) for cells in zip(*rows, strict=True)]
     assert [text.rstrip(".").lower() for text in said] == [text.lower() for text in sentences]
@@ -211,11 +220,11 @@ def test_an_evaluation_says_of_hospitals_what_the_command_says() -> None:
 
 def test_a_run_with_noise_says_what_is_not_measured_and_one_without_says_nothing() -> None:
     rounds = measured([0.1, 0.25])
-    assert RunRecord(detail("run-1", rounds)).not_measured == ""
-    assert RunRecord(detail("run-1", [])).not_measured == ""
+    assert WatchedRun(detail("run-1", rounds)).not_measured == ""
+    assert WatchedRun(detail("run-1", [])).not_measured == ""
     for r in rounds:
         r.noise.CopyFrom(pb.Noise(std=2.0, draws=1))
-    said = RunRecord(detail("run-1", rounds)).not_measured
+    said = WatchedRun(detail("run-1", rounds)).not_measured
     assert said.startswith("Specificity, AUC, confusion matrix and calibration are not measured")
 
 
@@ -264,12 +273,12 @@ def test_numbers_that_are_none_end_no_page(wrong: float) -> None:
         r.personal["pa"] = wrong
     made = detail("run-1", rounds)
     made.info.CopyFrom(info)
-    facts = run_facts(info, FollowedRun(RunRecord(made)), 160.0)
+    facts = run_facts(info, FollowedRun(WatchedRun(made)), 160.0)
     assert facts.open is not None
     assert all(0 <= bar.width <= 100 for bar in facts.open.bars)
     overview.waits_for(info)
     silo = pb.SiloInfo(name="x", state="online", certificate_until_unix=wrong, last_seen_unix=wrong)
     silo.data.nominal_size = wrong
     overview.declared_size(silo)
-    overview.headline(Snapshot(1.0, [silo], runs=[info]), 1.0)
+    overview.headline(ServiceSnapshot(1.0, [silo], runs=[info]), 1.0)
     overview.certificates([silo], OwnCertificates("anna", 1.0, 2.0), 0.0)

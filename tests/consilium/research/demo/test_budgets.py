@@ -120,8 +120,8 @@ def test_the_report_names_models_accuracies_and_what_was_spent(
     accuracies = {PLAIN: 0.75, REPAIRED: 0.9, CLOSED: 0.95, PRIVATE: 0.7}
     found = {name: detail(accuracy, "a") for name, accuracy in accuracies.items()}
     spent = {
-        "h0": budgets.Spending(7.5, 1e-5, 7.5, 7.1, 2.9),
-        "h1": budgets.Spending(7.4, 1e-5, 7.5, 7.1, 2.9),
+        "h0": budgets.PrivateRunSpending(7.5, 1e-5, 7.5, 7.1, 2.9),
+        "h1": budgets.PrivateRunSpending(7.4, 1e-5, 7.5, 7.1, 2.9),
     }
     silos = [pb.SiloInfo(name=name, fingerprint=name * 20) for name in spent]
     report(

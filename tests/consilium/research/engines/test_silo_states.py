@@ -20,8 +20,8 @@ from fl_core.types.values import Bundle, Part, RoundContext, State
 from protos.wire.tasks import TaskKey
 from service_core.storage.object_store import ObjectStore
 from silo.storage.outbox import Outbox, TrainingResult
-from silo.storage.store import Store
-from silo.storage.tasks import Evaluation
+from silo.storage.store import SiloStore
+from silo.storage.tasks import LocalEvaluation
 from tests.support.federations import FED, NAMES, manifest, same, shares
 
 KEEPERS = ("local", "fedper", "fedrep", "ditto", "fedrod", "fedproto")
@@ -90,11 +90,11 @@ def test_the_real_silo_keeps_what_the_simulated_one_keeps(
     port.states = states
     method: Method = RunSetup.of(run).method
     monkeypatch.setattr(type(method), "server_tracks_state", tracked)
-    outbox = Outbox(Store(tmp_path / "silo.db"), ObjectStore(tmp_path / "objects"), NAMES[0])
+    outbox = Outbox(SiloStore(tmp_path / "silo.db"), ObjectStore(tmp_path / "objects"), NAMES[0])
     bundle = port.round(method.broadcast(RunSetup.of(run).initial_state()), FED, TaskKind.TRAIN)
     staged, key = states.staged(0), TaskKey("run-1", FED.round, TaskKind.TRAIN)
     outbox.begin(
-        key, "a" * 64, "b" * 64, TrainingResult(bundle, staged, Evaluation((), (), ()), method.server_tracks_state)
+        key, "a" * 64, "b" * 64, TrainingResult(bundle, staged, LocalEvaluation((), (), ()), method.server_tracks_state)
     ).finish()
     outbox.store.close(key, included)
     port.settle(FED, TaskKind.TRAIN, included)

@@ -25,7 +25,7 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.models import build_model
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
-from fl_core.types.clinical import ClinicalMetrics, Range
+from fl_core.types.clinical import BinnedRange, ClinicalMetrics
 from privacy.accounting import uncertainty
 from privacy.accounting.measures import MACRO_AUC
 
@@ -232,7 +232,7 @@ def test_the_command_says_where_the_results_are(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_macro_auc_has_one_name_everywhere() -> None:
-    found = ClinicalMetrics(((1, 0), (0, 1)), (Range(0.5, 1.0), Range(0.5, 1.0)), ())
+    found = ClinicalMetrics(((1, 0), (0, 1)), (BinnedRange(0.5, 1.0), BinnedRange(0.5, 1.0)), ())
     assert found.facts()["macro_auc"] == found.macro_auc.middle == 0.75
     assert found.facts()["macro_auc_range"] == [0.5, 1.0]
     assert MACRO_AUC.name == "macro_auc"

@@ -16,7 +16,7 @@ from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
-from fl_core.rounds.manifest import Member, NamedOptions, RunManifest
+from fl_core.rounds.manifest import NamedOptions, RunManifest, RunMember
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Part, PartSpec
@@ -219,7 +219,7 @@ def test_what_silo_level_privacy_cannot_cover_is_refused() -> None:
         CompiledRun.of(run_of(allow_large=False, rounds=3) if coordinates(run_of().layout) > 20_000 else large())
     assert found.value.code == "E-PRIV-16"
     with pytest.raises(ConfigError) as found:
-        CompiledRun.of(replace(run_of(), members=tuple(Member(n) for n in NAMES)))
+        CompiledRun.of(replace(run_of(), members=tuple(RunMember(n) for n in NAMES)))
     assert found.value.code == "E-PRIV-17"
     with pytest.raises(ConfigError, match="personal=false") as found:
         CompiledRun.of(replace(run_of(), personal=True))

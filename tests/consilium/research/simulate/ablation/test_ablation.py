@@ -15,8 +15,8 @@ import pytest
 
 from consilium.research.simulate.ablation import program as privacy_ablation
 from consilium.research.simulate.ablation import report
-from consilium.research.simulate.ablation.grid import VARIANTS, Grid, Run, Words, canonical, controls
-from consilium.research.simulate.ablation.report import Estimate
+from consilium.research.simulate.ablation.grid import VARIANTS, Grid, GridRun, Words, canonical, controls
+from consilium.research.simulate.ablation.report import SeedMean
 from coordinator.cli.main import program
 from fl_core.errors import ConfigError, UnavailableError
 
@@ -45,16 +45,16 @@ def test_the_papers_grid_has_72_distinct_configurations_and_15_more_without_the_
 
 
 def test_cells_share_runs() -> None:
-    assert canonical(Run("fedmr", 8.0, 0.0, 1)) == Run("fedmr-intra", 8.0, 1.0, 1)
-    assert canonical(Run("fedproc", 8.0, 0.0, 1)) == Run("fedavg", 8.0, 1.0, 1)
-    assert canonical(Run("fedavg", 8.0, 0.5, 1)) == Run("fedavg", 8.0, 1.0, 1)
-    assert canonical(Run("fedproto", 8.0, 0.0, 1)) == Run("fedproto", 8.0, 0.0, 1)
+    assert canonical(GridRun("fedmr", 8.0, 0.0, 1)) == GridRun("fedmr-intra", 8.0, 1.0, 1)
+    assert canonical(GridRun("fedproc", 8.0, 0.0, 1)) == GridRun("fedavg", 8.0, 1.0, 1)
+    assert canonical(GridRun("fedavg", 8.0, 0.5, 1)) == GridRun("fedavg", 8.0, 1.0, 1)
+    assert canonical(GridRun("fedproto", 8.0, 0.0, 1)) == GridRun("fedproto", 8.0, 0.0, 1)
     names = [c.name for c in controls(PAPER)]
     assert "share 0 of fedproc is fedavg" in names
     assert "epsilon=inf of fedmr is the run without privacy" in names
     left = next(c for c in controls(PAPER) if c.name.startswith("share 0 of fedmr is")).left
     assert "prototype_share=0" in left.words
-    assert Run("fedmr", INF, 0.5, 3).words[1] == "privacy.epsilon=inf"
+    assert GridRun("fedmr", INF, 0.5, 3).words[1] == "privacy.epsilon=inf"
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_a_grid_that_makes_no_sense_is_refused(bad: tuple[tuple[str], tuple[floa
     assert found.value.code == "E-CFG-02"
 
 
-def accuracies(of: Callable[[Run], float], grid: Grid = SMALL) -> dict[Run, float]:
+def accuracies(of: Callable[[GridRun], float], grid: Grid = SMALL) -> dict[GridRun, float]:
     return {run: of(run) for run in grid.runs()}
 
 
 def test_estimates_of_three_seeds() -> None:
     """Mean 2, SE = 1 / sqrt(3), t_(0.975, 2) = 4.3027."""
-    found = Estimate.of([1.0, 2.0, 3.0])
+    found = SeedMean.of([1.0, 2.0, 3.0])
     assert found.mean == 2
     assert found.error == pytest.approx(3**-0.5)
     assert found.half == pytest.approx(4.302653 * 3**-0.5)
-    assert math.isnan(Estimate.of([1.0]).error)
+    assert math.isnan(SeedMean.of([1.0]).error)
 
 
 def test_checks_hold_and_fail_as_they_should() -> None:
