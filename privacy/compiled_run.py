@@ -55,15 +55,15 @@ class CompiledRun(RunSetup):
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
         """Make the check of single updates; in a private run sizes are the manifest's, and counts noisy."""
-        found = super().update_check(sizes)
+        check = super().update_check(sizes)
         if not self.private:
-            return found
-        tests = {name: size.test for name, size in found.sizes.items()}
+            return check
+        tests = {name: size.test for name, size in check.sizes.items()}
         declared = {
             m.name: DeclaredSize(m.units or math.inf, tests.get(m.name, math.inf)) for m in self.manifest.members
         }
         noise = self.profile.noise()
-        return replace(found, sizes=declared, noise=noise.counts, noisy_rows=noise.rows, signs=False)
+        return replace(check, sizes=declared, noise=noise.counts, noisy_rows=noise.rows, signs=False)
 
     @property
     def private(self) -> bool:

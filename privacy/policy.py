@@ -88,24 +88,24 @@ class Policy:
     @classmethod
     def parse(cls, raw: bytes) -> Policy:
         """Read the text of a policy; raises ConfigError, ValueError and their like on what it must not say."""
-        found = structure(PolicyFile, tomllib.loads(decoded(raw)), "")
-        budgets = {name: (budget.epsilon, budget.delta) for name, budget in found.budget.items()}
+        file = structure(PolicyFile, tomllib.loads(decoded(raw)), "")
+        budgets = {name: (budget.epsilon, budget.delta) for name, budget in file.budget.items()}
         digest = hashlib.sha256(raw).hexdigest()
-        sections = found.runs, found.privacy, found.prototypes
-        return cls(*sections, budgets, digest, found.evaluation, found.secagg, found.peers, found.survey)
+        sections = file.runs, file.privacy, file.prototypes
+        return cls(*sections, budgets, digest, file.evaluation, file.secagg, file.peers, file.survey)
 
     def caps(self) -> dict[str, Filter]:
         return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
 
-    def require_collections(self, known: Iterable[str]) -> None:
+    def require_collections(self, collections: Iterable[str]) -> None:
         """Raise RefusedError (E-POLICY-09) on a budget for no collection of the ledger: it would bound nothing."""
-        known = list(known)
+        collections = list(collections)
         for name in self.budgets:
-            if name not in known:
+            if name not in collections:
                 raise RefusedError(
                     "E-POLICY-09",
-                    f"[budget.{name!r}]: expected one of the ledger's collections {known}, found another name: "
-                    f"{suggest(name, known)}, or run `silo ledger register` first",
+                    f"[budget.{name!r}]: expected one of the ledger's collections {collections}, found another name: "
+                    f"{suggest(name, collections)}, or run `silo ledger register` first",
                 )
 
     # ---- what it says about a run -------------------------------------------------------------------------------
@@ -141,10 +141,10 @@ class Policy:
                 f"expected the hidden classes in the label space {manifest.schema.classes}, found none called "
                 f"{strangers}: a misspelt name would hide nothing",
             )
-        found = manifest.privacy.name if run.private else "none"
-        if floors.require not in ("", found):
+        profile = manifest.privacy.name if run.private else "none"
+        if floors.require not in ("", profile):
             raise RefusedError(
-                "E-POLICY-05", f"expected the profile {floors.require!r} with a finite epsilon, found {found!r}"
+                "E-POLICY-05", f"expected the profile {floors.require!r} with a finite epsilon, found {profile!r}"
             )
         if terms is not None:
             floors.check_terms(terms)
@@ -196,19 +196,19 @@ def read_file(file: Path) -> bytes | None:
     Raises RefusedError: E-POLICY-01 on what cannot be read, is no regular file or is larger than 1 MiB; E-POLICY-10 on
     a file that others can change: by its mode, its owner, or its folder.
     """
-    found = open_file(file)
-    if found is None:
+    opened = open_file(file)
+    if opened is None:
         return None
-    raw, facts = found
+    raw, facts = opened
     if facts.st_mode & OTHERS:
         raise _open_to_others(f"the policy file {file} to be written by its owner alone", facts, file.resolve())
-    own = (os.geteuid(), 0)
+    trusted = (os.geteuid(), 0)
     for what, owner in ((file.resolve(), facts.st_uid), (file, os.lstat(file).st_uid)):
-        if owner not in own:
+        if owner not in trusted:
             raise RefusedError(
                 "E-POLICY-10",
                 f"expected {what} to be owned by this user or by root, found user {owner}, who can change what it "
-                f"allows: chown {own[0]} {shlex.quote(str(what))} ; {_NOTHING}",
+                f"allows: chown {trusted[0]} {shlex.quote(str(what))} ; {_NOTHING}",
             )
     for folder in {file.absolute().parent, file.resolve().parent}:
         about = folder.stat()
@@ -252,9 +252,9 @@ def closed(reason: str) -> RefusedError:
     return RefusedError("E-POLICY-01", f"{reason}: nothing is accepted until the policy file is repaired")
 
 
-def _open_to_others(expected: str, found: os.stat_result, place: Path) -> RefusedError:
+def _open_to_others(expected: str, facts: os.stat_result, place: Path) -> RefusedError:
     return RefusedError(
         "E-POLICY-10",
-        f"expected {expected}, found mode {stat.S_IMODE(found.st_mode):04o}: look at what it says now, then "
+        f"expected {expected}, found mode {stat.S_IMODE(facts.st_mode):04o}: look at what it says now, then "
         f"chmod go-w {shlex.quote(str(place))} ; {_NOTHING}",
     )

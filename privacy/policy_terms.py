@@ -247,8 +247,8 @@ class SurveyPolicy:
         return frozenset(self.allow) if self.by_hospital or not by_hospital else frozenset()
 
 
-def _open_run(expected: str, found: str) -> RefusedError:
-    return RefusedError("E-POLICY-17", f"[secagg]: expected {expected}, found {found}")
+def _open_run(expected: str, actual: str) -> RefusedError:
+    return RefusedError("E-POLICY-17", f"[secagg]: expected {expected}, found {actual}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ class InMemoryReleaseLog:
         self.cached_releases: dict[str, Tensor] = {}
 
     def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        found = self.cached_releases.get(purpose)
-        return None if found is None else found.to(dtype)
+        release = self.cached_releases.get(purpose)
+        return None if release is None else release.to(dtype)
 
     def cache(self, purpose: str, value: Tensor) -> None:
         self.cached_releases[purpose] = value
@@ -44,7 +44,7 @@ class InMemoryReleaseLog:
 
 
 def by_collection(releases: Iterable[Release]) -> dict[str, list[Release]]:
-    found: dict[str, list[Release]] = {}
+    sorted_releases: dict[str, list[Release]] = {}
     for release in releases:
-        found.setdefault(release.collection, []).append(release)
-    return found
+        sorted_releases.setdefault(release.collection, []).append(release)
+    return sorted_releases

@@ -57,9 +57,9 @@ def make(root: Path, out: Path, commit: str = "HEAD") -> list[Path]:
         wheel = _wheel(source, built, made)
         for name in LOCKS:
             shutil.copyfile(source / name, built / name)
-        lock, about = (source / "requirements.lock").read_text(), (source / "pyproject.toml").read_text()
+        lock, project = (source / "requirements.lock").read_text(), (source / "pyproject.toml").read_text()
         bill = built / f"{'-'.join(wheel.name.split('-')[:2])}.cdx.json"
-        bill.write_text(sbom.bill(lock, about, (wheel.name, _sha256(wheel)), made), encoding="utf-8")
+        bill.write_text(sbom.bill(lock, project, (wheel.name, _sha256(wheel)), made), encoding="utf-8")
         files = sorted(built.iterdir(), key=lambda file: file.name)
         (built / SUMS).write_text("".join(f"{_sha256(file)}  {file.name}\n" for file in files))
         _clear(out)
@@ -71,23 +71,23 @@ def _wheel(source: Path, built: Path, made: int) -> Path:
     done = subprocess.run(  # noqa: S603 - our own interpreter
         [sys.executable, "-c", _BUILD, str(built)], cwd=source, env=env, capture_output=True, text=True, check=False
     )
-    found = list(built.glob("*.whl"))
-    if done.returncode or len(found) != 1:
+    wheels = list(built.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
         raise ReleaseError(f"expected a wheel, found that setuptools made none: {done.stderr[-2000:]}")
-    return found[0]
+    return wheels[0]
 
 
 def _clear(out: Path) -> None:
     """Take an earlier release out of a folder; raises ReleaseError where there is anything else in it."""
     out.mkdir(parents=True, exist_ok=True)
-    there = {file.name for file in out.iterdir()}
-    listed = (out / SUMS).read_text().splitlines() if SUMS in there else []
+    present = {file.name for file in out.iterdir()}
+    listed = (out / SUMS).read_text().splitlines() if SUMS in present else []
     ours = {SUMS, *(line.partition("  ")[2] for line in listed)}
-    if others := sorted(there - ours):
+    if others := sorted(present - ours):
         raise ReleaseError(
             f"expected {out} to be new, or to hold an earlier release, found {_few(others)} in it: name another folder"
         )
-    for name in there:
+    for name in present:
         (out / name).unlink()
 
 

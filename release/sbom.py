@@ -50,7 +50,7 @@ def normalized(name: str) -> str:
 
 def read_lock(text: str) -> list[Locked]:
     """Read a lock with digests; raises ValueError, with the line, on anything else."""
-    found: list[Locked] = []
+    entries: list[Locked] = []
     pin: tuple[str, str, str] | None = None
     digests: list[str] = []
     via: list[str] = []
@@ -59,7 +59,7 @@ def read_lock(text: str) -> list[Locked]:
         if pin is not None:
             if not digests:
                 raise ValueError(f"expected a digest for {pin[0]}=={pin[1]}, found none: make lock")
-            found.append(Locked(*pin, tuple(digests), tuple(via)))
+            entries.append(Locked(*pin, tuple(digests), tuple(via)))
 
     for number, line in enumerate(text.splitlines(), start=1):
         if match := _PIN.fullmatch(line):
@@ -75,7 +75,7 @@ def read_lock(text: str) -> list[Locked]:
                 f"expected a lock of `uv pip compile --generate-hashes`, found in line {number}: {line[:80]}"
             )
     finish()
-    return found
+    return entries
 
 
 def scopes(entries: Sequence[Locked], pyproject: Mapping[str, object]) -> dict[str, str]:
@@ -86,31 +86,31 @@ def scopes(entries: Sequence[Locked], pyproject: Mapping[str, object]) -> dict[s
     for entry in entries:
         for name in entry.via:
             requires.setdefault(name, set()).add(entry.name)
-    own = normalized(project["name"])
+    own_name = normalized(project["name"])
     extras: dict[str, list[str]] = project["optional-dependencies"]
     services = [*project["dependencies"], *(word for extra in _SERVICES for word in extras.get(extra, ()))]
-    direct = _closure(_names(services, own), requires)
+    direct = _closure(_names(services, own_name), requires)
     wanted = [word for extra, words in extras.items() if extra not in _DEVELOPMENT for word in words]
-    optional = _closure(_names(wanted, own), requires)
+    optional = _closure(_names(wanted, own_name), requires)
     return {
         e.name: "required" if e.name in direct else "optional" if e.name in optional else "excluded" for e in entries
     }
 
 
-def _names(requirements: Iterable[str], own: str) -> set[str]:
+def _names(requirements: Iterable[str], own_name: str) -> set[str]:
     """Name what requirements ask for; an extra of our own is there by itself."""
-    found = {normalized(re.split(r"[\[<>=~!; ]", word)[0]) for word in requirements}
-    return found - {own}
+    names = {normalized(re.split(r"[\[<>=~!; ]", word)[0]) for word in requirements}
+    return names - {own_name}
 
 
 def _closure(names: set[str], requires: Mapping[str, set[str]]) -> set[str]:
-    found, left = set[str](), list(names)
+    closure, left = set[str](), list(names)
     while left:
         name = left.pop()
-        if name not in found:
-            found.add(name)
+        if name not in closure:
+            closure.add(name)
             left += requires.get(name, set())
-    return found
+    return closure
 
 
 def bill(lock: str, pyproject: str, wheel: tuple[str, str], made: float) -> str:
@@ -119,17 +119,17 @@ def bill(lock: str, pyproject: str, wheel: tuple[str, str], made: float) -> str:
     *Guarantees*: equal arguments give equal bytes; every entry of the lock is in it, once, with all its digests.
     """
     entries, project = read_lock(lock), tomllib.loads(pyproject)
-    about = project["project"]
+    metadata = project["project"]
     scope = scopes(entries, project)
-    own = normalized(about["name"])
+    own_name = normalized(metadata["name"])
     purls: dict[str, list[str]] = {}
     for entry in entries:
         purls.setdefault(entry.name, []).append(entry.purl)
-    root = f"pkg:pypi/{own}@{about['version']}"
+    root = f"pkg:pypi/{own_name}@{metadata['version']}"
     depends: dict[str, list[str]] = {root: [], **{entry.purl: [] for entry in entries}}
     for entry in entries:
         for name in entry.via:
-            for purl in [root] if name == own else purls.get(name, []):
+            for purl in [root] if name == own_name else purls.get(name, []):
                 depends[purl].append(entry.purl)
     document: dict[str, object] = {
         "$schema": f"http://cyclonedx.org/schema/bom-{SPEC}.schema.json",
@@ -141,10 +141,10 @@ def bill(lock: str, pyproject: str, wheel: tuple[str, str], made: float) -> str:
             "component": {
                 "type": "application",
                 "bom-ref": root,
-                "name": about["name"],
-                "version": about["version"],
-                "description": about["description"],
-                "licenses": [{"license": {"id": about["license"]}}],
+                "name": metadata["name"],
+                "version": metadata["version"],
+                "description": metadata["description"],
+                "licenses": [{"license": {"id": metadata["license"]}}],
                 "purl": root,
                 "hashes": [{"alg": "SHA-256", "content": wheel[1]}],
                 "properties": [{"name": "consilium:wheel", "value": wheel[0]}],
@@ -159,7 +159,7 @@ def bill(lock: str, pyproject: str, wheel: tuple[str, str], made: float) -> str:
 
 def _component(entry: Locked, scope: str) -> dict[str, object]:
     """Write one component. Its digests are of the files that an installation may choose from: any one of them is it."""
-    found: dict[str, object] = {
+    component: dict[str, object] = {
         "type": "library",
         "bom-ref": entry.purl,
         "name": entry.name,
@@ -169,5 +169,5 @@ def _component(entry: Locked, scope: str) -> dict[str, object]:
         "hashes": [{"alg": "SHA-256", "content": digest} for digest in sorted(entry.digests)],
     }
     if entry.marker:
-        found["properties"] = [{"name": "consilium:installed-where", "value": entry.marker}]
-    return found
+        component["properties"] = [{"name": "consilium:installed-where", "value": entry.marker}]
+    return component

@@ -60,26 +60,28 @@ def command(function: Callable[..., Reply | None]) -> Callable[..., None]:
         if make is None:
             options[name] = parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
             continue
-        own = inspect.signature(make, eval_str=True).parameters
-        made[name] = contextmanager(make if inspect.isgeneratorfunction(make) else _yielding(make)), list(own)
-        options |= {option: found for option, found in own.items() if option not in options}
+        make_options = inspect.signature(make, eval_str=True).parameters
+        made[name] = contextmanager(make if inspect.isgeneratorfunction(make) else _yielding(make)), list(make_options)
+        options |= {
+            option: option_parameter for option, option_parameter in make_options.items() if option not in options
+        }
     if signature.return_annotation is not None or "as_json" in options:  # the last one in the help
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        own_json = inspect.Parameter("as_json", kind, default=False, annotation=Json)
-        options["as_json"] = options.pop("as_json", own_json)
+        json_option = inspect.Parameter("as_json", kind, default=False, annotation=Json)
+        options["as_json"] = options.pop("as_json", json_option)
     public = inspect.Signature(list(options.values()))
 
-    def run(*given: object, **named: object) -> None:
-        bound = public.bind(*given, **named)
+    def run(*args: object, **kwargs: object) -> None:
+        bound = public.bind(*args, **kwargs)
         bound.apply_defaults()
-        found = dict(bound.arguments)
+        arguments = dict(bound.arguments)
         with ExitStack() as open_things:
-            for name, (make, own) in made.items():
-                needed = {option: bound.arguments[option] for option in own}
-                found[name] = open_things.enter_context(make(**needed))
-            reply = function(**{name: found[name] for name in wanted})
+            for name, (make, names) in made.items():
+                needed = {option: bound.arguments[option] for option in names}
+                arguments[name] = open_things.enter_context(make(**needed))
+            reply = function(**{name: arguments[name] for name in wanted})
             if reply is not None:
-                show_reply(reply, bool(found["as_json"]))
+                show_reply(reply, bool(arguments["as_json"]))
         if reply is not None and reply.status:
             raise typer.Exit(reply.status)
 
@@ -123,11 +125,11 @@ class Program:
             return app
         loaded = importlib.import_module(module)
         for command in self.modules[module]:
-            found = getattr(loaded, command, None) or loaded.app
-            if isinstance(found, typer.Typer):
-                app.add_typer(found, name=command)
+            member = getattr(loaded, command, None) or loaded.app
+            if isinstance(member, typer.Typer):
+                app.add_typer(member, name=command)
             else:
-                app.command(name=command)(found)
+                app.command(name=command)(member)
         if not set(self.modules[module]) <= set(self.reading):
             from service_core.audit_log.local_commands import record_commands
 
@@ -171,17 +173,17 @@ def _summaries(module: str) -> dict[str, str]:
 
     The first paragraph of a function's docstring, and `help` of a group of commands.
     """
-    spec, found = importlib.util.find_spec(module), dict[str, str]()
+    spec, summaries = importlib.util.find_spec(module), dict[str, str]()
     for node in ast.parse(Path(spec.origin).read_text()).body if spec is not None and spec.origin else ():
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            summaries[node.name] = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         elif (
             isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name)
         ):
-            said = next((word.value for word in node.value.keywords if word.arg == "help"), None)
-            if isinstance(said, ast.Constant):
-                found[node.targets[0].id] = str(said.value)
-    return found
+            help_text = next((word.value for word in node.value.keywords if word.arg == "help"), None)
+            if isinstance(help_text, ast.Constant):
+                summaries[node.targets[0].id] = str(help_text.value)
+    return summaries
 
 
 def _print_version(wanted: bool) -> None:

@@ -90,11 +90,11 @@ def laid_out(parts: Iterable[str], width: int, indent: str = "  ") -> list[str]:
         else:
             lines.append(part)
     broken = TextWrapper(width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
-    found: list[str] = []
+    wrapped: list[str] = []
     for line in lines:
-        broken.initial_indent = indent if found else ""
-        found += broken.wrap(line)
-    return found
+        broken.initial_indent = indent if wrapped else ""
+        wrapped += broken.wrap(line)
+    return wrapped
 
 
 def print_parts(console: Console, *parts: str) -> None:
@@ -127,8 +127,8 @@ class FittingTable(Table):
         lines = [str(self.title)] if self.title else []
         heads = [head for head, *_ in texts]
         for first, *rest in zip(*(cells for _, *cells in texts), strict=True):
-            known = [(head, text) for head, text in zip(heads[1:], rest, strict=True) if text not in ("", "-")]
-            named = laid_out([f"{head}: {text}" for head, text in known], options.max_width - 2, "")
+            filled = [(head, text) for head, text in zip(heads[1:], rest, strict=True) if text not in ("", "-")]
+            named = laid_out([f"{head}: {text}" for head, text in filled], options.max_width - 2, "")
             lines += [*laid_out([first], options.max_width), *(f"  {line}" for line in named)]
         for line in lines:
             yield Text(line, overflow="fold")

@@ -28,8 +28,8 @@ async def _nothing() -> None:
 class ServerThread:
     """Serves an ASGI application from `start` to `stop`, on a socket that listens already, and closes it.
 
-    headers: of answers to what is no request; others are the application's   beside: runs on the server's event loop,
-    and is cancelled before the requests under way are waited for.
+    headers: of the server's own answers to malformed requests   alongside: runs on the server's event loop, and is
+    cancelled before the server waits for open requests.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ServerThread:
         listening: socket.socket,
         name: str,
         headers: Headers,
-        beside: Callable[[], Awaitable[None]] = _nothing,
+        alongside: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -56,7 +56,7 @@ class ServerThread:
             h11_max_incomplete_event_size=_HEAD_BYTES,
             backlog=BACKLOG,
         )
-        self._server = _Server(config, beside)
+        self._server = _Server(config, alongside)
         self._listening = listening
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -77,16 +77,16 @@ class ServerThread:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, beside: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, config: uvicorn.Config, alongside: Callable[[], Awaitable[None]]) -> None:
         super().__init__(config)
-        self._beside = beside
+        self._alongside = alongside
 
     async def main_loop(self) -> None:
-        beside = asyncio.ensure_future(self._beside())
+        task = asyncio.ensure_future(self._alongside())
         try:
             await super().main_loop()
         finally:
-            beside.cancel()
+            task.cancel()
 
 
 class _Protocol(H11Protocol):

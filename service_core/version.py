@@ -28,7 +28,7 @@ def software() -> str:
 
 def build(folder: Path) -> str:
     """Return a digest of the packages' files in a folder: checkout, wheel and container of one commit have the same."""
-    found = [
+    files = [
         Path(place, name).relative_to(folder).as_posix()
         for package in PACKAGES
         for place, _, names in os.walk(folder / package)
@@ -36,7 +36,7 @@ def build(folder: Path) -> str:
         if name.endswith(_KINDS) and not name.startswith(".")
     ]
     digest = hashlib.sha256()
-    for name in sorted(found):
+    for name in sorted(files):
         content = (folder / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:_BUILD_CHARS]

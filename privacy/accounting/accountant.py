@@ -99,14 +99,14 @@ def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArr
 def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = np.atleast_1d(
+        rdp_values = np.atleast_1d(
             _analysis().compute_rdp(q=rate, noise_multiplier=min(noise, _MAX_NOISE), steps=1, orders=list(orders))
         )
     # Of much noise the difference of logarithms can come out below 0, of little as no number at all; noise above a
     # bound, whose square would overflow, counts as that bound.
-    found = np.where(np.isnan(found), math.inf, np.maximum(found, 0.0))
-    found.flags.writeable = False
-    return found
+    rdp_values = np.where(np.isnan(rdp_values), math.inf, np.maximum(rdp_values, 0.0))
+    rdp_values.flags.writeable = False
+    return rdp_values
 
 
 def epsilon_rdp(history: Iterable[Mechanism], delta: float) -> float:
@@ -114,10 +114,10 @@ def epsilon_rdp(history: Iterable[Mechanism], delta: float) -> float:
     entries = aggregated(history)
     if not entries:
         return 0.0
-    found = rdp(entries)
+    rdp_values = rdp(entries)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        epsilon, _ = _analysis().get_privacy_spent(orders=list(ORDERS), rdp=found, delta=_valid(delta))
+        epsilon, _ = _analysis().get_privacy_spent(orders=list(ORDERS), rdp=rdp_values, delta=_valid(delta))
     return float(max(epsilon, 0.0))
 
 
@@ -171,8 +171,8 @@ class Filter:
         a = self.order
         return self.epsilon + (math.log(self.delta) + math.log(a)) / (a - 1) - math.log((a - 1) / a)
 
-    def admits(self, spent: Iterable[Mechanism], asked: Iterable[Mechanism]) -> bool:
-        return float(rdp([*spent, *asked], [self.order])[0]) <= self.bound
+    def admits(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> bool:
+        return float(rdp([*spent, *requested], [self.order])[0]) <= self.bound
 
     def used(self, spent: Iterable[Mechanism]) -> float:
         return float(rdp(spent, [self.order])[0]) / self.bound
@@ -189,9 +189,9 @@ class RdpBound:
     def of(cls, planned: Iterable[Mechanism], order: float) -> RdpBound:
         return cls(order, float(rdp(planned, [order])[0]))
 
-    def admits(self, spent: Iterable[Mechanism], asked: Iterable[Mechanism]) -> bool:
+    def admits(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> bool:
         """Tell whether what is asked for still fits beside what is spent; equal plans fit whatever their order."""
-        return float(rdp([*spent, *asked], [self.order])[0]) <= self.bound * (1 + _ROUNDING)
+        return float(rdp([*spent, *requested], [self.order])[0]) <= self.bound * (1 + _ROUNDING)
 
 
 Bound = Filter | RdpBound

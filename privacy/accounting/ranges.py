@@ -105,7 +105,7 @@ RANGES: Mapping[str, AllowedRange] = {name: found for found, names in _GROUPS fo
 
 
 def text() -> str:
-    return "; ".join(f"{', '.join(names)}: {found}" for found, names in _GROUPS)
+    return "; ".join(f"{', '.join(names)}: {allowed}" for allowed, names in _GROUPS)
 
 
 def check(manifest: RunManifest, terms: DpConfig) -> None:
@@ -182,6 +182,6 @@ def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
 def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
     """List the steps of the longest call of `sgd` at the largest hospital: planning lists them one by one."""
     train, key = manifest.train, "epochs x units / train.batch_size"
-    own = [v for k, v in manifest.method.options.items() if k.endswith("epochs") and isinstance(v, int)]
-    most = max([train.epochs, *own]) * max(m.units for m in manifest.members)
+    method_epochs = [v for k, v in manifest.method.options.items() if k.endswith("epochs") and isinstance(v, int)]
+    most = max([train.epochs, *method_epochs]) * max(m.units for m in manifest.members)
     yield key, max(1, most // train.batch_size), key

@@ -292,8 +292,8 @@ class ReleasePlan:
     @property
     def costliest(self) -> list[Release]:
         """Return what a repeated round releases at most; of a run that trains at its end, a round and that end."""
-        found = self._releases(self._costliest_round, True, True, self.needs_class_counts or self.personal, None)
-        return found + (self._releases(self.rounds, False, False, False, None) if self.closing_steps else [])
+        releases = self._releases(self._costliest_round, True, True, self.needs_class_counts or self.personal, None)
+        return releases + (self._releases(self.rounds, False, False, False, None) if self.closing_steps else [])
 
     @property
     def _costliest_round(self) -> int:

@@ -120,10 +120,10 @@ def accuracy(
     rows = noise.draws * len(examples)
     if rows < 1 or not (math.isfinite(right) and math.isfinite(of) and 0 < noise.std < _MAX_NUMBER):
         return Estimate(withheld=NOISY)
-    found = interval(right, of, noise.std, rows, noise.suppressed, level)
-    if found is None:
+    ratio = interval(right, of, noise.std, rows, noise.suppressed, level)
+    if ratio is None:
         return Estimate(withheld=NOISY)
-    point, low, high = found[0], found[1] * (1 - ROUNDED), min(1.0, found[2] * (1 + ROUNDED))
+    point, low, high = ratio[0], ratio[1] * (1 - ROUNDED), min(1.0, ratio[2] * (1 + ROUNDED))
     return Estimate(point, low, high) if high - low <= WIDEST else Estimate(withheld=NOISY)
 
 
@@ -138,8 +138,8 @@ def balanced(
 ) -> Estimate:
     """Estimate the mean accuracy over classes that have test examples; withheld where one class is."""
     each = 1 - (1 - level) / max(len(examples), 1)
-    found = [e for e in by_class(correct, examples, noise, each) if e != NOTHING]
-    return next((e for e in found if e.withheld), _mean(found))
+    estimates = [e for e in by_class(correct, examples, noise, each) if e != NOTHING]
+    return next((e for e in estimates if e.withheld), _mean(estimates))
 
 
 SumsMeasure = Callable[[Sequence[float], Sequence[float], EvaluationNoise | None, float], Estimate]
@@ -153,13 +153,13 @@ def best(rounds: Sequence[Sums], measure: SumsMeasure = accuracy) -> Estimate:
     once. A round that is withheld may have been the best.
     """
     level = 1 - (1 - LEVEL) / max(len(rounds), 1)
-    found = [e for e in (measure(*sums, level) for sums in rounds) if e != NOTHING]
-    known = [e for e in found if not e.withheld]
-    if not known:
-        return found[-1] if found else NOTHING
-    low, point = max(e.low or 0.0 for e in known), max(e.point or 0.0 for e in known)
-    noisy = any(not e.exact for e in known) or any(e.withheld == NOISY for e in found)
-    high = 1.0 if any(e.withheld == NOISY for e in found) else max(e.high or 0.0 for e in known)
+    estimates = [e for e in (measure(*sums, level) for sums in rounds) if e != NOTHING]
+    shown = [e for e in estimates if not e.withheld]
+    if not shown:
+        return estimates[-1] if estimates else NOTHING
+    low, point = max(e.low or 0.0 for e in shown), max(e.point or 0.0 for e in shown)
+    noisy = any(not e.exact for e in shown) or any(e.withheld == NOISY for e in estimates)
+    high = 1.0 if any(e.withheld == NOISY for e in estimates) else max(e.high or 0.0 for e in shown)
     return Estimate(withheld=NOISY) if noisy and high - low > WIDEST else Estimate(point, low, high)
 
 
@@ -173,10 +173,10 @@ def mean_of_last(
     """
     newest = rounds[-last:]
     each = 1 - (1 - level) / max(len(newest), 1)
-    found = [measure(*sums, each) for sums in newest]
-    if NOTHING in found:
+    estimates = [measure(*sums, each) for sums in newest]
+    if NOTHING in estimates:
         return NOTHING
-    return next((e for e in found if e.withheld), _mean(found))
+    return next((e for e in estimates if e.withheld), _mean(estimates))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +221,8 @@ def _exact(right: float, of: float) -> Estimate:
     return Estimate(share, share, share)
 
 
-def _mean(found: Sequence[Estimate]) -> Estimate:
-    low, point, high = (macro_mean(getattr(e, end) for e in found) for end in ("low", "point", "high"))
+def _mean(estimates: Sequence[Estimate]) -> Estimate:
+    low, point, high = (macro_mean(getattr(e, end) for e in estimates) for end in ("low", "point", "high"))
     if low is None or point is None or high is None:
         return NOTHING
     return Estimate(withheld=NOISY) if low != high and high - low > WIDEST else Estimate(point, low, high)

@@ -78,10 +78,10 @@ class LedgerEntry:
             name: getattr(self, name)
             for name in ("collection", "fingerprint", "run", "manifest", "round", "attempt", "kind", "owner")
         }
-        asked = {"coordinator": self.coordinator} if self.coordinator else {}
+        coordinator = {"coordinator": self.coordinator} if self.coordinator else {}
         shared = {p.purpose: p.shared.facts(p.mechanism.noise) for p in self.planned if p.shared}
         more = {"shared": shared} if shared else {}  # absent where no noise is, as in entries before it could be
-        return json.dumps(facts | asked | {"mechanisms": plain(self.planned)} | more)
+        return json.dumps(facts | coordinator | {"mechanisms": plain(self.planned)} | more)
 
     @classmethod
     def of(cls, event: LedgerEvent) -> LedgerEntry:
@@ -274,8 +274,8 @@ class Account:
 
     def of_run(self, run: str, manifest: str, collection: str) -> list[LedgerEntry]:
         """List the entries of a run at a collection: under its id or its manifest, since others choose both."""
-        found = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
-        return [entry for entry in found.values() if entry.collection == collection]
+        entries = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
+        return [entry for entry in entries.values() if entry.collection == collection]
 
 
 def plain(planned: Iterable[PlannedRelease]) -> list[list[object]]:
@@ -326,7 +326,7 @@ def refused(
     account: Account,
     collection: str,
     task: LedgerTask,
-    asked: Sequence[Mechanism],
+    requested: Sequence[Mechanism],
     cap: Filter | None,
     run: Sequence[Bound],
 ) -> RefusedError | None:
@@ -338,7 +338,7 @@ def refused(
             f"expected a budget for {collection!r}, found none: `silo ledger budget set` gives one",
         )
     spent = account.history(collection)
-    if not (budget.admits(spent, asked) and (cap is None or cap.admits(spent, asked))):
+    if not (budget.admits(spent, requested) and (cap is None or cap.admits(spent, requested))):
         message = f"the privacy budget of {collection!r} does not cover round {task.round + 1} of this run"
         return RefusedError("E-BUDGET-01", message)
     before = [e for e in account.of_run(task.run, task.manifest, collection) if e.charged and task.may_be_of(e)]
@@ -350,7 +350,7 @@ def refused(
             f"was charged for it {tried} times",
         )
     of_run = [p.mechanism for e in before for p in e.planned]
-    if not all(bound.admits(of_run, asked) for bound in run):
+    if not all(bound.admits(of_run, requested) for bound in run):
         return RefusedError(
             "E-BUDGET-12",
             f"what run {task.run}, and any of the same manifest, may spend of {collection!r} in all does not cover "

@@ -150,14 +150,14 @@ class EventChain:
             sync_folder(self.key_file.parent)
 
     def _bring_under(self, db: sqlite3.Connection, key: Path, snapshot: Snapshot) -> None:
-        said = snapshot(db, self.file.name)
+        detail = snapshot(db, self.file.name)
         self.unkeyed = self.events.head(db).seq
         _rebuild(db)
         db.execute("INSERT INTO meta VALUES('unkeyed',?)", (str(self.unkeyed),))
-        if said:
+        if detail:
             facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
             self._mac_key = derived(ledger_key.require(key), facts)
-            self.write(db, None, "from version 1", "MIGRATED", said)
+            self.write(db, None, "from version 1", "MIGRATED", detail)
 
     @contextmanager
     def damage(self) -> Iterator[None]:
@@ -239,10 +239,10 @@ def _rebuild(db: sqlite3.Connection) -> None:
 
 def schema_differences(db: sqlite3.Connection) -> Iterator[str]:
     """Name what of the schema was added, changed or removed."""
-    found, right = _schema_of(db), _schema()
-    for key in sorted({*found, *right}):
-        if found.get(key) != right.get(key):
-            how = "is missing" if key not in found else "was changed" if key in right else "was added"
+    actual, expected = _schema_of(db), _schema()
+    for key in sorted({*actual, *expected}):
+        if actual.get(key) != expected.get(key):
+            how = "is missing" if key not in actual else "was changed" if key in expected else "was added"
             yield f"{key[0]} {key[1]} {how}"
 
 
@@ -268,9 +268,9 @@ def schema_statements() -> list[str]:
     return statements(files("privacy.ledger").joinpath("schema.sql").read_text())
 
 
-def rolled_back(seen: int, own: int) -> StateError:
+def rolled_back(seen: int, last: int) -> StateError:
     return StateError(
         "E-BUDGET-08",
-        f"expected a ledger that goes on after event {seen}, found one that ends at {own}: an older copy "
+        f"expected a ledger that goes on after event {seen}, found one that ends at {last}: an older copy "
         "was put back; nothing is trained until the newer one is restored",
     )

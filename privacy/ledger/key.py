@@ -49,20 +49,20 @@ def read(file: Path) -> bytes | None:
 
 def require(file: Path) -> bytes:
     """Read the key of a ledger that has one; raises StateError (E-BUDGET-14) where it is missing or unusable."""
-    found = read(file)
-    if found is None:
+    key = read(file)
+    if key is None:
         raise _unusable(file, "no file")
-    return found
+    return key
 
 
 def obtain(file: Path) -> bytes:
     """Read the key, or make one where there is none: on the disk on return."""
-    found = read(file)
-    if found is None:
+    key = read(file)
+    if key is None:
         with suppress(FileExistsError):  # another process was first
             _write(file, secrets.token_bytes(BYTES))
-        found = require(file)
-    return found
+        key = require(file)
+    return key
 
 
 def _write(file: Path, secret: bytes) -> None:
@@ -80,10 +80,10 @@ def _write(file: Path, secret: bytes) -> None:
     sync_folder(file.parent)
 
 
-def _unusable(file: Path, found: str) -> StateError:
+def _unusable(file: Path, problem: str) -> StateError:
     return StateError(
         "E-BUDGET-14",
-        f"expected the ledger's key in {file}, for its owner alone, found {found}: restore it from its own backup; if "
-        "it is lost, so is the ledger: move that away, register the data again and run silo ledger restore, which "
+        f"expected the ledger's key in {file}, for its owner alone, found {problem}: restore it from its own backup; "
+        "if it is lost, so is the ledger: move that away, register the data again and run silo ledger restore, which "
         "charges what may have been spent",
     )

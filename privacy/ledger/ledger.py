@@ -115,11 +115,11 @@ class Ledger:
             for event, head in self.chain.follow(db, START):
                 at[head.seq] = head.hash
                 self._apply(account, event)
-            found = [*schema_differences(db), *_unit_differences(db, account)]
+            differences = [*schema_differences(db), *_unit_differences(db, account)]
             if stray := db.execute("SELECT count(*) FROM event WHERE seq<1").fetchone()[0]:
-                found.append(f"table event: expected events from 1 on, found {stray} before")
+                differences.append(f"table event: expected events from 1 on, found {stray} before")
             broken = [str(row[0]) for row in db.execute("PRAGMA quick_check") if row[0] != "ok"]
-        if wrong := found + broken:
+        if wrong := differences + broken:
             raise self._differs(wrong)
         if seen is not None and seen.seq and at.get(seen.seq) != seen.hash and str(seen) not in account.forgiven:
             raise rolled_back(seen.seq, head.seq)
@@ -238,12 +238,14 @@ class Ledger:
                     f"expected records that are in no other collection, found some of {len(of_units)} units in "
                     f"{sorted(other)}: serve them under that name, so that their spending adds up, or leave them out",
                 )
-            known = {row[0] for row in db.execute("SELECT digest FROM unit_digest WHERE collection=?", (collection,))}
-            if version is not None and every <= known:
+            registered = {
+                row[0] for row in db.execute("SELECT digest FROM unit_digest WHERE collection=?", (collection,))
+            }
+            if version is not None and every <= registered:
                 return False
-            db.executemany("INSERT INTO unit_digest VALUES(?,?)", [(d, collection) for d in every - known])
+            db.executemany("INSERT INTO unit_digest VALUES(?,?)", [(d, collection) for d in every - registered])
             facts = {"fingerprint": fingerprint, "unit": unit, "records": records, "units": len(of_units)}
-            detail = json.dumps(facts | {"digests": _digest_of_units(every | known)})
+            detail = json.dumps(facts | {"digests": _digest_of_units(every | registered)})
             self.chain.write(db, None, collection, "REGISTERED", detail)
         return version is None
 
@@ -383,8 +385,8 @@ class Ledger:
 
     def collection_of(self, fingerprint: str) -> str | None:
         with self._current() as account:
-            found = account.versions.get(fingerprint)
-        return found.collection if found else None
+            version = account.versions.get(fingerprint)
+        return version.collection if version else None
 
     def budget(self, collection: str) -> Filter | None:
         with self._current() as account:
@@ -400,25 +402,25 @@ class Ledger:
 
     def charged_runs(self) -> dict[str, set[str]]:
         """Name the collections that each run was charged to, for noise that nobody can repeat."""
-        found: dict[str, set[str]] = {}
+        collections: dict[str, set[str]] = {}
         with self._current() as account:
             for entry in account.entries.values():
                 if entry.charged and not entry.kind.endswith(SEEDED):
-                    found.setdefault(entry.run, set()).add(entry.collection)
-        return found
+                    collections.setdefault(entry.run, set()).add(entry.collection)
+        return collections
 
     def history(self, collection: str) -> History:
         with self._current() as account:
             return account.history(collection)
 
-    def status(self, collection: str, prv: bool = True, asked: Iterable[Mechanism] = ()) -> Status:
+    def status(self, collection: str, prv: bool = True, planned: Iterable[Mechanism] = ()) -> Status:
         """Return a collection's spending by RDP and PRV at the delta of its budget, 1e-5 without one.
 
-        asked: as if that were spent as well; nothing is reserved.
+        planned: counted as if it were spent as well; nothing is reserved.
         """
         with self._current() as account:
-            spent, budget = [*account.history(collection), *asked], account.budget(collection)
-            alone = [*account.alone(collection), *asked]
+            spent, budget = [*account.history(collection), *planned], account.budget(collection)
+            alone = [*account.alone(collection), *planned]
             unit = account.unit(collection)
         delta = budget.delta if budget else 1e-5
         return Status(
@@ -460,12 +462,12 @@ def _digest_of_units(digests: Iterable[bytes]) -> str:
 
 
 def _unit_differences(db: sqlite3.Connection, account: Account) -> Iterator[str]:
-    found: dict[str, list[bytes]] = {}
+    digests: dict[str, list[bytes]] = {}
     for digest, collection in db.execute("SELECT digest, collection FROM unit_digest"):
         if isinstance(digest, bytes):
-            found.setdefault(str(collection), []).append(digest)
+            digests.setdefault(str(collection), []).append(digest)
         else:
             yield f"table unit_digest: expected a digest, found {digest!r}"
-    for collection in sorted({*found, *account.units}):
-        if account.units.get(collection) != _digest_of_units(found.get(collection, [])):
+    for collection in sorted({*digests, *account.units}):
+        if account.units.get(collection) != _digest_of_units(digests.get(collection, [])):
             yield f"table unit_digest: the units of {collection!r} are not those that were registered"

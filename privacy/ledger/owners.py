@@ -53,10 +53,10 @@ def others(ledger: Path) -> bool:
 
 def _locked(ledger: Path, start: int, length: int) -> bool:
     """Tell whether somebody else has locked one of these bytes."""
-    asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    request = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     with _folder(ledger) as folder:
-        found = fcntl.fcntl(folder, fcntl.F_OFD_GETLK, asked)
-    return bool(struct.unpack(_LOCK, found)[0] != fcntl.F_UNLCK)
+        answer = fcntl.fcntl(folder, fcntl.F_OFD_GETLK, request)
+    return bool(struct.unpack(_LOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 def _byte(ledger: Path, token: str) -> int:
@@ -68,8 +68,8 @@ def _byte(ledger: Path, token: str) -> int:
 @contextmanager
 def _folder(ledger: Path) -> Iterator[int]:
     """Give the descriptor that holds this process's own lock, which it does not see itself; another one without."""
-    if (held := _held.get((os.getpid(), ledger.resolve()))) is not None:
-        yield held[1]
+    if (lock := _held.get((os.getpid(), ledger.resolve()))) is not None:
+        yield lock[1]
         return
     folder = _opened(ledger)
     try:

@@ -49,8 +49,10 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     else:
         raise StateError("E-BUDGET-11", f"expected a ledger that lacks event {newest.head.seq}, found that it has it")
     fork = max((s.head.seq for s in seen if ledger.holds(s.head)), default=0)
-    known = {s: unseal(ledger.chain.secret, s.head, s.restored, s.sealed) for s in seen}
-    figures = known[newest] and largest_of([f for s, f in known.items() if f is not None and not ledger.holds(s.head)])
+    unsealed = {s: unseal(ledger.chain.secret, s.head, s.restored, s.sealed) for s in seen}
+    figures = unsealed[newest] and largest_of(
+        [f for s, f in unsealed.items() if f is not None and not ledger.holds(s.head)]
+    )
     common = ledger.account_at(fork)
     with ledger.writing() as (db, account):
         charges = _everything(account) if figures is None else _missing(account, common, figures)
@@ -83,7 +85,7 @@ def _missing(account: Account, common: Account, figures: Figures) -> dict[str, l
         raise StateError(
             "E-BUDGET-04", f"expected the collections {strangers} in the ledger, since they were charged: register them"
         )
-    found: dict[str, list[PlannedRelease]] = {}
+    charges: dict[str, list[PlannedRelease]] = {}
     for name in account.collections:
         left = Counter({(m.noise, m.rate): m.steps for m in figures.spent.get(name, ())})
         left.subtract({(m.noise, m.rate): m.steps for m in common.history(name)})
@@ -91,18 +93,18 @@ def _missing(account: Account, common: Account, figures: Figures) -> dict[str, l
         most = max(most_expensive(account, name), figures.worst.get(name, ()), key=lambda p: _cost(account, name, p))
         again = [replace(p, mechanism=replace(p.mechanism, steps=p.mechanism.steps * ATTEMPTS)) for p in most]
         if lost or again:
-            found[name] = lost + again
-    if not found:
+            charges[name] = lost + again
+    if not charges:
         raise _nothing()
-    return found
+    return charges
 
 
 def _everything(account: Account) -> dict[str, list[PlannedRelease]]:
     budgets = {name: account.budget(name) for name in account.collections}
-    known = [b for b in budgets.values() if b is not None]
-    if not known:
+    limits = [b for b in budgets.values() if b is not None]
+    if not limits:
         raise _nothing()
-    most = max(known, key=lambda b: b.epsilon)
+    most = max(limits, key=lambda b: b.epsilon)
     return {name: [_all_of(b or most)] for name, b in budgets.items()}
 
 

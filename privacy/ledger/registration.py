@@ -100,27 +100,27 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
 
 
 def _register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
-    found = {}
+    new = {}
     for split, examples in splits(dataset).items():
         to, contents = collection(name, split), list(content_names(examples))
         units = unit_names(examples) if examples.groups is not None else contents
         former = list(_former_names(examples)) if ledger.chain.unkeyed and examples.groups is None else []
         try:
             every = (*contents, *_other_names(examples), *former)
-            found[to] = ledger.register(to, unit_of(examples), version(dataset, split), len(examples), units, every)
+            new[to] = ledger.register(to, unit_of(examples), version(dataset, split), len(examples), units, every)
         except RefusedError as error:
             raise _naming_files(error, ledger, to, examples, contents, former or contents) from error
     everything = len(dataset.train) + len(dataset.test)
-    found[HOSPITAL] = ledger.register(HOSPITAL, HOSPITAL, version(dataset, HOSPITAL), everything, [HOSPITAL])
-    return found
+    new[HOSPITAL] = ledger.register(HOSPITAL, HOSPITAL, version(dataset, HOSPITAL), everything, [HOSPITAL])
+    return new
 
 
 def _naming_files(
     error: RefusedError, ledger: Ledger, to: str, examples: Examples, contents: Sequence[str], former: Sequence[str]
 ) -> RefusedError:
     paths = [path.name for path in getattr(examples, "paths", ())]
-    known = set(ledger.elsewhere(to, {*contents, *former}))
-    files = [path for path, *names in zip(paths, contents, former, strict=bool(paths)) if known & set(names)]
+    registered = set(ledger.elsewhere(to, {*contents, *former}))
+    files = [path for path, *names in zip(paths, contents, former, strict=bool(paths)) if registered & set(names)]
     shown = f" ({len(files)} files: {', '.join(files[:SHOWN])})" if files else ""
     return RefusedError(error.code, f"{error.message}{shown}")
 

@@ -89,10 +89,10 @@ class RunLedger:
         E-BUDGET-01 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none,
         E-BUDGET-12 when it does not fit what is left of this run's own bounds, or round 0 was charged too often.
         """
-        asked: dict[str, list[Mechanism]] = {}
+        requested: dict[str, list[Mechanism]] = {}
         for split, mechanisms in whole.items():
-            asked.setdefault(self._versions[split].collection, []).extend(mechanisms)
-        for collection, mechanisms in asked.items():
+            requested.setdefault(self._versions[split].collection, []).extend(mechanisms)
+        for collection, mechanisms in requested.items():
             budget, spent_before = self._ledger.budget(collection), self._ledger.history(collection)
             if budget is None:
                 raise RefusedError(
@@ -116,17 +116,17 @@ class RunLedger:
 
         All are looked at before the first is entered: whoever is refused leaves no entry, however often it asks.
         """
-        wanted = []
+        requests = []
         for split, planned in by_collection(releases).items():
             collection, task = self._versions[split].collection, self._task(round, train, split)
             cap, bounds = self._caps.get(collection), self._bounds.get(split, ())
             self._ledger.require_room(collection, task, [r.mechanism for r in planned], cap, bounds)
             entered = [PlannedRelease(r.purpose, r.mechanism, r.shared) for r in planned]
-            wanted.append((collection, task, entered, cap, bounds))
+            requests.append((collection, task, entered, cap, bounds))
         made: list[str] = []
         try:
-            for asked in wanted:
-                made.append(self._ledger.reserve(*asked))
+            for request in requests:
+                made.append(self._ledger.reserve(*request))
         except FederationError:
             for entry in made:
                 self._ledger.release_unused(entry)
@@ -149,11 +149,11 @@ class RunLedger:
 
 def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> _Version:
     fingerprint = registration.version(dataset, split)
-    found = ledger.collection_of(fingerprint)
-    if found is None:
+    collection = ledger.collection_of(fingerprint)
+    if collection is None:
         raise RefusedError(
             "E-BUDGET-04",
             f"expected the {split} data of {dataset.origin} as they are registered, found a version that the ledger "
             f"does not know: silo ledger register --data {dataset.origin}",
         )
-    return _Version(fingerprint, found)
+    return _Version(fingerprint, collection)

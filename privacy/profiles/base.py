@@ -168,7 +168,7 @@ class PrivacyProfile(ABC):
 
     def charges(self, index: int, prototypes: bool = True, counts: bool = True) -> dict[str, list[Mechanism]]:
         sorted_ = by_collection(self.releases(index, prototypes, counts))
-        return {collection: [r.mechanism for r in found] for collection, found in sorted_.items()}
+        return {collection: [r.mechanism for r in releases] for collection, releases in sorted_.items()}
 
     @abstractmethod
     def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
@@ -270,12 +270,12 @@ class PrivateProfile(PrivacyProfile):
 
     def _shared(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
         """Report what noise that is shared out comes to if others are more honest, or less; nothing where it is not."""
-        if not (found := [figures for log in logs if (figures := self._figures(log))]):
+        if not (figures := [of_log for log in logs if (of_log := self._figures(log))]):
             return {}
         return {
-            "epsilon_all_honest": max(f.all_honest for f in found),
-            "epsilon_masks_broken": max(f.alone for f in found),
-            "noise_shared": asdict(found[0].terms) | {"noise_alone": min(f.noise_alone for f in found)},
+            "epsilon_all_honest": max(f.all_honest for f in figures),
+            "epsilon_masks_broken": max(f.alone for f in figures),
+            "noise_shared": asdict(figures[0].terms) | {"noise_alone": min(f.noise_alone for f in figures)},
         }
 
     def _figures(self, releases: Iterable[Release]) -> SharedFigures | None:
@@ -283,10 +283,10 @@ class PrivateProfile(PrivacyProfile):
         shared = [r for r in made if r.shared is not None and r.collection == self.promised]
         if not shared or shared[0].shared is None:
             return None
-        promised, honest, own = (
+        promised, honest, unmasked = (
             epsilon_rdp(mechanisms(made, self.promised, seen), self.terms.delta) for seen in (charged, of_all, alone)
         )
-        return SharedFigures(shared[0].shared, promised, honest, own, min(r.alone.noise for r in shared))
+        return SharedFigures(shared[0].shared, promised, honest, unmasked, min(r.alone.noise for r in shared))
 
     def shared_figures(self, index: int) -> SharedFigures | None:
         return self._figures(self.releases(index))

@@ -18,8 +18,8 @@ class PlainProfile(PrivacyProfile):
     """Profile "none", and every other one at epsilon = inf."""
 
     def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
-        asked = withheld if self.run.method.exact else replace(withheld, min_examples=0)
-        return with_prototype_filter(PlainLocalData, asked)
+        filtered = withheld if self.run.method.exact else replace(withheld, min_examples=0)
+        return with_prototype_filter(PlainLocalData, filtered)
 
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
         return []

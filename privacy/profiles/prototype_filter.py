@@ -74,20 +74,20 @@ class PrototypeFilter(LocalDataWrapper):
             return super().sum(self._without_left_out(query), bound=bound, split=split)
         if isinstance(query, MomentSums):
             return self._moments(query)
-        found = super().sum(query, bound=bound, split=split)
+        sums = super().sum(query, bound=bound, split=split)
         if not isinstance(query, ClassSums):
-            return found
-        kept = found["count"] >= self._least
+            return sums
+        kept = sums["count"] >= self._least
         kept[self._hidden] = False
         return {
-            name: torch.where(kept.view(-1, *[1] * (v.dim() - 1)), v, torch.zeros_like(v)) for name, v in found.items()
+            name: torch.where(kept.view(-1, *[1] * (v.dim() - 1)), v, torch.zeros_like(v)) for name, v in sums.items()
         }
 
     def contributes(self) -> Tensor:
         """Leave out what some query would leave out: hidden classes, and those below either least number."""
-        found = super().contributes() & (self.class_counts() >= max(self._least, self._least_exact))
-        found[self._hidden] = False
-        return found
+        shown = super().contributes() & (self.class_counts() >= max(self._least, self._least_exact))
+        shown[self._hidden] = False
+        return shown
 
     def _moments(self, query: MomentSums) -> Tensors:
         """Ask with vectors of zeros for hidden classes, which add nothing, and keep rows of noise alone here."""
@@ -97,19 +97,21 @@ class PrototypeFilter(LocalDataWrapper):
             shown[self.class_counts() < self._least_exact] = 0.0
 
         def vectors(x: Tensor, y: Tensor) -> Tensor:
-            found = query.vectors(x, y)
-            return torch.where(shown.to(y.device)[y].unsqueeze(1) > 0, found, torch.zeros_like(found))
+            rows = query.vectors(x, y)
+            return torch.where(shown.to(y.device)[y].unsqueeze(1) > 0, rows, torch.zeros_like(rows))
 
-        found = super().sum(replace(query, vectors=vectors))
-        return found if self._noise_leaves else {**found, "b": found["b"] * shown.unsqueeze(1)}
+        sums = super().sum(replace(query, vectors=vectors))
+        return sums if self._noise_leaves else {**sums, "b": sums["b"] * shown.unsqueeze(1)}
 
     def _without_left_out(self, query: BatchSums) -> BatchSums:
         """Return the query over the examples of the classes that may be summed; examples it does not read count not."""
         counts, kept = self.class_counts(), query.kept
         n_classes = len(counts)
         if kept is not None:
-            asked = BatchSums(lambda x, y: {"n": torch.bincount(y[kept(x, y).to(y.device)], minlength=n_classes)})
-            counts = super().sum(asked)["n"]
+            query_of_counts = BatchSums(
+                lambda x, y: {"n": torch.bincount(y[kept(x, y).to(y.device)], minlength=n_classes)}
+            )
+            counts = super().sum(query_of_counts)["n"]
         if self.multi_label:  # what is summed of a label is of all in whom it was looked for
             counts = super().sum(BatchSums(lambda _, y: {"n": (y != UNKNOWN).sum(0)}))["n"]
         shown = counts >= self._least_exact
@@ -120,8 +122,8 @@ class PrototypeFilter(LocalDataWrapper):
         def sums(x: Tensor, y: Tensor) -> Tensors:
             if is_multi_label(y):
                 return query.sums(x, torch.where(shown.to(y.device), y, UNKNOWN))
-            own = shown.to(y.device)[y]
-            return query.sums(x[own.to(x.device)], y[own])
+            shown_rows = shown.to(y.device)[y]
+            return query.sums(x[shown_rows.to(x.device)], y[shown_rows])
 
         return replace(query, sums=sums)
 

@@ -100,11 +100,11 @@ class RecordProfile(PrivateProfile):
         """Raise as `check` unless every silo adds its noise to every number, and nobody computes with it before."""
         SharedNoise.of(self.run.manifest)
         if self.terms.min_count or not all(m.prototypes for m in self.run.manifest.members):
-            found = "privacy.min_count" if self.terms.min_count else "prototype_share"
+            option = "privacy.min_count" if self.terms.min_count else "prototype_share"
             raise ConfigError(
                 "E-PRIV-16",
                 "expected sums with noise of every hospital in every row for privacy.placement=distributed, found "
-                f"{found}, which leaves some out: leave it out, or set privacy.placement=local",
+                f"{option}, which leaves some out: leave it out, or set privacy.placement=local",
             )
         for k in range(len(self.run.manifest.members)):
             plan = self.plan(k)
@@ -157,9 +157,9 @@ class RecordProfile(PrivateProfile):
 
     def survey_release(self, index: int, withheld: Withheld = NOTHING_WITHHELD) -> str | None:
         """Name the one release of a survey, under which its answer is kept; None in a run that is none."""
-        if (asked := self.run.question) is None:
+        if (question := self.run.question) is None:
             return None
-        query = withheld.of(asked)
+        query = withheld.of(question)
         return release_name(query, self.plan(index).survey[0].mechanism.noise)
 
     def _source(self, context: RoundContext) -> NoiseSource:
@@ -168,21 +168,21 @@ class RecordProfile(PrivateProfile):
         return SeededNoise(context.seed, "round", context.round, "silo", context.silo, "privacy")
 
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
-        plan, member, found = self.plan(index), self.run.manifest.members[index], list[Release]()
+        plan, member, releases = self.plan(index), self.run.manifest.members[index], list[Release]()
         for t in self.run.training_rounds[index]:
-            found += plan.releases(t, True, prototypes and member.prototypes, counts)
+            releases += plan.releases(t, True, prototypes and member.prototypes, counts)
             counts = False
-        return found + plan.releases(self.run.manifest.rounds, False)
+        return releases + plan.releases(self.run.manifest.rounds, False)
 
     def project(self) -> list[Projection]:
-        found = []
+        projections = []
         for k in range(len(self.run.manifest.members)):
             main = ("training", "moments", "survey")
             steps = [r.mechanism for r in self.releases(k) if r.purpose in main and r.collection == TRAIN]
             rate, least = (steps[0].rate, min(m.noise for m in steps)) if steps else (0.0, 0.0)
             number = sum(m.steps for m in steps)
-            found.append(self.projection(k, epsilon_prv, self.plan(k).costliest, rate, number, least))
-        return found
+            projections.append(self.projection(k, epsilon_prv, self.plan(k).costliest, rate, number, least))
+        return projections
 
     def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
         return self.spent(
@@ -199,7 +199,7 @@ class RecordProfile(PrivateProfile):
 
     def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Hold training records to the run's epsilon, test records to its evaluations, both to the policy's epsilon."""
-        own, terms = Filter.of(self.terms.epsilon, self.terms.delta), self.terms
+        of_run, terms = Filter.of(self.terms.epsilon, self.terms.delta), self.terms
         measured, manifest = self.run.method.has_global_model, self.run.manifest
         personal, again = manifest.personal, terms.reserve_rounds
         at_end = 1 + again if self.run.method.personal_at_end else manifest.rounds + again
@@ -208,7 +208,7 @@ class RecordProfile(PrivateProfile):
         if self.run.question is not None:
             released += [Mechanism(self.plan(0).survey[0].mechanism.noise, 1.0, 1 + again)]
         more = (policy,) if policy else ()
-        return {TRAIN: (own, *more), TEST: (RdpBound.of(released, own.order), *more)}
+        return {TRAIN: (of_run, *more), TEST: (RdpBound.of(released, of_run.order), *more)}
 
     def noise(self) -> RunNoise:
         """Say what is noisy; without a global model no evaluation is released.

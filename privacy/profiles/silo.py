@@ -142,8 +142,8 @@ class SiloProfile(PrivateProfile):
 
     def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Hold the hospital to the run's epsilon and the policy's, its records to what follows for them."""
-        own = Filter.of(self.terms.epsilon, self.terms.delta)
-        promised = (own, policy) if policy else (own,)
+        of_run = Filter.of(self.terms.epsilon, self.terms.delta)
+        promised = (of_run, policy) if policy else (of_run,)
         record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)
         return {HOSPITAL: promised, TRAIN: record, TEST: record}
 
@@ -157,7 +157,7 @@ class SiloProfile(PrivateProfile):
 
     @property
     def clipped(self) -> Mapping[str, float | None]:
-        return self.guard.reach()
+        return self.guard.value_bounds()
 
     def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:
         floors.check_update(self.guard.noise)

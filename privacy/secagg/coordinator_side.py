@@ -61,10 +61,10 @@ class UploadSum:
 
         kept: of each member whose upload is in the sums its digest, salt, commitments and packages.
         """
-        found = cls(round, *(len(words) - CHECK_WORDS for words in sums))
-        found._sums = list(sums)
-        found.envelopes = {member: _Envelope(*parts) for member, parts in kept.items()}
-        return found
+        total = cls(round, *(len(words) - CHECK_WORDS for words in sums))
+        total._sums = list(sums)
+        total.envelopes = {member: _Envelope(*parts) for member, parts in kept.items()}
+        return total
 
     def add(self, member: int, object_digest: bytes, upload: MaskedUpload) -> None:
         """Add an upload.
@@ -160,8 +160,8 @@ class SealedRound:
     def opening(self, member: int) -> Opening:
         """Make what a member of the cohort needs to answer; raises UnavailableError (E-RUN-45) as `confirmations`."""
         row, round, envelopes = self.round.place(member), self.round, self._envelopes
-        given = tuple((u, envelopes[u].salt.tobytes(), envelopes[u].packages[row].tobytes()) for u in self.inside)
-        return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, given)
+        packages = tuple((u, envelopes[u].salt.tobytes(), envelopes[u].packages[row].tobytes()) for u in self.inside)
+        return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, packages)
 
     def answer(self, member: int, shares: RevealedShares) -> None:
         """Take a member's answer; a later one replaces it. member: whose session it came by.
@@ -171,9 +171,9 @@ class SealedRound:
         """
         self.round.place(member)
         check_about(shares, self.round, self.hash, member)
-        asked = tuple((b, u, v) for b, u, v, _ in shares.shares)
+        slots = tuple((b, u, v) for b, u, v, _ in shares.shares)
         sound = all(len(s) == SHARE and int.from_bytes(s, "little") < PRIME for *_, s in shares.shares)
-        if asked != self._slots or not sound:
+        if slots != self._slots or not sound:
             name = self.round.run.members[member]
             raise SecaggError(
                 "E-RUN-48", f"expected of {name} a share of each of {len(self._slots)} seeds, found other ones", member
@@ -221,11 +221,11 @@ class SealedRound:
 
     def _too_few(self, what: str, silent: Sequence[int]) -> UnavailableError:
         names = [self.round.run.members[u] for u in silent]
-        found = self.round.n - len(silent)
+        answers = self.round.n - len(silent)
         return UnavailableError(
             "E-RUN-45",
             f"expected {self.round.t} of {self.round.n} hospitals to {what} the set of round {self.round.number}, "
-            f"found {found}; silent are {', '.join(names)}: start them, the same set is asked for again",
+            f"found {answers}; silent are {', '.join(names)}: start them, the same set is asked for again",
         )
 
 
@@ -247,15 +247,15 @@ class _Joiner:
     def join(self, slot: Slot) -> bytes:
         block, dealer, other = slot
         bound = self._envelopes[dealer].commitments[block, self._round.place(other)].tobytes()
-        found, tried, certain, outside = b"", 0, False, set[frozenset[int]]()
+        seed, tried, certain, outside = b"", 0, False, set[frozenset[int]]()
         for helpers in islice(self._choices(), _TRIES):
             tried += 1
             secret = join([self._answers[w][slot] for w in helpers], self._by(helpers))
             if secret is None or packages.commitment(self._round, dealer, other, block, secret) != bound:
                 continue
-            found = secret
+            seed = secret
             if tried == 1:
-                return found
+                return seed
             outside.add(off := self._off(slot, helpers))
             if certain := 2 * len(off) < len(self._answers) - self._round.t + 2:
                 break
@@ -265,7 +265,7 @@ class _Joiner:
         likely = [off for off in outside if len(off) == fewest]
         if len(likely) == 1 and (certain or tried < _TRIES):  # else several were made to fit each other
             self._name(likely[0], dealer)
-        return found
+        return seed
 
     def _choices(self) -> Iterator[tuple[int, ...]]:
         """Give every choice of t answers once: the first t, then those that leave out one of them, and so on."""

@@ -61,14 +61,14 @@ def vouch(run: SecaggRun, entries: Sequence[MemberKeys], trusted: Vouch) -> Veri
     Guarantees: each member of the manifest is there once, in its order, with keys that no other member has, under a
     signature that `trusted` accepts.
     """
-    if (found := tuple(entry.name for entry in entries)) != run.members:
+    if (names := tuple(entry.name for entry in entries)) != run.members:
         raise SecaggError(
-            "E-ID-33", f"expected the keys of {list(run.members)}, in this order, found those of {list(found)}"
+            "E-ID-33", f"expected the keys of {list(run.members)}, in this order, found those of {list(names)}"
         )
-    known: set[bytes] = set()
+    seen: set[bytes] = set()
     for u, entry in enumerate(entries):
         keys = {entry.agree, entry.sign}
-        if {len(entry.agree), len(entry.sign)} != {SECRET} or len(keys) < 2 or keys & known:
+        if {len(entry.agree), len(entry.sign)} != {SECRET} or len(keys) < 2 or keys & seen:
             raise SecaggError("E-ID-33", f"expected two keys of {entry.name} that nobody else has", u)
         if not trusted(entry, entry.message(run)):
             raise SecaggError(
@@ -77,7 +77,7 @@ def vouch(run: SecaggRun, entries: Sequence[MemberKeys], trusted: Vouch) -> Veri
                 "compare fingerprints with that hospital before the run begins again",
                 u,
             )
-        known |= keys
+        seen |= keys
     flat = [part for entry in entries for part in (entry.name, entry.agree, entry.sign)]
     return VerifiedKeys(digest("keys", run.run_id, run.manifest_digest, *flat), tuple(entry.sign for entry in entries))
 
@@ -148,26 +148,28 @@ class RunKeys:
     position: int = 0
 
     @classmethod
-    def agree(cls, run: SecaggRun, name: str, own: OwnKeys, entries: Sequence[MemberKeys], trusted: Vouch) -> RunKeys:
+    def agree(
+        cls, run: SecaggRun, name: str, own_keys: OwnKeys, entries: Sequence[MemberKeys], trusted: Vouch
+    ) -> RunKeys:
         """Take everybody's keys, once; raises SecaggError (E-ID-33). Store it in the place of `own`, which goes.
 
         Guarantees: as `vouch`; and the keys under this silo's name are its own.
         """
-        vouched = vouch(run, entries, trusted)
+        verified = vouch(run, entries, trusted)
         if name not in run.members:
             raise SecaggError("E-ID-33", f"expected {name} among the members of the run, found {list(run.members)}")
         index = run.members.index(name)
-        if (entries[index].agree, entries[index].sign) != own.publics():
+        if (entries[index].agree, entries[index].sign) != own_keys.publics():
             raise SecaggError("E-ID-33", f"expected the keys that {name} made for this run, found others in its name")
-        private = X25519PrivateKey.from_private_bytes(own.agree)
+        private = X25519PrivateKey.from_private_bytes(own_keys.agree)
         chains = []
         for v, entry in enumerate(entries):
             try:
                 secret = private.exchange(X25519PublicKey.from_public_bytes(entry.agree))
             except ValueError:
                 raise SecaggError("E-ID-33", f"expected a key of {entry.name} to agree with, found none", v) from None
-            chains.append(kdf(secret, vouched.digest, "root", min(index, v), max(index, v)))
-        return cls(index, vouched.digest, own.sign, vouched.sign, tuple(chains))
+            chains.append(kdf(secret, verified.digest, "root", min(index, v), max(index, v)))
+        return cls(index, verified.digest, own_keys.sign, verified.sign, tuple(chains))
 
     def check_open(self, round: Round) -> None:
         """Raise SecaggError (E-RUN-50) where the task's position was left."""

@@ -41,9 +41,9 @@ def check_words(block: Words, silos: int, round: Round) -> None:
 
     A sum whose masks did not cancel passes with probability 2^-128 in ring32.
     """
-    if (found := block[:CHECK_WORDS].tolist()) != [silos] * CHECK_WORDS:
+    if (words := block[:CHECK_WORDS].tolist()) != [silos] * CHECK_WORDS:
         raise SecaggError(
             "E-RUN-48",
-            f"{round.kind} of round {round.number}: expected check words of {silos} in the opened sum, found {found}: "
+            f"{round.kind} of round {round.number}: expected check words of {silos} in the opened sum, found {words}: "
             "a hospital masked for another model or with other keys, or sent something else; the sum is thrown away",
         )

@@ -41,15 +41,15 @@ class MaskedUpload:
     def tensors(round: Round, model: int, classes: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Return NumPy's type and the shape of every tensor, in order; model, classes: words without check words."""
         words = round.run.dtype
-        beside = {name: ("|u1", shape) for name, shape in shapes_beside(round.n).items()}
-        return {**beside, "model": (words, (model + CHECK_WORDS,)), "classes": (words, (classes + CHECK_WORDS,))}
+        plain = {name: ("|u1", shape) for name, shape in shapes_beside(round.n).items()}
+        return {**plain, "model": (words, (model + CHECK_WORDS,)), "classes": (words, (classes + CHECK_WORDS,))}
 
     def check(self, round: Round, model: int, classes: int) -> None:
         """Raise ProtocolError (E-WIRE-06) unless every tensor has the type and the shape that the round prescribes."""
-        for name, wanted in self.tensors(round, model, classes).items():
+        for name, expected in self.tensors(round, model, classes).items():
             array = getattr(self, name)
-            if (found := (array.dtype.str, array.shape)) != wanted:
-                raise ProtocolError("E-WIRE-06", f"masked update: expected {name!r} as {wanted}, found {found}")
+            if (actual := (array.dtype.str, array.shape)) != expected:
+                raise ProtocolError("E-WIRE-06", f"masked update: expected {name!r} as {expected}, found {actual}")
 
     def commitment(self, round: Round, block: int, member: int) -> bytes:
         return bytes(self.commitments[block, round.place(member)])
@@ -113,8 +113,8 @@ Message = Confirmation | Opening | RevealedShares
 
 def check_about(message: Message, round: Round, seal_hash: bytes, sender: int | None = None) -> None:
     """Raise SecaggError (E-RUN-50) unless a message is about this task and this seal."""
-    found = (message.run_id, message.kind, message.round, message.seal_hash)
-    if found != (round.run.run_id, round.kind, round.number, seal_hash):
+    task = (message.run_id, message.kind, message.round, message.seal_hash)
+    if task != (round.run.run_id, round.kind, round.number, seal_hash):
         raise SecaggError(
             "E-RUN-50",
             f"expected a message about {round.kind} of round {round.number} and its sealed set, found one about "

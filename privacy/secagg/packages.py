@@ -21,8 +21,8 @@ def _cipher(round: Round, chain: bytes, salt: bytes, dealer: int, member: int) -
 
 def encrypt(round: Round, chain: bytes, salt: bytes, dealer: int, member: int, plain: bytes) -> bytes:
     """Encrypt a dealer's shares for one member. chain: of the two, at the round's position."""
-    about = frame("package", round.context, dealer, member)
-    return _cipher(round, chain, salt, dealer, member).encrypt(_NONCE, plain, about)
+    associated_data = frame("package", round.context, dealer, member)
+    return _cipher(round, chain, salt, dealer, member).encrypt(_NONCE, plain, associated_data)
 
 
 def decrypt(round: Round, chain: bytes, salt: bytes, dealer: int, member: int, package: bytes) -> bytes:
@@ -30,9 +30,9 @@ def decrypt(round: Round, chain: bytes, salt: bytes, dealer: int, member: int, p
 
     Guarantees: it was made by the dealer, for this member, in this task, with this salt.
     """
-    about = frame("package", round.context, dealer, member)
+    associated_data = frame("package", round.context, dealer, member)
     try:
-        plain = _cipher(round, chain, salt, dealer, member).decrypt(_NONCE, package, about)
+        plain = _cipher(round, chain, salt, dealer, member).decrypt(_NONCE, package, associated_data)
     except InvalidTag:
         plain = b""
     if len(plain) != 2 * SHARE * round.n:

@@ -34,14 +34,14 @@ def _value(coefficients: Sequence[int], x: int) -> int:
 
 def weights(xs: Sequence[int], at: int = 0) -> list[int]:
     """Return Lagrange's weights: the value at `at` is the sum of weight times share over the distinct points xs."""
-    found = []
+    values = []
     for x in xs:
         top = bottom = 1
         for other in xs:
             if other != x:
                 top, bottom = top * (other - at) % PRIME, bottom * (other - x) % PRIME
-        found.append(top * pow(bottom, -1, PRIME) % PRIME)
-    return found
+        values.append(top * pow(bottom, -1, PRIME) % PRIME)
+    return values
 
 
 def combine(shares: Sequence[bytes], by: Sequence[int]) -> int:

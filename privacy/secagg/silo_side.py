@@ -104,21 +104,23 @@ def uploaded(round: Round, object_digest: bytes) -> MaskedTaskRow:
 
 def masked(keys: RunKeys, round: Round, blocks: tuple[Words, Words], random: Random) -> MaskedUpload:
     """Mask both blocks in place and make shares, packages and commitments. keys: at the round's position."""
-    own, cohort = keys.index, round.cohort
-    round.place(own)
+    index, cohort = keys.index, round.cohort
+    round.place(index)
     salt = random(SECRET)
     seeds = {
-        (block, v): random(SECRET) if v == own else keys.pair_seed(round, v, block) for block in BLOCKS for v in cohort
+        (block, v): random(SECRET) if v == index else keys.pair_seed(round, v, block)
+        for block in BLOCKS
+        for v in cohort
     }
     points = [w + 1 for w in cohort]
     shares = [split(seed, points, round.t, random) for seed in seeds.values()]
     for (block, v), seed in seeds.items():
-        add_mask(blocks[block], seed, round.context, block, subtract=subtracted(own, v))
+        add_mask(blocks[block], seed, round.context, block, subtract=subtracted(index, v))
     sealed = [
-        packages.encrypt(round, keys.chains[w], salt, own, w, b"".join(of_seed[k] for of_seed in shares))
+        packages.encrypt(round, keys.chains[w], salt, index, w, b"".join(of_seed[k] for of_seed in shares))
         for k, w in enumerate(cohort)
     ]
-    bound = [packages.commitment(round, own, v, block, seed) for (block, v), seed in seeds.items()]
+    bound = [packages.commitment(round, index, v, block, seed) for (block, v), seed in seeds.items()]
     return MaskedUpload(
         np.frombuffer(salt, np.uint8),
         np.frombuffer(b"".join(bound), np.uint8).reshape(len(BLOCKS), round.n, SECRET),
@@ -177,9 +179,9 @@ def confirm(
             f"another set of {round.kind} in round {round.number} was confirmed here: a second one would open a "
             "difference of two sums; the run ends, and a new one goes on from its last model",
         )
-    known = row or MaskedTaskRow(round.kind, round.number, round.base_digest)
-    if not known.seal_hash:
-        store(replace(known, seal_hash=hashed, inside=inside))
+    stored = row or MaskedTaskRow(round.kind, round.number, round.base_digest)
+    if not stored.seal_hash:
+        store(replace(stored, seal_hash=hashed, inside=inside))
     return Confirmation(run.run_id, round.kind, round.number, hashed, keys.confirm(hashed))
 
 
@@ -196,15 +198,16 @@ def answer(
         raise SecaggError("E-RUN-50", "expected a set that was confirmed here, found none: send the seal first")
     round = run.round(keys.keys_digest, row.kind, row.number, row.base_digest, cohort)
     check_about(opening, round, row.seal_hash)
-    own = round.run.members[keys.index]
+    name = round.run.members[keys.index]
     by_member = dict(opening.confirmations)
-    good = sum(
-        u in round.cohort and confirmed_by(keys.peers[u], row.seal_hash, found) for u, found in by_member.items()
+    confirmed = sum(
+        u in round.cohort and confirmed_by(keys.peers[u], row.seal_hash, signature)
+        for u, signature in by_member.items()
     )
-    if good < round.t:
-        raise SecaggError("E-RUN-45", f"expected {round.t} members who confirmed the set, found {good}")
+    if confirmed < round.t:
+        raise SecaggError("E-RUN-45", f"expected {round.t} members who confirmed the set, found {confirmed}")
     if tuple(u for u, _, _ in opening.packages) != row.inside:
-        raise SecaggError("E-RUN-51", f"expected for {own} one package of each in {row.inside}, found others")
+        raise SecaggError("E-RUN-51", f"expected for {name} one package of each in {row.inside}, found others")
     stepped = keys.of(round)
     plain = {
         u: packages.decrypt(round, stepped.chains[u], salt, u, keys.index, package)
@@ -248,9 +251,9 @@ def verify_census(
     inside, hashed, sealed = round.check_set(seal.uploads), round.seal_hash(seal.uploads), dict(seal.uploads)
     if row is not None and (row.object_digest not in (b"", sealed[keys.index]) or row.seal_hash not in (b"", hashed)):
         raise SecaggError("E-RUN-50", "expected the census that was sent and confirmed here, found another")
-    good = sum(u in inside and confirmed_by(keys.peers[u], hashed, s) for u, s in proof.confirmations.items())
-    if good < round.t:
-        raise SecaggError("E-RUN-45", f"expected a census that {round.t} members confirmed, found {good}")
+    confirmed = sum(u in inside and confirmed_by(keys.peers[u], hashed, s) for u, s in proof.confirmations.items())
+    if confirmed < round.t:
+        raise SecaggError("E-RUN-45", f"expected a census that {round.t} members confirmed, found {confirmed}")
     total = np.zeros(classes + CHECK_WORDS, run.dtype)
     for u in inside:
         digest, upload = proof.uploads.get(u, (b"", None))

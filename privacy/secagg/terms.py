@@ -120,9 +120,9 @@ class Round:
             )
         if len(self.base_digest) != SECRET or (self.kind == "census" and self.base_digest != self.keys_digest):
             raise SecaggError("E-RUN-50", f"expected the digest that a task of kind {self.kind} begins from")
-        known = range(len(self.run.members))
-        sound = list(self.cohort) == sorted(set(self.cohort)) and all(u in known for u in self.cohort)
-        if not sound or self.n < MIN_MASKED or (self.kind == "census" and self.n != len(known)):
+        indices = range(len(self.run.members))
+        sound = list(self.cohort) == sorted(set(self.cohort)) and all(u in indices for u in self.cohort)
+        if not sound or self.n < MIN_MASKED or (self.kind == "census" and self.n != len(indices)):
             raise SecaggError("E-RUN-51", f"expected a cohort of at least {MIN_MASKED} members, found {self.cohort}")
 
     @property
@@ -164,7 +164,7 @@ class Round:
             raise SecaggError(
                 "E-RUN-51", f"expected a set of at least {self.m} members, found {len(inside)}: wait for more of them"
             )
-        if any(len(found) != SECRET for _, found in uploads):
+        if any(len(sha) != SECRET for _, sha in uploads):
             raise SecaggError("E-RUN-51", f"expected a digest of {SECRET} bytes beside every index of the set")
         return tuple(inside)
 

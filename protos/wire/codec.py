@@ -131,11 +131,11 @@ class TensorFile:
     def read(self, place: int) -> Tensor:
         """Read a tensor; raises ProtocolError (E-WIRE-06) when that fails, for instance because the file was cut."""
         try:
-            found: Tensor = self._tensors.get_tensor(self._names[place])
+            tensor: Tensor = self._tensors.get_tensor(self._names[place])
         except (SafetensorError, OSError) as error:
             path = "/".join(self.paths[place])
             raise ProtocolError("E-WIRE-06", f"tensor {path!r} of {self.name} cannot be read: {error}") from error
-        return found
+        return tensor
 
 
 def _open(file: Path) -> Any:  # noqa: ANN401 - the library has no types for it
@@ -151,10 +151,10 @@ def _is_absurd(shape: tuple[int, ...]) -> bool:
     return len(shape) > _MAX_DIMENSIONS or math.prod(max(n, 1) for n in shape) > _MAX_NUMBERS
 
 
-def _strings(found: object) -> list[str]:
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+def _strings(names: object) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
         raise ValueError("names of groups or tensors that are not lists of strings")
-    return found
+    return names
 
 
 def read_state(file: Path) -> State:

@@ -35,7 +35,7 @@ def of_message(message: pb.LogHead, of: str, authority_pem: bytes) -> SignedHead
         or len(message.restored_hash) != (32 if message.restored else 0)
     ):
         raise ProtocolError("E-WIRE-06", "expected the end of an audit log, found another form: upgrade that side")
-    found = SignedHead(
+    head = SignedHead(
         of,
         message.number,
         message.hash.hex(),
@@ -44,6 +44,6 @@ def of_message(message: pb.LogHead, of: str, authority_pem: bytes) -> SignedHead
         message.restored,
         message.restored_hash.hex(),
     )
-    found.require_signed(authority_pem)
-    plain = certificates.to_pem(parse_certificate(found.certificate))  # without what stands around it
-    return replace(found, certificate=plain)
+    head.require_signed(authority_pem)
+    plain = certificates.to_pem(parse_certificate(head.certificate))  # without what stands around it
+    return replace(head, certificate=plain)

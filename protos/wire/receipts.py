@@ -56,9 +56,9 @@ def shortened(receipt: bytes, facts: pb.Receipt) -> tuple[bytes, bytes]:
     rest.CopyFrom(message)
     rest.ClearField("signer_pem")
     parts: list[tuple[Message, Message]] = [(rest, facts), (rest.attestation, facts.attestation)]
-    for part, known in parts:
+    for part, fact in parts:
         for name in part.DESCRIPTOR.fields_by_name:
-            if name != "attestation" and getattr(part, name) == getattr(known, name):
+            if name != "attestation" and getattr(part, name) == getattr(fact, name):
                 part.ClearField(name)
     if rest.attestation == pb.Attestation():
         rest.ClearField("attestation")

@@ -81,8 +81,8 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
 
         def fits(line: LogLine) -> bool:
             entry = line.entry
-            asked = (who or "") in entry.who and (what or "") in entry.what and line.at >= from_time
-            return asked and not (refused and entry.outcome != REFUSED)
+            matches = (who or "") in entry.who and (what or "") in entry.what and line.at >= from_time
+            return matches and not (refused and entry.outcome != REFUSED)
 
         with closing(side(home).log()) as log:
             _show(log, fits, as_json, last, follow)
@@ -100,18 +100,18 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         Somebody who can write here can also make the whole log anew. With --against, the ends of this log that
         the other side keeps, signed by this one, show that too.
         """
-        own = side(home)
-        heads = [] if against is None else heads_in(against, own.identity(), own.authority_pem())
-        with closing(own.log()) as log:
-            found = verify(log, heads, archived, restored or ())
-        value = {"lines": found.lines, "first": found.first, "last": found.last, "hash": found.hash}
+        log_side = side(home)
+        heads = [] if against is None else heads_in(against, log_side.identity(), log_side.authority_pem())
+        with closing(log_side.log()) as log:
+            result = verify(log, heads, archived, restored or ())
+        value = {"lines": result.lines, "first": result.first, "last": result.last, "hash": result.hash}
         facts = [
-            ("lines", f"{found.first} to {found.last}, unbroken"),
-            ("hash", found.hash),
-            ("other side", "not compared: --against FILE" if against is None else f"{found.agreed} ends agree"),
-            *(("note", note) for note in found.notes),
+            ("lines", f"{result.first} to {result.last}, unbroken"),
+            ("hash", result.hash),
+            ("other side", "not compared: --against FILE" if against is None else f"{result.agreed} ends agree"),
+            *(("note", note) for note in result.notes),
         ]
-        return Reply(value | {"agreed": found.agreed, "notes": list(found.notes)}, [Facts(facts)])
+        return Reply(value | {"agreed": result.agreed, "notes": list(result.notes)}, [Facts(facts)])
 
     return app
 

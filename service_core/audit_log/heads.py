@@ -39,12 +39,12 @@ class SignedHead:
 
     @classmethod
     def sign(
-        cls, of: str, number: int, hash: str, own: Credentials, restored: int = 0, restored_hash: str = ""
+        cls, of: str, number: int, hash: str, credentials: Credentials, restored: int = 0, restored_hash: str = ""
     ) -> SignedHead:
         plain = cls(of, number, hash, restored=restored, restored_hash=restored_hash)
-        key = certificates.load_key(own.key_pem, "the key in force")
+        key = certificates.load_key(credentials.key_pem, "the key in force")
         return replace(
-            plain, signature=certificates.sign(key, CONTEXT, plain.canonical_text()), certificate=own.cert_pem
+            plain, signature=certificates.sign(key, CONTEXT, plain.canonical_text()), certificate=credentials.cert_pem
         )
 
     def canonical_text(self) -> bytes:

@@ -60,12 +60,12 @@ class LogLine:
 
     def encode(self) -> str:
         """Write the line: ASCII, all control characters escaped, fields without content left out."""
-        found = self.entry
+        entry = self.entry
         fields: dict[str, Any] = {"number": self.number, "at": _time_text(self.at)}
-        fields |= {name: getattr(found, name)[:MAX_TEXT] for name in _TEXTS if getattr(found, name)}
-        fields |= {"bytes": found.bytes} if found.bytes else {}
-        fields |= {"times": found.times} if found.times != 1 else {}
-        fields |= {"head": found.head.to_json()} if found.head is not None else {}
+        fields |= {name: getattr(entry, name)[:MAX_TEXT] for name in _TEXTS if getattr(entry, name)}
+        fields |= {"bytes": entry.bytes} if entry.bytes else {}
+        fields |= {"times": entry.times} if entry.times != 1 else {}
+        fields |= {"head": entry.head.to_json()} if entry.head is not None else {}
         return json.dumps(fields | {"salt": self.salt, "before": self.before}, separators=(",", ":"))
 
     @classmethod
@@ -96,7 +96,7 @@ def _time_text(at: float) -> str:
 
 
 def _typed(fields: dict[str, Any], name: str, kind: type, default: object) -> Any:  # noqa: ANN401
-    found = fields.get(name, default)
-    if type(found) is not kind:
-        raise TypeError(f"{name}: expected {kind.__name__}, found {type(found).__name__}")
-    return found
+    value = fields.get(name, default)
+    if type(value) is not kind:
+        raise TypeError(f"{name}: expected {kind.__name__}, found {type(value).__name__}")
+    return value

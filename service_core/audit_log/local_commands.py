@@ -94,8 +94,8 @@ def record_commands(
     """Wrap all commands of an application or a group, besides those that only read, by their whole names."""
     for info in app.registered_commands:
         assert info.callback is not None
-        own = info.name or info.callback.__name__.replace("_", "-")
-        name = f"{group} {own}".strip()
+        command_name = info.name or info.callback.__name__.replace("_", "-")
+        name = f"{group} {command_name}".strip()
         if name not in reading and not hasattr(info.callback, "__wrapped__"):
             info.callback = recorded(info.callback, name, home_of)
     for inner in app.registered_groups:
@@ -106,9 +106,9 @@ def record_commands(
 
 
 def _entry(name: str, options: Mapping[str, Any], via: str, outcome: str = ALLOWED, code: str = "") -> LogEntry:
-    given = {key: value for key, value in options.items() if key in SHOWN and value not in (None, False)}
+    shown = {key: value for key, value in options.items() if key in SHOWN and value not in (None, False)}
     about = " ".join(
-        f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in given.items()
+        f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in shown.items()
     )
     return LogEntry(f"{_user()}, {via}" if via else _user(), f"command {name}", about, outcome, code)
 

@@ -84,8 +84,8 @@ class AuditLog:
     @classmethod
     def existing(cls, folder: Path) -> Self:
         """Open a log that is there; raises StateError (E-STATE-80) where there is none."""
-        known = (folder / Path(LOG_FILE).name, folder / _ANCHOR)
-        if not any(file.exists() for file in known) and not _files_of_0_1_0(folder):
+        files = (folder / Path(LOG_FILE).name, folder / _ANCHOR)
+        if not any(file.exists() for file in files) and not _files_of_0_1_0(folder):
             raise StateError("E-STATE-80", f"expected an audit log in {folder}, found none")
         return cls(folder)
 
@@ -308,10 +308,10 @@ def _files_of_0_1_0(folder: Path) -> list[Path]:
 
 def _json(file: Path) -> dict[str, object]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def mark_restored(home: Path, at: float) -> int:

@@ -40,15 +40,15 @@ def _head_line(head: SignedHead) -> LogEntry:
 
 
 class Recorder:
-    """Records what a service is asked and does. own: the service's identity. Thread-safe; `record` never raises.
+    """Records what a service is asked and does. identity: of the service. Thread-safe; `record` never raises.
 
     Guarantees: the first of equal entries is a line at once, the others within a minute are counted into one more; so
     a peer that is refused a million times costs a line a minute for each call. Where the disk takes no line, the
     service goes on, its own log says so, and the next line says how many are missing.
     """
 
-    def __init__(self, audit_log: AuditLog, own: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.own = own
+    def __init__(self, audit_log: AuditLog, identity: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.identity = identity
         self._log = audit_log
         self._clock = clock
         self._lock = threading.RLock()
@@ -61,17 +61,17 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to bring lines to the disk by itself."""
-        self.record(LogEntry(self.own, "service started"))
+        self.record(LogEntry(self.identity, "service started"))
         self._thread.start()
 
     def record(self, entry: LogEntry) -> None:
         key = _key(entry)
         with self._lock:
-            known = self._repeated.get(key)
+            repeated = self._repeated.get(key)
             now = self._clock()
-            if known is not None and now - known.since < WINDOW_S:
-                known.times += 1
-                known.bytes += entry.bytes
+            if repeated is not None and now - repeated.since < WINDOW_S:
+                repeated.times += 1
+                repeated.bytes += entry.bytes
                 return
             self._end_window(key)
             while len(self._repeated) >= _REMEMBERED:
@@ -79,14 +79,14 @@ class Recorder:
             self._write(entry)
             self._repeated[key] = _Repeated(now, entry)
 
-    def signed_head(self, own: Credentials) -> SignedHead | None:
+    def signed_head(self, credentials: Credentials) -> SignedHead | None:
         """Return the end of this log, signed; None before its first line, or where it cannot be read."""
         try:
             head, restored = self._log.head(), self._log.restored()
         except FederationError as error:
             log.error("the audit log cannot be read: %s", error)
             return None
-        return SignedHead.sign(self.own, *head, own, *restored) if head.seq else None
+        return SignedHead.sign(self.identity, *head, credentials, *restored) if head.seq else None
 
     def keep(self, head: SignedHead) -> str | None:
         """Keep the other side's head as its newest, and once an hour as a line; return what is wrong if it went back.
@@ -119,10 +119,10 @@ class Recorder:
         """End the windows that are over, and bring all lines to the disk."""
         with self._lock:
             now = self._clock()
-            for key, found in [(k, r) for k, r in self._repeated.items() if now - r.since >= WINDOW_S]:
+            for key, repeated in [(k, r) for k, r in self._repeated.items() if now - r.since >= WINDOW_S]:
                 self._end_window(key)
-                if found.times:  # it may go on: the next minute is counted as well
-                    self._repeated[key] = _Repeated(now, found.entry)
+                if repeated.times:  # it may go on: the next minute is counted as well
+                    self._repeated[key] = _Repeated(now, repeated.entry)
             self._write_heads(HEAD_LINE_S, list(self._unwritten))
         self._sync()
 
@@ -145,7 +145,7 @@ class Recorder:
             for key in list(self._repeated):
                 self._end_window(key)
             self._write_heads(0.0, list(self._unwritten))
-            self._write(LogEntry(self.own, "service stopped"))
+            self._write(LogEntry(self.identity, "service stopped"))
         self._sync()
         with suppress(FederationError):  # said already
             self._log.close()
@@ -155,9 +155,9 @@ class Recorder:
             self.flush()
 
     def _end_window(self, key: _Key) -> None:
-        found = self._repeated.pop(key, None)
-        if found is not None and found.times:
-            self._write(replace(found.entry, times=found.times, bytes=found.bytes))
+        repeated = self._repeated.pop(key, None)
+        if repeated is not None and repeated.times:
+            self._write(replace(repeated.entry, times=repeated.times, bytes=repeated.bytes))
 
     def _write(self, entry: LogEntry) -> None:
         try:

@@ -31,7 +31,7 @@ def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
 
     Raises ConfigError (E-CFG-02) on a file without any, RefusedError (E-ID-14) on one that `of` never signed.
     """
-    found = []
+    heads = []
     try:
         with file.open("rb") as lines:
             while raw := lines.readline(MAX_LINE):
@@ -41,16 +41,16 @@ def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
                     continue
                 if head is not None and head.of == of:
                     head.require_signed(authority_pem)
-                    found.append(head)
+                    heads.append(head)
     except OSError as error:
         raise ConfigError("E-CFG-02", f"--against: expected a file of lines, found {file}: {error}") from None
-    if not found:
+    if not heads:
         raise ConfigError(
             "E-CFG-02",
             f"--against: expected lines of the other side that hold ends of the log of {of}, found none in {file}: "
             "make it there with `log show --what head --json`",
         )
-    return found
+    return heads
 
 
 def verify(

@@ -61,30 +61,30 @@ class Finding:
 Check = Callable[[], Iterable[Finding]]
 
 
-def ok(check: str, found: str) -> Finding:
-    return Finding(check, Level.OK, found)
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, Level.OK, text)
 
 
-def warning(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, Level.WARNING, found, remedy)
+def warning(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, Level.WARNING, text, remedy)
 
 
-def problem(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, Level.PROBLEM, found, remedy)
+def problem(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, Level.PROBLEM, text, remedy)
 
 
 def run_checks(checks: Mapping[str, Check]) -> list[Finding]:
     """Run all checks, each whatever became of the others: an error of one is its finding."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, check in checks.items():
         try:
-            found += check()
+            findings += check()
         except FederationError as error:
-            found.append(problem(name, str(error), f"coordinator explain {error.code}"))
+            findings.append(problem(name, str(error), f"coordinator explain {error.code}"))
         except Exception as error:  # a doctor that falls ill itself helps nobody
             remedy = "look at the file or the machine that this names, then run this again"
-            found.append(problem(name, f"{type(error).__name__}: {error}", remedy))
-    return found
+            findings.append(problem(name, f"{type(error).__name__}: {error}", remedy))
+    return findings
 
 
 def report(findings: Iterable[Finding]) -> Reply:
@@ -92,8 +92,8 @@ def report(findings: Iterable[Finding]) -> Reply:
     shown = [_printable(finding) for finding in findings]
     sick = any(finding.level is Level.PROBLEM for finding in shown)
     rows = [asdict(finding) | {"level": finding.level.value} for finding in shown]
-    said = [f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else "") for f in shown]
-    lines = [line for text in said for line in (laid_out([text], OUT.width) if OUT.is_terminal else [text])]
+    texts = [f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else "") for f in shown]
+    lines = [line for text in texts for line in (laid_out([text], OUT.width) if OUT.is_terminal else [text])]
     return Reply({"healthy": not sick, "findings": rows}, lines, status=int(sick))
 
 
@@ -155,8 +155,8 @@ def closed_to_others(home: Path, files: Iterable[Path], keys: Iterable[Path]) ->
         names = " ".join(shlex.quote(str(path)) for path in (home, *open_ones))
         yield problem("modes", f"others on this machine may open {names}", f"chmod go-rwx {names}")
     if foreign:
-        found = f"{foreign[0]} belongs to user {foreign[0].stat().st_uid}, and this is user {os.geteuid()}"
-        yield warning("owner", found, "run this as the service's user")
+        text = f"{foreign[0]} belongs to user {foreign[0].stat().st_uid}, and this is user {os.geteuid()}"
+        yield warning("owner", text, "run this as the service's user")
     if not open_ones and not foreign:
         yield ok("modes", f"what is private in {home} is open to its owner alone")
 
@@ -197,13 +197,15 @@ def finished(home: Path) -> Iterator[Finding]:
 # ---- certificates --------------------------------------------------------------------------------------------------
 
 
-def certificate(what: str, own: Credentials, renewed: str, now: datetime | None = None) -> Iterator[Finding]:
+def certificate(what: str, credentials: Credentials, renewed: str, now: datetime | None = None) -> Iterator[Finding]:
     """Look at a certificate: in force, of this authority, with its own key. renewed: how it gets a successor."""
     time = now or utc_now()
-    if (wrong := causes.own_certificate(own.cert_pem, own.key_pem, own.ca_pem, time)) is not None:
+    if (
+        wrong := causes.own_certificate(credentials.cert_pem, credentials.key_pem, credentials.ca_pem, time)
+    ) is not None:
         yield problem("certificate", f"{what}: {wrong.code}: {wrong.explanation}", wrong.remedy)
         return
-    peer = identity_of(own.cert_pem)
+    peer = identity_of(credentials.cert_pem)
     left = peer.not_after - time
     text = f"{what}: {peer.identity}, {left.days} days left"
     if left < _EXPIRES_SOON:
@@ -239,8 +241,8 @@ def port(bind: str) -> Iterator[Finding]:
     try:
         try_to_bind(bind)
     except (OSError, ConfigError) as error:
-        found = f"{bind} cannot be listened on ({error})"
-        yield problem("port", found, "stop the other program, or choose another address with --bind")
+        text = f"{bind} cannot be listened on ({error})"
+        yield problem("port", text, "stop the other program, or choose another address with --bind")
     else:
         yield ok("port", f"{bind} is free to listen on")
 
@@ -256,19 +258,21 @@ def proxy(addresses: Iterable[Address]) -> Iterator[Finding]:
         try:
             open_connection(address.host, address.port, TIMEOUT_S).close()
         except NotConnected as error:
-            found = error.diagnosis
-            yield problem("proxy", f"{found.code}: {found.explanation}", found.remedy)
+            diagnosis = error.diagnosis
+            yield problem("proxy", f"{diagnosis.code}: {diagnosis.explanation}", diagnosis.remedy)
         else:
             yield ok("proxy", f"{host}:{number} ({variable}) opens a tunnel to {address}")
 
 
-def reachable(address: Address, own: Credentials) -> Iterator[Finding]:
+def reachable(address: Address, credentials: Credentials) -> Iterator[Finding]:
     """Make the TLS connection that the service makes, and say why it fails."""
-    found = diagnose(address.host, address.port, own.ca_pem, own.cert_pem, own.key_pem, timeout=TIMEOUT_S)
-    if found.ok:
-        yield ok("reachability", found.explanation)
+    diagnosis = diagnose(
+        address.host, address.port, credentials.ca_pem, credentials.cert_pem, credentials.key_pem, timeout=TIMEOUT_S
+    )
+    if diagnosis.ok:
+        yield ok("reachability", diagnosis.explanation)
     else:
-        yield problem("reachability", f"{found.code}: {found.explanation}", found.remedy)
+        yield problem("reachability", f"{diagnosis.code}: {diagnosis.explanation}", diagnosis.remedy)
 
 
 def other_side(answer: HealthAnswer, place: str) -> Iterator[Finding]:
@@ -289,10 +293,10 @@ def other_side(answer: HealthAnswer, place: str) -> Iterator[Finding]:
         yield warning("versions", f"{place} does not tell its version", "ask its operator to upgrade")
     elif answer.protocol != PROTOCOL:
         older = "this side" if answer.protocol > PROTOCOL else "that side"
-        found = f"protocol {PROTOCOL} here, {answer.protocol} at {place} ({answer.software})"
-        yield problem("versions", found, f"upgrade {older}")
+        text = f"protocol {PROTOCOL} here, {answer.protocol} at {place} ({answer.software})"
+        yield problem("versions", text, f"upgrade {older}")
     elif answer.software != software():
-        found = f"protocol {PROTOCOL} on both sides, {software()} here, {answer.software or 'no version given'} there"
-        yield warning("versions", found, "nothing is refused for it; install one commit on both sides")
+        text = f"protocol {PROTOCOL} on both sides, {software()} here, {answer.software or 'no version given'} there"
+        yield warning("versions", text, "nothing is refused for it; install one commit on both sides")
     else:
         yield ok("versions", f"protocol {PROTOCOL} and {software()} on both sides")

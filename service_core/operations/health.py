@@ -29,22 +29,22 @@ class HealthAnswer:
 
     @classmethod
     def of(
-        cls, serving: bool, metadata: Iterable[tuple[str, str | bytes]], asked: float, answered: float
+        cls, serving: bool, metadata: Iterable[tuple[str, str | bytes]], sent: float, answered: float
     ) -> HealthAnswer:
-        """Read an answer; any bytes are one, and nonsense is as good as nothing. asked, answered: Unix seconds."""
-        said = {str(k): v for k, v in metadata if isinstance(v, str)}
+        """Read an answer; any bytes are one, and nonsense counts as missing. sent, answered: Unix seconds."""
+        facts = {str(k): v for k, v in metadata if isinstance(v, str)}
         try:
-            there = float(said.get(_TIME, "nan"))
+            their_time = float(facts.get(_TIME, "nan"))
         except ValueError:
-            there = math.nan
-        protocol = said.get(_PROTOCOL, "")
+            their_time = math.nan
+        protocol = facts.get(_PROTOCOL, "")
         number = int(protocol) if re.fullmatch(r"[0-9]{1,5}", protocol) else _MAX_VERSION
         return cls(
             serving,
-            there - (asked + answered) / 2 if math.isfinite(there) else None,
+            their_time - (sent + answered) / 2 if math.isfinite(their_time) else None,
             number if number < _MAX_VERSION else None,
-            "".join(c for c in said.get(_SOFTWARE, "") if c.isprintable())[:80],
-            tuple(re.findall(r"[a-z]{1,20}", said.get(_PROBLEMS, ""))[:10]),
+            "".join(c for c in facts.get(_SOFTWARE, "") if c.isprintable())[:80],
+            tuple(re.findall(r"[a-z]{1,20}", facts.get(_PROBLEMS, ""))[:10]),
         )
 
 

@@ -111,8 +111,8 @@ class OneLine(logging.Formatter):
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         text = self._clean(record.getMessage())
         facts = {name: self._fact(value) for name in FIELDS if (value := getattr(record, name, None)) not in (None, "")}
-        if "code" not in facts and (found := _CODE.search(text)):
-            facts["code"] = found[0]
+        if "code" not in facts and (code := _CODE.search(text)):
+            facts["code"] = code[0]
         if record.exc_info and record.exc_info[1] is not None:
             facts["error"] = self._error(record.exc_info[1])
         if self._json:
@@ -139,11 +139,11 @@ class OneLine(logging.Formatter):
 
 def mask(text: str, home: str) -> str:
     """Take out what may be secret or about a person. home: paths below it stay."""
-    text = _ABOUT_DATA.sub(lambda found: f"{found[1]}: {_title(found[1])}", text)
+    text = _ABOUT_DATA.sub(lambda match: f"{match[1]}: {_title(match[1])}", text)
     for pattern, put in _SECRETS:
         text = pattern.sub(put, text)
-    text = _LONG.sub(lambda found: found[0] if _HEX.fullmatch(found[0]) else "<long>", text)
-    text = _PATH.sub(lambda found: found[0] if _is_within(found[0], home) else "<path>", text)
+    text = _LONG.sub(lambda match: match[0] if _HEX.fullmatch(match[0]) else "<long>", text)
+    text = _PATH.sub(lambda match: match[0] if _is_within(match[0], home) else "<path>", text)
     return "".join(" <file>" if _FILE.search(part) else part for part in _SIGNS.split(text))
 
 

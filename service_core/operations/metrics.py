@@ -81,17 +81,17 @@ class GaugeSnapshot(Collector):
     parts: Mapping[str, Look] = field(default_factory=dict)
 
     def collect(self) -> Iterable[Metric]:
-        told = []
+        successes = []
         for name, look in self.parts.items():
             try:
-                found = list(look())
+                metrics = list(look())
             except Exception as error:  # a full disk, a locked database: that is when metrics are looked at
                 log.warning("metrics: %s cannot be looked up: %s", name, error)
-                told.append(((name,), 0.0))
+                successes.append(((name,), 0.0))
             else:
-                told.append(((name,), 1.0))
-                yield from found
-        yield self.success.samples(told)
+                successes.append(((name,), 1.0))
+                yield from metrics
+        yield self.success.samples(successes)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # names are not asked for when this is registered: a service begins without looking
@@ -124,16 +124,16 @@ def disk_room(family: Family, folder: Path) -> Metric:
     return family.one(disk.available(folder))
 
 
-def expiries(family: Family, own: Credentials) -> Metric:
+def expiries(family: Family, credentials: Credentials) -> Metric:
     """Tell when the certificate in use and its authority's end."""
-    authority = parse_certificate(own.ca_pem).not_valid_after_utc
-    ends = {"own": identity_of(own.cert_pem).not_after, "authority": authority}
+    authority = parse_certificate(credentials.ca_pem).not_valid_after_utc
+    ends = {"own": identity_of(credentials.cert_pem).not_after, "authority": authority}
     return family.samples(((name,), when.timestamp()) for name, when in ends.items())
 
 
 def common(prefix: str) -> dict[str, Family]:
     """Return the metrics that both services have, by their last words."""
-    found = (
+    families = (
         Family(f"{prefix}_build_info", "gauge", "1, with versions as labels", ("version", "protocol", "python")),
         Family(f"{prefix}_ready", "gauge", "Whether the service can do its work: 1 or 0"),
         Family(
@@ -154,7 +154,7 @@ def common(prefix: str) -> dict[str, Family]:
             ("part",),
         ),
     )
-    return {family.name.removeprefix(f"{prefix}_"): family for family in found}
+    return {family.name.removeprefix(f"{prefix}_"): family for family in families}
 
 
 def table(families: Iterable[Family]) -> str:

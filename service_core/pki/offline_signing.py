@@ -80,10 +80,10 @@ def _read(text: str, form: str, what: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         raise _wrong_file(what, "no JSON") from None
     if not isinstance(raw, dict) or raw.get("format") != form:
-        found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
-        raise _wrong_file(what, f"the format {found!r}")
+        actual = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
+        raise _wrong_file(what, f"the format {actual!r}")
     return raw
 
 
-def _wrong_file(what: str, found: str) -> ConfigError:
-    return ConfigError("E-ID-31", f"expected {what}, found {found}: give the file as it was written")
+def _wrong_file(what: str, actual: str) -> ConfigError:
+    return ConfigError("E-ID-31", f"expected {what}, found {actual}: give the file as it was written")

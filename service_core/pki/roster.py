@@ -104,8 +104,8 @@ class SignedRoster(NamedTuple):
     def unpack(cls, raw: bytes | str) -> SignedRoster:
         """Read what `pack` wrote; raises ProtocolError (E-WIRE-06). Nothing is verified yet."""
         try:
-            found = json.loads(raw)
-            return cls(*(base64.b64decode(found[name], validate=True) for name in cls._fields))
+            fields = json.loads(raw)
+            return cls(*(base64.b64decode(fields[name], validate=True) for name in cls._fields))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError("E-WIRE-06", f"expected a signed roster, found something else: {error}") from error
 

@@ -83,14 +83,14 @@ class BackupContents:
             if not file.is_file() or (size := file.stat().st_size) > _MAX_BYTES:
                 raise _unusable(folder, f"no {FILE} that is a file of at most {_MAX_BYTES} bytes")
             with file.open("rb") as opened:
-                found = structure(cls, parse_json(opened.read(size).decode("utf-8")), FILE)
+                contents = structure(cls, parse_json(opened.read(size).decode("utf-8")), FILE)
         except (OSError, ValueError, ConversionError) as error:
             raise _unusable(folder, f"no {FILE} that can be read ({type(error).__name__})") from error
-        if found.format != FORMAT:
-            raise _unusable(folder, f"one of format {found.format}")
-        if not 0 <= found.at <= _LATEST:
-            raise _unusable(folder, f"one of a time that is none ({found.at:g})")
-        return found
+        if contents.format != FORMAT:
+            raise _unusable(folder, f"one of format {contents.format}")
+        if not 0 <= contents.at <= _LATEST:
+            raise _unusable(folder, f"one of a time that is none ({contents.at:g})")
+        return contents
 
 
 def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: float) -> BackupContents:
@@ -124,8 +124,8 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
         files = {str(f.relative_to(target)): file_digest(f) for f in sorted(target.rglob("*")) if f.is_file()}
         del files[unfinished.FILE]
         made = BackupContents(FORMAT, layout.side, software, at, files)
-        about = {name: getattr(made, name) for name in ("format", "side", "software", "at", "files")}
-        replace_file(target / FILE, json.dumps(about, indent=1).encode(), 0o600)
+        fields = {name: getattr(made, name) for name in ("format", "side", "software", "at", "files")}
+        replace_file(target / FILE, json.dumps(fields, indent=1).encode(), 0o600)
     return made
 
 
@@ -145,8 +145,8 @@ def restoring(backup: Path, home: Path, layout: HomeLayout) -> Iterator[BackupCo
         raise _unusable(backup, f"one of a {contents.side}")
     if layout.database not in contents.files or not all(_is_inside(name) for name in contents.files):
         raise _unusable(backup, "one with other names of files")
-    for name, known in contents.files.items():
-        if not (backup / name).is_file() or file_digest(backup / name) != known:
+    for name, expected in contents.files.items():
+        if not (backup / name).is_file() or file_digest(backup / name) != expected:
             raise _unusable(backup, f"{name} damaged or missing")
     command = f"{layout.side} restore"
     _require_empty(home)
@@ -162,9 +162,9 @@ def _bring_in(backup: Path, home: Path, layout: HomeLayout, files: dict[str, str
     for name in (layout.database, *layout.databases):
         for end in ("", "-wal", "-shm", "-journal", ".generation"):
             (home / f"{name}{end}").unlink(missing_ok=True)
-    for name, known in files.items():
-        if name != layout.database and not ((home / name).is_file() and file_digest(home / name) == known):
-            _copy_again(backup, name, known, home / name)
+    for name, expected in files.items():
+        if name != layout.database and not ((home / name).is_file() and file_digest(home / name) == expected):
+            _copy_again(backup, name, expected, home / name)
     aside = home / f".{layout.database}.tmp"
     _copy_again(backup, layout.database, files[layout.database], aside)
     with closing(sqlite3.connect(aside, isolation_level=None)) as db:
@@ -175,9 +175,9 @@ def _bring_in(backup: Path, home: Path, layout: HomeLayout, files: dict[str, str
     sync_folder(home)
 
 
-def _copy_again(backup: Path, name: str, known: str, target: Path) -> None:
+def _copy_again(backup: Path, name: str, expected: str, target: Path) -> None:
     target.unlink(missing_ok=True)
-    if _copy(backup / name, target) != known:
+    if _copy(backup / name, target) != expected:
         raise _unusable(backup, f"{name} changed meanwhile")
 
 
@@ -296,5 +296,5 @@ def _require_empty(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def _unusable(folder: Path, found: str) -> StateError:
-    return StateError("E-STATE-25", f"expected a finished backup in {folder}, found {found}: take another backup")
+def _unusable(folder: Path, problem: str) -> StateError:
+    return StateError("E-STATE-25", f"expected a finished backup in {folder}, found {problem}: take another backup")

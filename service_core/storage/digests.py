@@ -19,11 +19,11 @@ def digest(data: bytes | memoryview) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the digest of a file, without reading it into memory at once."""
-    found = Hasher()
+    hasher = Hasher()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:

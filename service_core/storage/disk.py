@@ -24,8 +24,8 @@ def available(folder: Path) -> int:
 
     The reserve is 1 GiB, or a twentieth of a disk that is smaller than 20 GiB.
     """
-    found = shutil.disk_usage(folder)
-    return found.free - min(RESERVE_BYTES, found.total // _RESERVE_SHARE)
+    usage = shutil.disk_usage(folder)
+    return usage.free - min(RESERVE_BYTES, usage.total // _RESERVE_SHARE)
 
 
 def disk_error(path: Path, full: bool, cause: str) -> UnavailableError:

@@ -137,19 +137,19 @@ class GenerationFile:
             return
         if not self._database.exists() or not self._database.stat().st_size:
             raise self._behind(f"found none, or an empty one, where generation {noted.number} was")
-        found, half_done = None, False
+        stored, half_done = None, False
         try:
-            found = self._by_itself()
+            stored = self._by_itself()
         except sqlite3.DatabaseError:
             if not _has_log(self._database):
                 raise
             half_done = True
             with suppress(sqlite3.DatabaseError):  # else the very page of the generation is half written
-                found = self._by_itself(shorter=True)
-        own = found.number if found is not None else 0
-        if found is not None and found.incarnation == noted.incarnation and own < noted.checkpointed:
-            raise self._behind(f"found one without the last {noted.number - own} changes")
-        if half_done or (own > noted.checkpointed and not _has_log(self._database)):
+                stored = self._by_itself(shorter=True)
+        number = stored.number if stored is not None else 0
+        if stored is not None and stored.incarnation == noted.incarnation and number < noted.checkpointed:
+            raise self._behind(f"found one without the last {noted.number - number} changes")
+        if half_done or (number > noted.checkpointed and not _has_log(self._database)):
             _require_sound(self._database)
 
     def _by_itself(self, shorter: bool = False) -> Generation | None:
@@ -164,27 +164,27 @@ class GenerationFile:
 
         contents: how many objects there are that a database must know, where one is new.
         """
-        noted, found = self.read(), generation_of(db)
-        if noted is None and found is not None and found.number > 1:
+        noted, stored = self.read(), generation_of(db)
+        if noted is None and stored is not None and stored.number > 1:
             noted = self.read()  # another process was about to write it
             if noted is None:
-                raise self._behind(f"found one of generation {found.number} and no such file: it is another home's")
+                raise self._behind(f"found one of generation {stored.number} and no such file: it is another home's")
         if noted is None:
-            if found is None and _is_new(db) and (number := contents()):
+            if stored is None and _is_new(db) and (number := contents()):
                 raise self._behind(f"found none, or an empty one, beside {number} stored files")
             return
-        if found is None:
+        if stored is None:
             raise self._behind(f"found another file, where generation {noted.number} was")
-        if found.incarnation != noted.incarnation:
+        if stored.incarnation != noted.incarnation:
             raise self._behind("found one of another home, or from before a restoration")
-        if found.number < noted.number:
-            raise self._behind(f"found one without the last {noted.number - found.number} changes")
+        if stored.number < noted.number:
+            raise self._behind(f"found one without the last {noted.number - stored.number} changes")
 
-    def _behind(self, found: str) -> StateError:
+    def _behind(self, problem: str) -> StateError:
         name = self._database.name
         return StateError(
             "E-STATE-23",
-            f"expected the database {self._database} with all changes that {self.path.name} counts, {found}: nothing "
+            f"expected the database {self._database} with all changes that {self.path.name} counts, {problem}: nothing "
             f"was changed. Put the newest {name} back, together with {name}-wal if there is one, or restore a backup "
             "into an empty home; if there is nothing newer, run the command `restore --accept-loss`",
         )
@@ -192,12 +192,12 @@ class GenerationFile:
     def _parse(self, data: bytes) -> GenerationRecord:
         try:
             raw = json.loads(data)
-            found = GenerationRecord(str(raw["incarnation"]), int(raw["generation"]), int(raw["checkpointed"]))
-            if raw["check"] != _check(found):
+            record = GenerationRecord(str(raw["incarnation"]), int(raw["generation"]), int(raw["checkpointed"]))
+            if raw["check"] != _check(record):
                 raise ValueError("its check is wrong")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise self._behind(f"found that {self.path.name} is damaged") from None
-        return found
+        return record
 
     @contextmanager
     def _locked(self, mode: int, lock: int) -> Iterator[int]:

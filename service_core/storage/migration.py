@@ -66,21 +66,21 @@ def migrate(
         return
     db.execute("BEGIN IMMEDIATE")
     try:
-        found = version(db)
-        if found > newest:
+        current = version(db)
+        if current > newest:
             raise StateError(
                 "E-STATE-22",
-                f"expected {_file(db)} of version {newest} or older, found version {found}: a newer version of this "
+                f"expected {_file(db)} of version {newest} or older, found version {current}: a newer version of this "
                 "software wrote it; use that one, or a newer one still",
             )
-        if found < 0 or (found == 0 and _tables(db)):
-            raise _another_file(db, found, tables)
-        if found == 0:
+        if current < 0 or (current == 0 and _tables(db)):
+            raise _another_file(db, current, tables)
+        if current == 0:
             create(db)
-        for step in steps[found - 1 :] if found else ():
+        for step in steps[current - 1 :] if current else ():
             step(db)
         if not set(tables) <= _tables(db):
-            raise _another_file(db, found, tables)
+            raise _another_file(db, current, tables)
         set_version(db, newest)
     except BaseException:
         db.execute("ROLLBACK")
@@ -88,17 +88,17 @@ def migrate(
     db.execute("COMMIT")
 
 
-def _another_file(db: sqlite3.Connection, found: int, tables: Collection[str]) -> StateError:
+def _another_file(db: sqlite3.Connection, current: int, tables: Collection[str]) -> StateError:
     return StateError(
         "E-STATE-22",
         f"expected a database with the tables {', '.join(sorted(tables))} in {_file(db)}, found another file "
-        f"(version {found}): restore the one that was there from a backup",
+        f"(version {current}): restore the one that was there from a backup",
     )
 
 
 def _tables(db: sqlite3.Connection) -> set[str]:
-    found = db.execute("SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%'")
-    return {str(name) for (name,) in found}
+    rows = db.execute("SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%'")
+    return {str(name) for (name,) in rows}
 
 
 def _file(db: sqlite3.Connection) -> str:

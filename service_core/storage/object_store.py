@@ -148,19 +148,19 @@ class ObjectStore:
         file = self._file(digest)
         return file.with_name(file.name + _PARTIAL)
 
-    def commit(self, partial: Path, digest: str, found: str | None = None, sync: bool = True) -> Path:
+    def commit(self, partial: Path, digest: str, actual: str | None = None, sync: bool = True) -> Path:
         """Turn a complete file into an object and return its new place.
 
-        found: the digest of the file's bytes, computed here when it is None; sync: the object is on the disk on return,
-        else `sync` brings it there.
+        actual: the digest of the file's bytes, computed here when it is None   sync: whether the object is on the disk
+        on return, else `sync` brings it there
         Raises ProtocolError (E-WIRE-04) and deletes the file when it has another digest.
         """
-        found = file_digest(partial) if found is None else found
-        if found != digest:
+        actual = file_digest(partial) if actual is None else actual
+        if actual != digest:
             partial.unlink()
             raise ProtocolError(
                 "E-WIRE-04",
-                f"expected an object of digest {digest[:16]}, found {found[:16]}: it was damaged or changed; "
+                f"expected an object of digest {digest[:16]}, found {actual[:16]}: it was damaged or changed; "
                 "send all of it again",
             )
         file = self._file(digest)

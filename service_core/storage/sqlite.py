@@ -119,9 +119,9 @@ class Database:
             now = begin_incarnation(db, before.number if before is not None else 0)
             self._file.replace(now)
         else:
-            found = generation_of(db)
-            assert found is not None
-            now = found
+            stored = generation_of(db)
+            assert stored is not None
+            now = stored
             self._file.advance(now)
         return now.incarnation
 

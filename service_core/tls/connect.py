@@ -143,13 +143,13 @@ def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> D
 
 
 def _presented(
-    host: str, port: int, name: str, timeout: float, own: tuple[bytes | None, bytes | None]
+    host: str, port: int, name: str, timeout: float, key_pair: tuple[bytes | None, bytes | None]
 ) -> x509.Certificate | None:
     """Connect again without verification to read the refused certificate; nothing is sent."""
     try:
         with open_connection(host, port, timeout) as sock:
             sock.settimeout(timeout)
-            with _context(None, *own).wrap_socket(sock, server_hostname=name) as tls:
+            with _context(None, *key_pair).wrap_socket(sock, server_hostname=name) as tls:
                 der = tls.getpeercert(binary_form=True)
         return None if der is None else parse_certificate(der)
     except (OSError, NotConnected, ValueError):

@@ -61,28 +61,28 @@ def _connect(host: str, port: int, timeout: float, what: str = "") -> socket.soc
     try:
         return socket.create_connection((host, port), timeout)
     except socket.gaierror as error:
-        found = Diagnosis(
+        diagnosis = Diagnosis(
             "E-TLS-01",
             f"expected a host of the name {what}{host}, found none ({error.strerror})",
             "check the spelling of the address and this machine's DNS; an IP address works if the coordinator was "
             "given it at `coordinator init`",
         )
     except ConnectionRefusedError:
-        found = Diagnosis(
+        diagnosis = Diagnosis(
             "E-TLS-01",
             f"expected a service at {place}, found that nothing listens there",
             "start it (`coordinator serve`), or correct the port",
         )
     except TimeoutError:
-        found = Diagnosis(
+        diagnosis = Diagnosis(
             "E-TLS-01",
             f"expected an answer from {place} within {timeout:g} s, found silence",
             "a firewall drops the packets or the machine is off: ask for outgoing TCP to this address and port",
         )
     except OSError as error:
-        found = Diagnosis(
+        diagnosis = Diagnosis(
             "E-TLS-01",
             f"expected a way to {place}, found {error.strerror or type(error).__name__}",
             "check this machine's network and VPN, then ask for outgoing TCP to this address and port",
         )
-    raise NotConnected(found)
+    raise NotConnected(diagnosis)

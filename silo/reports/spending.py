@@ -102,7 +102,7 @@ def spending(
 
     updates: of the home's list of those that nothing protects.
     """
-    status, cap = ledger.status(name, prv=False, asked=asked), None if policy is None else policy.caps().get(name)
+    status, cap = ledger.status(name, prv=False, planned=asked), None if policy is None else policy.caps().get(name)
     limits = [limit for limit in (ledger.budget(name), cap) if limit is not None]
     closed, spent = any(limit.bound <= 0 for limit in limits), [*ledger.history(name), *asked]
     return Spending(

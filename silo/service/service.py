@@ -429,7 +429,7 @@ class SiloAuditTrail:
             shown["round"] = number + 1
         code, size = str(facts.get("code") or ""), facts.get("bytes")
         return LogEntry(
-            self.coordinator if event.event in _ASKED else self.recorder.own,
+            self.coordinator if event.event in _ASKED else self.recorder.identity,
             event.event,
             " ".join(f"{name}={value}" for name, value in shown.items()),
             REFUSED if code else ALLOWED,

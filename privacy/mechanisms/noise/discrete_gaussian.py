@@ -57,12 +57,12 @@ class _Alias:
         column = np.frombuffer(source(2 * n), dtype="<u2").astype(np.int64) & (len(self.threshold) - 1)
         word = np.frombuffer(source(8 * n), dtype="<u8")
         threshold = self.threshold[column]
-        own = word < threshold
+        keeps = word < threshold
         if (tied := np.flatnonzero(word == threshold)).size:
             more = np.frombuffer(source(8 * len(tied)), dtype="<u8")
-            own[tied] = more < self.rest[column[tied]]
-        found: NDArray[np.int64] = np.where(own, column, self.other[column]) - self.radius
-        return found
+            keeps[tied] = more < self.rest[column[tied]]
+        drawn: NDArray[np.int64] = np.where(keeps, column, self.other[column]) - self.radius
+        return drawn
 
 
 def discrete_gaussian(source: Bytes, n: int, sigma: float) -> Tensor:
@@ -111,11 +111,11 @@ def _weights(sigma: float, radius: int) -> list[int]:
         context.prec = 120
         rate = -1 / (2 * Decimal(sigma) ** 2)
         ratio, change = (int(rate.exp() * (1 << _FIXED)), int((2 * rate).exp() * (1 << _FIXED)))
-    found = [1 << _FIXED]
+    weights = [1 << _FIXED]
     for _ in range(radius):
-        found.append(found[-1] * ratio >> _FIXED)
+        weights.append(weights[-1] * ratio >> _FIXED)
         ratio = ratio * change >> _FIXED
-    return found
+    return weights
 
 
 def _alias(shares: list[int]) -> tuple[list[int], list[int]]:

@@ -78,8 +78,8 @@ def contributions(vectors: Tensor, bound: float) -> Tensor:
 def factors(squares: Tensor, bound: float) -> Tensor:
     """Return by what each unit is multiplied (u,), float64, from squared norms (u,); 0 where these are not finite."""
     norm = squares.double().sqrt() * _SAFE
-    found = (bound / norm).clamp(max=1.0)
-    return torch.where(torch.isfinite(norm), found, torch.zeros_like(found))
+    factor = (bound / norm).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, torch.zeros_like(factor))
 
 
 def square_norms(samples: Sequence[Tensor]) -> Tensor:
@@ -88,13 +88,13 @@ def square_norms(samples: Sequence[Tensor]) -> Tensor:
     Guarantees: at most 1e-4 of itself off for float32, in any order of its sums; neither overflow nor underflow
     changes it by more.
     """
-    found = torch.stack([_square(s.flatten(1)) for s in samples]).sum(0)
-    again = ~(found < _LARGE**2)  # overflowed, or not finite: rare, and measured again with room for both
+    squares = torch.stack([_square(s.flatten(1)) for s in samples]).sum(0)
+    again = ~(squares < _LARGE**2)  # overflowed, or not finite: rare, and measured again with room for both
     if bool(again.any()):
         rows = [s[again].flatten(1).double().abs() for s in samples]
         large = torch.stack([r.square().sum(1) for r in rows]).sum(0)
-        found[again] = torch.where(torch.isfinite(large), large, torch.full_like(large, math.nan))
-    return found
+        squares[again] = torch.where(torch.isfinite(large), large, torch.full_like(large, math.nan))
+    return squares
 
 
 def block_of(units: int) -> int:
@@ -135,8 +135,8 @@ def weighted_sum(factor: Tensor, rows: Tensor, block: int) -> Tensor:
 def _square(rows: Tensor) -> Tensor:
     """Return squared norms (u,), float64, of rows (u, P): of pieces in their own precision, joined in float64."""
     whole = rows.shape[1] // _PIECE * _PIECE
-    found: Tensor = torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square()
+    squares: Tensor = torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square()
     if whole:
         pieces = rows[:, :whole].reshape(len(rows), -1, _PIECE)
-        found = found + torch.linalg.vector_norm(pieces, dim=2).double().square().sum(1)
-    return found
+        squares = squares + torch.linalg.vector_norm(pieces, dim=2).double().square().sum(1)
+    return squares

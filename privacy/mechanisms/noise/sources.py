@@ -31,11 +31,11 @@ class NoiseSource(Protocol):
         """Draw float64 uniforms of [0, 1) (n,)."""
         ...
 
-    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
+    def uniform_of(self, units: Keys, *path: str | int) -> Tensor:
         """Draw a uniform for each unit (n,): a source that repeats derives it from the unit's key and `about` alone."""
         ...
 
-    def seed(self, *about: str | int) -> int:
+    def seed(self, *path: str | int) -> int:
         """Draw a seed of 63 bits for a library's generator; a source that repeats derives it from `about` alone."""
         ...
 
@@ -86,10 +86,10 @@ class SecureNoise(_Bytes):
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a source of noise cannot be copied or stored: a second copy would repeat its noise")
 
-    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:  # noqa: ARG002
+    def uniform_of(self, units: Keys, *path: str | int) -> Tensor:  # noqa: ARG002
         return self.uniform(len(units))
 
-    def seed(self, *about: str | int) -> int:  # noqa: ARG002
+    def seed(self, *path: str | int) -> int:  # noqa: ARG002
         return int.from_bytes(self._bytes(8), "little") >> 1
 
     def _bytes(self, n: int) -> bytes:
@@ -107,25 +107,25 @@ class SeededNoise(_Bytes):
         self._seed, self._path = seed, path
         self._generator = rng.numpy_stream(seed, *path)
 
-    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
+    def uniform_of(self, units: Keys, *path: str | int) -> Tensor:
         """Derive each unit's uniform from its key: a unit that comes or goes changes no other's."""
-        return torch.from_numpy((_mixed(units.keys() ^ np.uint64(self.seed(*about))) >> np.uint64(11)) * 2.0**-53)
+        return torch.from_numpy((_mixed(units.keys() ^ np.uint64(self.seed(*path))) >> np.uint64(11)) * 2.0**-53)
 
-    def seed(self, *about: str | int) -> int:
+    def seed(self, *path: str | int) -> int:
         """Derive a seed; the same for the same `about`, whatever was drawn before."""
-        return rng.derive(self._seed, *self._path, *about)
+        return rng.derive(self._seed, *self._path, *path)
 
     def _bytes(self, n: int) -> bytes:
         return self._generator.bytes(n)
 
 
-def poisson_sample(noise: NoiseSource, units: Keys, rate: float, *about: str | int) -> Tensor:
+def poisson_sample(noise: NoiseSource, units: Keys, rate: float, *path: str | int) -> Tensor:
     """Draw each of n units with probability `rate`, independently; return the indices drawn, possibly none."""
-    return torch.nonzero(noise.uniform_of(units, *about) < rate).flatten()
+    return torch.nonzero(noise.uniform_of(units, *path) < rate).flatten()
 
 
-def random_groups(noise: NoiseSource, units: Keys, groups: int, *about: str | int) -> Tensor:
-    return (noise.uniform_of(units, *about) * groups).long().clamp_(max=groups - 1)
+def random_groups(noise: NoiseSource, units: Keys, groups: int, *path: str | int) -> Tensor:
+    return (noise.uniform_of(units, *path) * groups).long().clamp_(max=groups - 1)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

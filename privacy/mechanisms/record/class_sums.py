@@ -46,14 +46,14 @@ class PrivacyUnits:
 
     def chunks(self, drawn: Tensor, most: int | None, subset: Subset | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield whole units as (index (n,), unit (n,)), about `most` examples at a time: None for all, 0 for a unit."""
-        waiting, held = list[Tensor](), 0
+        waiting, size = list[Tensor](), 0
         for u in drawn.tolist():
-            mine = self.members[u] if subset is None else subset(self.members[u])
-            if waiting and most is not None and held + len(mine) > most:
+            members = self.members[u] if subset is None else subset(self.members[u])
+            if waiting and most is not None and size + len(members) > most:
                 yield _joined(waiting)
-                waiting, held = [], 0
-            waiting.append(mine)
-            held += len(mine)
+                waiting, size = [], 0
+            waiting.append(members)
+            size += len(members)
         if waiting:
             yield _joined(waiting)
 
@@ -76,9 +76,9 @@ class KeyedUnits:
 
     def keys(self) -> NDArray[np.uint64]:
         """Return a key per unit: of its records, in whatever order."""
-        found = np.zeros(len(self.units), dtype=np.uint64)
-        np.add.at(found, self.units.of_example.numpy(), record_keys(self.examples))
-        return found if self.drawn is None else found[self.drawn.numpy()]
+        keys = np.zeros(len(self.units), dtype=np.uint64)
+        np.add.at(keys, self.units.of_example.numpy(), record_keys(self.examples))
+        return keys if self.drawn is None else keys[self.drawn.numpy()]
 
     def at(self, drawn: Tensor) -> KeyedUnits:
         return KeyedUnits(self.units, self.examples, drawn)
@@ -172,10 +172,10 @@ def unit_shares(
     vectors, n_units = _vectors(query, examples, device), len(units)
     unit, label, counts = _pairs(units, examples.labels, query.n_classes)
     sizes = torch.bincount(units.of_example, minlength=n_units).double()
-    known = has_class(examples.labels)
-    place = torch.unique((units.of_example * query.n_classes + examples.labels)[known], return_inverse=True)[1]
+    labelled = has_class(examples.labels)
+    place = torch.unique((units.of_example * query.n_classes + examples.labels)[labelled], return_inverse=True)[1]
     means = torch.zeros(len(unit), vectors.shape[1], dtype=torch.float64)
-    means.index_add_(0, place, (vectors / sizes[units.of_example].unsqueeze(1))[known])
+    means.index_add_(0, place, (vectors / sizes[units.of_example].unsqueeze(1))[labelled])
     bad_rows = (~torch.isfinite(means).all(1)).long()
     not_finite = torch.zeros(n_units, dtype=torch.long).index_add_(0, unit, bad_rows)[unit] > 0
     means, counts = means.masked_fill(not_finite.unsqueeze(1), 0.0), counts.masked_fill(not_finite, 0.0)
@@ -194,8 +194,8 @@ def _pairs(units: PrivacyUnits, labels: Tensor, n_classes: int) -> tuple[Tensor,
     Examples of coarse labels have no pair, and are examples of their unit: its shares are 1 in all, or less.
     """
     sizes = torch.bincount(units.of_example, minlength=len(units)).double()
-    known = has_class(labels)
-    pair, number = torch.unique((units.of_example * n_classes + labels)[known], return_counts=True)
+    labelled = has_class(labels)
+    pair, number = torch.unique((units.of_example * n_classes + labels)[labelled], return_counts=True)
     unit = pair // n_classes
     return unit, pair % n_classes, number / sizes[unit]
 
@@ -204,8 +204,8 @@ def _vectors(query: ClassSums, examples: Examples, device: torch.device | None) 
     rows = []
     with torch.no_grad():
         for x, y in examples.batches(ROWS):
-            found = query.vectors(filled(x, ROWS).to(device), filled(y.clamp(min=0), ROWS).to(device))
-            rows.append(found[: len(x)].double().cpu())
+            vectors = query.vectors(filled(x, ROWS).to(device), filled(y.clamp(min=0), ROWS).to(device))
+            rows.append(vectors[: len(x)].double().cpu())
         if not rows:  # a split without an example: its width alone is needed
             x, y = examples.batch(torch.zeros(0, dtype=torch.long))
             blank = query.vectors(x.new_zeros(ROWS, *x.shape[1:]).to(device), y.new_zeros(ROWS).to(device))

@@ -82,19 +82,19 @@ class Draws:
         return rng.torch_scope(self._noise.seed(*self.path, "step", step, "layers", *about))
 
     def _keys(self, index: Tensor) -> NDArray[np.uint64]:
-        found: NDArray[np.uint64] = record_keys(self._examples)[index.numpy()]
-        return found
+        keys: NDArray[np.uint64] = record_keys(self._examples)[index.numpy()]
+        return keys
 
 
 def record_keys(examples: Examples) -> NDArray[np.uint64]:
     """Return a key for each record (n,): of its file's name where it is a file, else of its content."""
-    found = _KEYS.get(examples)
-    if found is None:
+    keys = _KEYS.get(examples)
+    if keys is None:
         paths = getattr(examples, "paths", None)
         names = _contents(examples) if paths is None else (str(p).encode() for p in paths)
-        found = np.array([_key(name) for name in names], dtype=np.uint64)
-        _KEYS[examples] = found
-    return found
+        keys = np.array([_key(name) for name in names], dtype=np.uint64)
+        _KEYS[examples] = keys
+    return keys
 
 
 def _fill(generator: torch.Generator, noise: NoiseSource) -> None:

@@ -139,23 +139,23 @@ class _Probe:
     def observe(self, batch: _Batch, kept: Sequence[int], finite: bool = True) -> _Observed:
         index, outs = torch.tensor(kept), list[Tensor]()
         with _OutputHooks(self.model, lambda _, out: outs.append(out)):
-            found, coupled = self.loss(self.model, *batch)
-        if found.shape != (len(batch[1]),):
-            raise _refused(f"there are {tuple(found.shape)} losses of {len(batch[1])} examples")
+            losses, coupled = self.loss(self.model, *batch)
+        if losses.shape != (len(batch[1]),):
+            raise _refused(f"there are {tuple(losses.shape)} losses of {len(batch[1])} examples")
         outs = [out for out in outs if out.dim() and len(out) == len(batch[1])]
         params = [p for p in self.model.parameters() if p.requires_grad] if finite else []
         weight = 0.5 + torch.rand(len(kept), generator=torch.Generator().manual_seed(3), dtype=self.dtype)
-        slopes = self._slopes((found[index] * weight).sum(), [*params, *outs])
+        slopes = self._slopes((losses[index] * weight).sum(), [*params, *outs])
         rows = [v.detach()[index] for v in (*outs, *slopes[len(params) :])]
         mixed = self._slopes(coupled, params) if coupled is not None else []
-        return _Observed(found.detach()[index], _flat(slopes[: len(params)]), _flat(mixed), rows)
+        return _Observed(losses.detach()[index], _flat(slopes[: len(params)]), _flat(mixed), rows)
 
     @staticmethod
     def _slopes(total: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
         if not total.requires_grad or not of:
             return [torch.zeros_like(v) for v in of]
-        found = torch.autograd.grad(total, list(of), allow_unused=True, retain_graph=True)
-        return [torch.zeros_like(v) if g is None else g for v, g in zip(of, found, strict=True)]
+        slopes = torch.autograd.grad(total, list(of), allow_unused=True, retain_graph=True)
+        return [torch.zeros_like(v) if g is None else g for v, g in zip(of, slopes, strict=True)]
 
     def compare(self, when: str, alone: _Observed, among: _Observed) -> None:
         pairs = [(alone.losses, among.losses), *zip(alone.rows, among.rows, strict=False)]
@@ -198,11 +198,11 @@ def _inserted(base: _Batch, more: _Batch, places: Sequence[int]) -> tuple[_Batch
     return (whole[0][order], whole[1][order]), [order.index(k) for k in range(n)]
 
 
-def _refused(found: str) -> RefusedError:
+def _refused(problem: str) -> RefusedError:
     return RefusedError(
         "E-PRIV-16",
-        f"expected the loss of an example to depend on that example alone, found that {found}: put what mixes examples "
-        "into the coupled term",
+        f"expected the loss of an example to depend on that example alone, found that {problem}: put what mixes "
+        "examples into the coupled term",
     )
 
 
@@ -231,8 +231,11 @@ def _multiplications(model: nn.Module, run: Callable[[], Losses]) -> int:
     counts: list[int] = []
 
     def count(layer: nn.Module, out: Tensor) -> None:
-        own, width = sum(p.numel() for p in layer.parameters(recurse=False)), out.shape[1 if out.dim() > 3 else -1]
-        counts.append(out.numel() // max(1, width) * own)
+        parameters, width = (
+            sum(p.numel() for p in layer.parameters(recurse=False)),
+            out.shape[1 if out.dim() > 3 else -1],
+        )
+        counts.append(out.numel() // max(1, width) * parameters)
 
     with _OutputHooks(model, count):
         run()
@@ -252,7 +255,7 @@ def disable_random_layers(model: nn.Module, run: Callable[[], object]) -> None:
 
 
 def _drawing(model: nn.Module, run: Callable[[], object]) -> list[nn.Module]:
-    found: list[nn.Module] = []
+    drawing: list[nn.Module] = []
     states: list[Tensor] = []
 
     def before(_: nn.Module, __: object) -> None:
@@ -260,8 +263,8 @@ def _drawing(model: nn.Module, run: Callable[[], object]) -> list[nn.Module]:
 
     def after(module: nn.Module, _: object, __: object) -> None:
         drew = not torch.equal(states.pop(), torch.get_rng_state())
-        if drew and module.training and not any(m in found for m in list(module.modules())[1:]):
-            found.append(module)
+        if drew and module.training and not any(m in drawing for m in list(module.modules())[1:]):
+            drawing.append(module)
 
     handles = [m.register_forward_pre_hook(before) for m in model.modules()]
     handles += [m.register_forward_hook(after) for m in model.modules()]
@@ -270,7 +273,7 @@ def _drawing(model: nn.Module, run: Callable[[], object]) -> list[nn.Module]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return drawing
 
 
 class DrawDetector:
@@ -303,8 +306,8 @@ def _generators(value: object, met: set[int], deep: int) -> Iterator[torch.Gener
     if id(value) in met or not deep or isinstance(value, Tensor | nn.Module | str | int | float | type(None)):
         return
     met.add(id(value))
-    for held in _held_by(value):
-        yield from _generators(held, met, deep - 1)
+    for part in _held_by(value):
+        yield from _generators(part, met, deep - 1)
 
 
 def _held_by(value: object) -> list[object]:

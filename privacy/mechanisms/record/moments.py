@@ -143,9 +143,9 @@ def exact_sums(
             b.index_add_(0, y, u)
             continue
         for k in range(int(unit[-1]) + 1):
-            own, labels = u[unit == k], y[unit == k]
-            a += torch.div(_products(own, query.second), len(own), rounding_mode="trunc")
-            b += torch.div(torch.zeros_like(b).index_add_(0, labels, own), len(own), rounding_mode="trunc")
+            records, labels = u[unit == k], y[unit == k]
+            a += torch.div(_products(records, query.second), len(records), rounding_mode="trunc")
+            b += torch.div(torch.zeros_like(b).index_add_(0, labels, records), len(records), rounding_mode="trunc")
     return a, b
 
 
@@ -159,8 +159,8 @@ def _vectors(query: MomentSums, x: Tensor, y: Tensor, device: torch.device | Non
     """Return the vectors (n, D) in float64, computed in batches of one shape."""
     with torch.no_grad():
         pairs = zip(torch.split(filled(x, ROWS), ROWS), torch.split(filled(y, ROWS), ROWS), strict=True)
-        found = [query.vectors(some.to(device), own.to(device)).double().cpu() for some, own in pairs]
-    return torch.cat(found)[: len(x)]
+        vectors = [query.vectors(features.to(device), labels.to(device)).double().cpu() for features, labels in pairs]
+    return torch.cat(vectors)[: len(x)]
 
 
 def _symmetric_noise(a: Tensor, sigma: float, noise: NoiseSource) -> Tensor:
@@ -169,8 +169,8 @@ def _symmetric_noise(a: Tensor, sigma: float, noise: NoiseSource) -> Tensor:
         return a
     size = len(a)
     rows, columns = torch.tril_indices(size, size, -1)
-    beside = noise.discrete_gaussian((len(rows),), sigma / math.sqrt(2.0))
+    off_diagonal = noise.discrete_gaussian((len(rows),), sigma / math.sqrt(2.0))
     drawn = torch.diag(noise.discrete_gaussian((size,), sigma))
-    drawn[rows, columns] = beside
-    drawn[columns, rows] = beside
+    drawn[rows, columns] = off_diagonal
+    drawn[columns, rows] = off_diagonal
     return a + drawn

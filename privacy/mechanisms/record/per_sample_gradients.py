@@ -111,8 +111,8 @@ class GhostClipping:
             for hook in hooks:
                 hook.remove()
             calls, self._calls = self._calls, []
-        found = torch.autograd.grad(loss, [c.out for c in calls], allow_unused=True)
-        both = [(call, dy) for call, dy in zip(calls, found, strict=True) if dy is not None]
+        slopes = torch.autograd.grad(loss, [c.out for c in calls], allow_unused=True)
+        both = [(call, dy) for call, dy in zip(calls, slopes, strict=True) if dy is not None]
         return [call for call, _ in both], [dy for _, dy in both]
 
     def _note(self, layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
@@ -163,10 +163,10 @@ class _Batch(NamedTuple):
     @classmethod
     def of(cls, units: Tensor) -> _Batch:
         real = int((units != PADDING).sum())
-        found = int(units[:real].max()) + 1 if real else 0
+        n_units = int(units[:real].max()) + 1 if real else 0
         of_row = torch.where(units == PADDING, units.new_full((), len(units) - 1), units)  # no unit has this number
         sizes = torch.bincount(of_row, minlength=len(units)).clamp(min=1)
-        return cls(of_row, sizes, found, found == real)
+        return cls(of_row, sizes, n_units, n_units == real)
 
     def by_unit(self, sample: Tensor) -> Tensor:
         """Average per-example gradients (n, ...) over the examples of each unit; rows of no unit are left over."""
@@ -179,9 +179,9 @@ class _Batch(NamedTuple):
 def mode_of(model: nn.Module) -> str:
     """Choose the faster mode that works: bookkeeping where each parameter belongs to one layer with a sampler."""
     owners = [p for layer in _layers(model) for p in layer.parameters(recurse=False) if p.requires_grad]
-    known = all(sampler_of(layer) and not list(layer.children()) for layer in _layers(model))
+    supported = all(sampler_of(layer) and not list(layer.children()) for layer in _layers(model))
     shared = len({*owners}) < len(owners)
-    return "bookkeeping" if known and not shared else "hooks"
+    return "bookkeeping" if supported and not shared else "hooks"
 
 
 @contextmanager
@@ -212,8 +212,8 @@ def clipped(loss: Tensor, params: Sequence[nn.Parameter], clip: float) -> Gradie
 
     Zero where it is not finite.
     """
-    found = torch.autograd.grad(loss, list(params), allow_unused=True)
-    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
+    slopes = torch.autograd.grad(loss, list(params), allow_unused=True)
+    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(params, slopes, strict=True)]
     whole = grid.contributions(torch.cat([g.flatten() for g in grads]).unsqueeze(0), clip)[0]
     return [part.view_as(p) for part, p in zip(torch.split(whole, [p.numel() for p in params]), params, strict=True)]
 
@@ -253,22 +253,22 @@ def conv_grad_sample(layer: nn.Module, activations: list[Tensor], backprops: Ten
         return result
     n, groups = len(backprops), layer.groups
     patches = _patches(layer, activations[0].to(backprops.dtype))
-    found: dict[Tensor, Tensor] = {}
+    samples: dict[Tensor, Tensor] = {}
     if layer.weight.requires_grad:
         x = patches.reshape(n, groups, -1, patches.shape[-1])
         dy = backprops.reshape(n, groups, layer.out_channels // groups, -1)
-        found[layer.weight] = torch.einsum("ngoq,ngpq->ngop", dy, x).reshape(n, *layer.weight.shape)
+        samples[layer.weight] = torch.einsum("ngoq,ngpq->ngop", dy, x).reshape(n, *layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
-        found[layer.bias] = backprops.reshape(n, layer.out_channels, -1).sum(2)
-    return found
+        samples[layer.bias] = backprops.reshape(n, layer.out_channels, -1).sum(2)
+    return samples
 
 
 register_grad_sampler([nn.Conv1d, nn.Conv2d, nn.Conv3d])(conv_grad_sample)
 
 
 def sampler_of(layer: nn.Module) -> Sampler | None:
-    found: Sampler | None = GradSampleModule.GRAD_SAMPLERS.get(type(layer))
-    return found
+    sampler: Sampler | None = GradSampleModule.GRAD_SAMPLERS.get(type(layer))
+    return sampler
 
 
 def prefers_ghost_norms(layer: nn.Module, backprops: Tensor) -> bool:
@@ -288,15 +288,15 @@ def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
     the norm for a model that is not hostile.
     """
     inputs, grads = _places(layer, x, backprops)
-    found = grads.new_zeros(len(grads))
+    norms = grads.new_zeros(len(grads))
     if layer.weight.requires_grad:
-        found += ((inputs.mT @ inputs) * (grads.mT @ grads)).sum((1, 2)).clamp(min=0.0)
+        norms += ((inputs.mT @ inputs) * (grads.mT @ grads)).sum((1, 2)).clamp(min=0.0)
         apart = (inputs.square().sum(1).sqrt() * grads.square().sum(1).sqrt()).sum(1)  # sum_t |x_t| |dy_t|
         terms = len(grads) * grads.shape[2] + grads.shape[2] ** 2 + inputs.shape[1] + grads.shape[1]
-        found += 4 * terms * _ROUNDOFF * apart.square()
+        norms += 4 * terms * _ROUNDOFF * apart.square()
     if layer.bias is not None and layer.bias.requires_grad:
-        found += (grads.sum(2).abs() + grads.shape[2] * _ROUNDOFF * grads.abs().sum(2)).square().sum(1)
-    return found
+        norms += (grads.sum(2).abs() + grads.shape[2] * _ROUNDOFF * grads.abs().sum(2)).square().sum(1)
+    return norms
 
 
 def weighted_gradient(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -304,15 +304,15 @@ def weighted_gradient(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Te
     inputs, grads = _places(layer, x, backprops)
     grads = torch.where(factor.view(-1, 1, 1) > 0, grads * factor.view(-1, 1, 1), torch.zeros_like(grads))
     params = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
-    found: dict[nn.Parameter, Tensor] = {}
+    gradients: dict[nn.Parameter, Tensor] = {}
     if (weight := params.get("weight")) is not None:
         if bool((factor == 0).any()):
             inputs = torch.where(factor.view(-1, 1, 1) > 0, inputs, torch.zeros_like(inputs))
         wide = inputs.transpose(0, 1).flatten(1), grads.transpose(0, 1).flatten(1)  # (p, n T), (o, n T)
-        found[weight] = (wide[1] @ wide[0].T).view(weight.shape)
+        gradients[weight] = (wide[1] @ wide[0].T).view(weight.shape)
     if (bias := params.get("bias")) is not None:
-        found[bias] = grads.sum((0, 2))
-    return found
+        gradients[bias] = grads.sum((0, 2))
+    return gradients
 
 
 def _places(layer: nn.Module, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,10 +327,10 @@ def _places(layer: nn.Module, x: Tensor, backprops: Tensor) -> tuple[Tensor, Ten
 
 def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """Unfold x (n, i, h, w) to what each output place sees (n, i * kernel, places)."""
-    found: Tensor = unfold2d(
+    patches: Tensor = unfold2d(
         x, kernel_size=layer.kernel_size, padding=layer.padding, stride=layer.stride, dilation=layer.dilation
     )
-    return found
+    return patches
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

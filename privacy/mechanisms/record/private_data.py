@@ -143,8 +143,8 @@ class DpSgdLocalData:
         plan, terms, params = self._plan, self._plan.terms, trainable(model)
         total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
         units = KeyedUnits(self._units[Split.TRAIN], self._split[Split.TRAIN])
-        about = (*draws.path, "step", step)
-        drawn = sources.poisson_sample(self._noise, units, plan.rate, *about, "sample")
+        path = (*draws.path, "step", step)
+        drawn = sources.poisson_sample(self._noise, units, plan.rate, *path, "sample")
         coupled = plan.is_coupled(step)
         micro = coupled and terms.coupled == "micro"
         # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
@@ -163,12 +163,12 @@ class DpSgdLocalData:
                 with draws.for_units(index, step):
                     _add(total, engine.clipped_sum(losses_of, number.to(self._device), terms.clip, len(drawn)))
         if coupled:
-            group_of = sources.random_groups(self._noise, units.at(drawn), plan.groups, *about, "groups")
+            group_of = sources.random_groups(self._noise, units.at(drawn), plan.groups, *path, "groups")
             for group in range(plan.groups):
                 for index, _ in units.units.chunks(drawn[group_of == group], None, subset):
                     with draws.for_group(group, step):
-                        found = losses(index)
-                    term = found.objective() if micro else found.coupled
+                        group_losses = losses(index)
+                    term = group_losses.objective() if micro else group_losses.coupled
                     if term is not None and term.requires_grad:
                         _add(total, clipped(term * weight, params, terms.clip if micro else terms.coupled_clip))
         self._release(total, params, plan.groups if micro else plan.batch)
@@ -191,8 +191,8 @@ class DpSgdLocalData:
         """Add what does not depend on examples: after the noise, before the momentum buffer."""
         if options.penalty is not None:
             params = list(named.values())
-            found = torch.autograd.grad(options.penalty(model), params, allow_unused=True)
-            for p, g in zip(params, found, strict=True):
+            slopes = torch.autograd.grad(options.penalty(model), params, allow_unused=True)
+            for p, g in zip(params, slopes, strict=True):
                 if g is not None and p.grad is not None:
                     p.grad.add_(g)
         correct_gradient(named, self._config.clip_norm, options)
@@ -251,13 +251,13 @@ class DpSgdLocalData:
         train, test = self._split[Split.TRAIN], self._split[Split.TEST]
         query = known_patients(query, names_patients(train, test))
         name = survey.release_name(query, noise)
-        found = self._log.cached(name, torch.float64)
-        if found is None:
+        counts = self._log.cached(name, torch.float64)
+        if counts is None:
             for release in planned:
                 self._allowance.take(release)
-            found = survey.survey_release(query, train, test, noise, self._noise, self._progress)
-            self._log.cache(name, found)
-        return survey.as_answers(query, found, noise)
+            counts = survey.survey_release(query, train, test, noise, self._noise, self._progress)
+            self._log.cache(name, counts)
+        return survey.as_answers(query, counts, noise)
 
     def _width(self, query: ClassSums) -> int:
         """Return the width of a query's vectors without reading an example of the hospital."""
@@ -267,18 +267,18 @@ class DpSgdLocalData:
 
     def class_counts(self) -> Tensor:
         """Release the number of units per class (C,) once, with noise; the release is cached."""
-        found = self._log.cached("class counts")
-        if found is None:
+        counts = self._log.cached("class counts")
+        if counts is None:
             self._allowance.take(self._plan.class_counts)
-            found = class_counts(
+            counts = class_counts(
                 self._split[Split.TRAIN],
                 self._units[Split.TRAIN],
                 self._context.n_classes,
                 self._plan.class_counts.mechanism.noise,
                 self._noise,
             )
-            self._log.cache("class counts", found)
-        return found
+            self._log.cache("class counts", counts)
+        return counts
 
     def contributes(self) -> Tensor:
         return self.class_counts() >= 0.5

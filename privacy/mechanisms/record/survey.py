@@ -57,5 +57,5 @@ def survey_release(
 def as_answers(query: SurveySums, released: Tensor, noise_multiplier: float) -> Tensors:
     """Lay a release out as an answer; variance: of the noise on each number."""
     variance = torch.tensor((noise_multiplier * sensitivity(query)) ** 2, dtype=torch.float64)
-    held = refused_cells(query)
-    return {PATIENTS: released, HELD: held, UNNAMED: (1.0 - held) * query.unnamed, VARIANCE: variance}
+    suppressed = refused_cells(query)
+    return {PATIENTS: released, HELD: suppressed, UNNAMED: (1.0 - suppressed) * query.unnamed, VARIANCE: variance}

@@ -92,10 +92,10 @@ class SiloDpConfig(DpConfig):
 
     def history(self, noise: float, trained: int, measured: int) -> list[Mechanism]:
         """List one silo's releases: `trained` rounds of updates at noise z, `measured` evaluations if charged."""
-        found = [Mechanism(noise, 1.0, trained)] if trained else []
+        releases = [Mechanism(noise, 1.0, trained)] if trained else []
         if trained and self.adaptive:
-            found.append(Mechanism(self.bit.noise, 1.0, trained))
-        return found + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
+            releases.append(Mechanism(self.bit.noise, 1.0, trained))
+        return releases + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
 
     def noise(self, trained: int, measured: int) -> float:
         """Return the least z of the update with which so many rounds and evaluations fit, reserve included."""

@@ -95,24 +95,24 @@ class SiloDpGuard(Guard):
                 self._norm({name: weighed[name] for name in update}), clip
             )
         central = self.terms.central
-        found = dict(weighed)
+        noisy = dict(weighed)
         for names, clip, noise in self._blocks(weighed, round):
             part_of = {name: weighed[name] for name in names}
             units = self._rounded(part_of, clip, noise)
             source = self._source(round, "silo", silo, names)
-            found |= units if central else self._noisy(units, clip, noise, source)
-        return found
+            noisy |= units if central else self._noisy(units, clip, noise, source)
+        return noisy
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
         """Add central noise to the sum, which is still on the grid; with silos' noise nothing is left to do."""
         if not self.terms.central:
             return total
-        found = dict(total)
+        noisy = dict(total)
         for names, clip, noise in self._blocks(total, round):
             part_of = {name: total[name] for name in names}
             source = self._source(round, "sum", 0, names)
-            found |= self._noisy(part_of, clip, noise, source, self.grid.n_max)
-        return found
+            noisy |= self._noisy(part_of, clip, noise, source, self.grid.n_max)
+        return noisy
 
     def sensitivity(self) -> Mapping[str, float]:
         """Return, per part, how far all data of one silo can move the sum in round 0."""
@@ -152,26 +152,26 @@ class SiloDpGuard(Guard):
                 f"found {steps:.3g}: set secagg.ring=ring64 or a larger privacy.clip",
             )
 
-    def reach(self) -> Mapping[str, float | None]:
+    def value_bounds(self) -> Mapping[str, float | None]:
         """Return the most that a number of each clipped part is, with 13.5 std of noise; None where the clip adapts."""
         first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
-        found: dict[str, float | None] = {}
+        bounds: dict[str, float | None] = {}
         for names, clip, noise in first._blocks(self.layout, 0):
             moves = self.terms.adaptive and not {METRICS, adaptive_clipping.PART} & {*names}
             for name in names:
-                found[name] = None if moves else clip * self._scale(name) * (1 + NOISE_STDS * noise)
-        return found
+                bounds[name] = None if moves else clip * self._scale(name) * (1 + NOISE_STDS * noise)
+        return bounds
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
         """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation.
 
         noise: that of one silo, or at the coordinator the central one.
         """
-        own = self.shared.alone if self.shared else float
+        alone = self.shared.alone if self.shared else float
         update = [name for name in sorted(parts) if name not in (*GLOBAL_PARTS, adaptive_clipping.PART)]
-        blocks = [(update, self.clip_at(round), own(self.noise))] if update else []
+        blocks = [(update, self.clip_at(round), alone(self.noise))] if update else []
         if adaptive_clipping.PART in parts:
-            blocks.append(([adaptive_clipping.PART], BIT, own(self.terms.bit.noise)))
+            blocks.append(([adaptive_clipping.PART], BIT, alone(self.terms.bit.noise)))
         if METRICS in parts and self.terms.test_data == "private":
             blocks.append(([METRICS], self.terms.metric_clip, self.terms.metric_noise))
         return blocks
@@ -240,13 +240,13 @@ class SiloDpGuard(Guard):
 
     def _mapped(self, parts: Bundle, change: Callable[[str, Tensor, float], Tensor], sigma: float) -> Bundle:
         """Change every tensor, in the order of names: what came over the wire may be in another."""
-        found = {}
+        parts_changed = {}
         for name, part in parts.items():
             s = sigma * self._scale(name)
             total = {key: change(name, value, s) for key, value in sorted(part.total.items())}
             weight = change(f"{name}.weight", part.weight, s) if part.weight.dim() else part.weight
-            found[name] = Part(total, weight)
-        return found
+            parts_changed[name] = Part(total, weight)
+        return parts_changed
 
     def _source(self, round: int, where: str, silo: int, names: list[str]) -> NoiseSource:
         if self.terms.rng == "secure":
@@ -282,10 +282,10 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
             f"expected a declared size of {missing[0]} in a private run, found none: silo serve --nominal-size N, or "
             "privacy.weights=uniform",
         )
-    if (found := coordinates(manifest.layout)) > MAX_NUMBERS and not terms.allow_large:
+    if (numbers := coordinates(manifest.layout)) > MAX_NUMBERS and not terms.allow_large:
         raise ConfigError(
             "E-PRIV-16",
-            f"expected at most {MAX_NUMBERS} numbers under silo-level privacy, found {found}: the noise would be "
+            f"expected at most {MAX_NUMBERS} numbers under silo-level privacy, found {numbers}: the noise would be "
             "many times the signal; send prototypes or a head alone (method=fedproto), choose privacy=dp_record, "
             "or accept it with privacy.allow_large=true",
         )
