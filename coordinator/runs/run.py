@@ -121,7 +121,7 @@ class ActiveRun(Observer):
         """Say what is known of classes where no record may be asked: what all members declare."""
         manifest, compiled = self.manifest, self.compiled
         declared = dict[str, tuple[str, ...]]()
-        if manifest.kind.trains:
+        if compiled.kind.trains:
             members, silos = {member.name for member in manifest.members}, self.services.store.members.silos()
             declared = {s.name: s.data.holds for s in silos if s.name in members and s.data.holds}
             if len(declared) == len(members):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fl_core.types.enums import TaskKind
@@ -37,6 +37,10 @@ class RunKind:
 
     def recognises(self, method: str, rounds: int) -> bool:  # noqa: ARG002
         return method == self.name
+
+    def tasks(self, rounds: int) -> Sequence[tuple[int, TaskKind]]:
+        """Return the rounds of a run in their order, each with its task; a census comes before them."""
+        return [(t, task) for task in TaskKind if not task.census for t in task.rounds(rounds)]
 
     def length(self, rounds: int) -> str:
         """Say how much a run asks for."""

@@ -14,6 +14,8 @@ from fl_core.aggregation.fixed_point import FixedPoint
 from fl_core.aggregation.round_sum import NO_HISTORY, NormHistory, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError
+from fl_core.kinds.base import RunKind
+from fl_core.kinds.training import TrainingRun
 from fl_core.rounds import closing, sampling
 from fl_core.rounds.silo_round import round_layout
 from fl_core.rounds.updates import MaskedSums, PlainSums
@@ -38,7 +40,8 @@ from fl_core.types.values import Bundle, RoundContext, State, Tensors
 class Schedule:
     """The public schedule of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round.
 
-    quorum: a number of updates; 0: two thirds of the cohort, or all where the method needs everybody.
+    quorum: a number of updates; 0: two thirds of the cohort, or all where the method needs everybody
+    kind: says what is done in each round.
     """
 
     rounds: int
@@ -46,6 +49,7 @@ class Schedule:
     n_classes: int
     cohort: int = 0
     quorum: int = 0
+    kind: RunKind = TrainingRun()  # noqa: RUF009
 
 
 class Observer:
@@ -113,10 +117,10 @@ class RoundLoop:
         history = NormHistory.of(closed, self.initial)
         if start == 0 and self.sums.census and HOSPITALS not in server:
             server = {**server, HOSPITALS: self.census(observer)}
-        for t in range(start, self.schedule.rounds):
-            server, medians = self.round(server, t, TaskKind.TRAIN, observer, history)
+        for t, task in self.schedule.kind.tasks(self.schedule.rounds)[start:]:
+            server, medians = self.round(server, t, task, observer, history)
             history = history.after(medians)
-        return self.round(server, self.schedule.rounds, TaskKind.EVALUATE, observer, history)[0]
+        return server
 
     def census(self, observer: Observer) -> Tensors:
         """Count the hospitals that will contribute rows of each class: what a `ContributorFloor` is set to.
@@ -153,7 +157,7 @@ class RoundLoop:
         """Run one round; return the state after it and the medians of its norms."""
         schedule = self.schedule
         train = kind.trains
-        ids = sampling.sample_cohort(schedule.seed, t, len(self.ports), schedule.cohort if train else 0)
+        ids = sampling.sample_cohort(schedule.seed, t, len(self.ports), kind.drawn(schedule.cohort))
         context = RoundContext(len(self.ports), schedule.n_classes, schedule.rounds, t, len(ids))
         names = [self.ports[k].name for k in ids]
         observer.opened(context, kind, names)

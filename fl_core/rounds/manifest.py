@@ -227,13 +227,11 @@ class EvaluationTerms:
             if not self.beside:
                 raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name the run of that model")
             self.other.require_possible()
-        hidden = "" if run.privacy.name == "none" else f"privacy={run.privacy.name}"
-        hidden = hidden if run.secagg is None else "masks, which open sums alone"
-        if self.by_hospital and hidden:
+        if self.by_hospital and run.privacy.name != "none":
             raise ConfigError(
                 "E-CFG-08",
-                f"expected secagg=off and privacy=none beside by_hospital=true, found {hidden}: leave by_hospital out, "
-                "or start the run without",
+                f"expected privacy=none beside by_hospital=true, found privacy={run.privacy.name}: leave by_hospital "
+                "out, or start the run without privacy",
             )
 
 

@@ -19,6 +19,7 @@ from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms
 from fl_core.errors import ProtocolError, StateError
 from fl_core.extensions import registry
+from fl_core.kinds import RunKind
 from fl_core.methods import build_written
 from fl_core.models import SplitModel, build_model, pretrained
 from fl_core.models.split_model import on_body
@@ -70,10 +71,14 @@ class RunSetup:
     def method(self) -> Method:
         return build_written(self.manifest.method.name, self.manifest.method.options)
 
+    @cached_property
+    def kind(self) -> RunKind:
+        return self.manifest.kind
+
     @property
     def question(self) -> SurveySums | None:
         """What is asked about records, where that is all that the run asks."""
-        return self.manifest.kind.question(self.method, len(self.manifest.schema.classes))
+        return self.kind.question(self.method, len(self.manifest.schema.classes))
 
     @cached_property
     def guards(self) -> Guards:
@@ -201,7 +206,7 @@ class RunSetup:
             self.schema,
             manifest.personal,
             manifest.evaluation.metrics,
-            updates=manifest.kind.updates,
+            updates=self.kind.updates,
             closing=closing_layout(classes, manifest.evaluation, hidden),
         )
 
@@ -269,7 +274,7 @@ class RunSetup:
     @property
     def counts_classes(self) -> bool:
         """Whether it is counted before round 1, from records, at how many hospitals each class is trained."""
-        return self.manifest.kind.trains and self.updates.counts and not self.private
+        return self.kind.trains and self.updates.counts and not self.private
 
     def coverage(self, hospitals: Sequence[int], *, partial: bool = False, why: str = "") -> ClassCoverage:
         """Say of each class at how many hospitals it is trained. hospitals: (C,), as counted; empty: not known."""
@@ -328,7 +333,7 @@ class RunSetup:
         """Make the loop of this run's rounds; unmask: takes masks off its sums, None where updates have none."""
         manifest, check = self.manifest, self.update_check(sizes)
         schedule = Schedule(
-            manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum
+            manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum, self.kind
         )
         return RoundLoop(
             self.method,

@@ -32,9 +32,10 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import Masking, class_rows, require_expected, round_layout
 from fl_core.training.evaluation import METRICS
+from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Method
-from fl_core.types.secagg import EACH, MASKS, Secagg, bytes_beside, shapes_beside
+from fl_core.types.secagg import EACH, MASKS, READ_ALONE, Secagg, bytes_beside, shapes_beside
 from fl_core.types.values import Bundle, Layout, PartRule, PartSpec, RoundContext, State
 
 Sizes = Mapping[str, DeclaredSize]
@@ -128,6 +129,8 @@ class PlainUpdates:
 
     hidden: ClassVar[bool] = False
     """Whether nobody reads a single update."""
+    reading: ClassVar[str] = READ_ALONE
+    """Who reads what, in words."""
     floor: ClassVar[ContributorFloor | None] = None
     """What leaves out rows of classes that few hospitals have; None where any number is enough."""
     class_rows: ClassVar[frozenset[str]] = frozenset()
@@ -167,6 +170,11 @@ class PlainUpdates:
         """Return the kinds of numbers in silos' bundles: floats; integers too where guards use the fixed-point grid."""
         plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
         return plain | {torch.int32, torch.int64} if guarded else plain
+
+    def one_set_content(self, model: State) -> str:
+        """Return the digest of a model whose sums are opened for one set alone; empty where none are opened."""
+        del model
+        return ""
 
     def parts(self, kind: TaskKind, update: Bundle) -> frozenset[str]:
         """Name the parts that leave in an update, or in the sum that it is in."""
@@ -233,6 +241,10 @@ class MaskedUpdates:
         return ContributorFloor(self.class_rows, len(self.manifest.schema.classes), least)
 
     @property
+    def reading(self) -> str:
+        return f"updates leave under masks, only sums over at least {self.sums_of} are read"
+
+    @property
     def sums_of(self) -> int:
         return self.terms.smallest_sum(self.manifest.cohort_size)
 
@@ -246,6 +258,12 @@ class MaskedUpdates:
 
     def require_supported(self) -> None:
         capabilities.check_supported(self.method, {Capability.SECURE_AGGREGATION})
+        if self.manifest.evaluation.by_hospital:
+            raise ConfigError(
+                "E-CFG-08",
+                "expected secagg=off beside by_hospital=true, found masks, which open sums alone: leave by_hospital "
+                "out, or start the run without masks",
+            )
         if self.method.unsummed_parts:
             raise ConfigError(
                 "E-CFG-08",
@@ -286,6 +304,11 @@ class MaskedUpdates:
         members, drawn = len(self.manifest.members), self.manifest.cohort_size
         cohorts = {kind: kind.drawn(drawn) or members for kind in TaskKind}
         return {k: {**self.layouts[k].blocks, MASKS: PartSpec(shapes_beside(n), ())} for k, n in cohorts.items()}
+
+    def one_set_content(self, model: State) -> str:
+        return tensor_maps.digest(
+            {f"{group}/{name}": v for group, values in model.items() for name, v in values.items()}
+        )
 
     def parts(self, kind: TaskKind, update: Bundle) -> frozenset[str]:  # noqa: ARG002
         return frozenset(self.layouts[kind].layout)

@@ -23,6 +23,7 @@ MASKS = "masks"
 """The part of a masked update that is no block: what others need to take the masks off a sum."""
 SECRET, SHARE, TAG = 32, 33, 16
 """Bytes of a seed, a digest, a salt and a public key; of a share; of what an encrypted package is longer by."""
+READ_ALONE = "the coordinator reads this hospital's update by itself"
 COMPLETE, EACH = "complete", "each"
 CLASS_SUMS = (COMPLETE, EACH)
 

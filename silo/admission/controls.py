@@ -18,7 +18,6 @@ from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
 from fl_core.training.memory import CPU
-from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, RoundData
 from fl_core.types.targets import classes_in
@@ -40,7 +39,6 @@ from silo.admission.run_request import request_of
 from silo.admission.survey_history import Countable, SurveyedPatients, Told
 from silo.admission.surveys import RememberedSurvey, remembered_answers, survey_preview
 from silo.identity.identity import SiloIdentity
-from silo.reports.leaving import READ_ALONE
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
 from silo.storage.store import SiloStore
@@ -231,8 +229,7 @@ class HospitalControls:
         if (task := request.task) is None:
             memory.require_room(request.run_id, a_day)
         elif not (run.private and task.key.kind.trains):
-            tensors = {f"{group}/{name}": v for group, values in task.model.items() for name, v in values.items()}
-            content = tensor_maps.digest(tensors) if run.masked else ""
+            content = run.updates.one_set_content(task.model)
             memory.claim(task.key, task.base_digest, content, task.incarnation, a_day)
         return AdmissionDecision(run, decided=True)
 
@@ -429,19 +426,17 @@ COUNTED = (
 
 def describe_request(run: CompiledRun) -> str:
     manifest, profile = run.manifest, run.profile
-    kind = manifest.kind
+    kind = run.kind
     what = f"{manifest.method.name} on {manifest.data}, {kind.length(manifest.rounds)}"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
     lead += f", {kind.goes_on} {manifest.start}" if manifest.start else ""
     lead += ", with the results of each hospital that lets them be shown" if manifest.evaluation.by_hospital else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
-    masked = manifest.secagg is not None
-    lead += ", under masks" if masked else ""
-    tail = "" if masked else f"; no masks: {READ_ALONE}"
+    tail = f"; {run.updates.reading}"
     if kind.measures and TEST not in profile.protected:
         tail += f"; {counted(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
     if run.counts_classes:
-        tail += f"; before round 1 {COUNTED if masked else NAMED}"
+        tail += f"; before round 1 {NAMED if run.updates.counts_in_preflight else COUNTED}"
     if profile.terms is None:
         return f"{what}{lead}, without differential privacy{tail}"
     terms = profile.terms
@@ -451,15 +446,11 @@ def describe_request(run: CompiledRun) -> str:
 def _warn_of_few(run: CompiledRun, examples: int) -> None:
     """Warn where sums of second moments leave of fewer examples than a feature has numbers."""
     if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
-        how, who = "without noise", "they show which vectors these can be"
-        if run.masked:
-            how, who = "under masks, without noise", "the coordinator reads sums over hospitals, and those of few"
-            who = f"{who} examples in all show which vectors these can be"
         log.warning(
-            "%s: second moments of %d numbers leave %s, of fewer training examples than that: %s. privacy=dp_record "
-            'protects them; [privacy] require = "dp_record" in policy.toml refuses other runs',
+            "%s: second moments of %d numbers leave without noise, of fewer training examples than that: sums of few "
+            "examples show which vectors these can be; %s. privacy=dp_record protects them; [privacy] require = "
+            '"dp_record" in policy.toml refuses other runs',
             run.manifest.name,
             numbers,
-            how,
-            who,
+            run.updates.reading,
         )

@@ -41,7 +41,7 @@ class ReleaseFloors:
     def of(cls, policy: Policy, run: CompiledRun, dataset: SiloDataset | None = None) -> ReleaseFloors:
         """Read the floors of a run. dataset: says whether records name patients, where something is counted."""
         said, classes, survey, least = policy.evaluation, run.manifest.schema.classes, policy.survey, policy.prototypes
-        exact = run.manifest.kind.measures and TEST not in run.profile.protected and said.send != NOTHING
+        exact = run.kind.measures and TEST not in run.profile.protected and said.send != NOTHING
         counted = Withheld(
             frozenset(k for k, name in enumerate(classes) if name in least.hidden),
             least.min_count,

@@ -10,7 +10,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
-from silo.reports.leaving import NO_PRIVACY, READ_ALONE, UpdateContents
+from silo.reports.leaving import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
 
@@ -28,12 +28,8 @@ def update_contents(run: CompiledRun) -> UpdateContents:
 
 def privacy_of(run: CompiledRun) -> str:
     """Say what a run promises about privacy, and what of it does not hold; of masks, whose sums alone are read."""
-    said, terms = _noise_of(run), run.manifest.secagg
-    read = READ_ALONE
-    if terms is not None:
-        least = terms.smallest_sum(run.manifest.cohort_size)
-        read = f"updates leave under masks, only sums over at least {least} are read"
-    return f"{said}{'; ' if ': ' in said else ': '}{read}"
+    said = _noise_of(run)
+    return f"{said}{'; ' if ': ' in said else ': '}{run.updates.reading}"
 
 
 def _noise_of(run: CompiledRun) -> str:
@@ -96,7 +92,7 @@ def request_of(
         others=tuple(m.name for m in manifest.members if m.name != silo and run.updates.sums_of),
         shared=shared,
         survey=survey,
-        models=manifest.rounds + 1 if manifest.kind.measures and TEST not in profile.protected else 0,
+        models=manifest.rounds + 1 if run.kind.measures and TEST not in profile.protected else 0,
         few=tuple(few),
     )
 

@@ -38,7 +38,6 @@ WORDS: Mapping[str, str] = {
 MEASURED = ("metrics", "clinical")
 """Parts that every run has, and that are zeros where nothing is measured."""
 NO_PRIVACY = "no privacy"
-READ_ALONE = "the coordinator reads this hospital's update by itself"
 """Of a run without masks."""
 FLOAT_BYTES = 4
 _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096

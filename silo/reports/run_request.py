@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from fl_core.converter import structure
 from fl_core.kinds import kind_of
 from fl_core.types.clinical import CLINICAL
+from fl_core.types.secagg import READ_ALONE
 from privacy.accounting.accountant import Mechanism
 from privacy.accounting.shared_noise import SharedFigures
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
 from service_core.console import counted
-from silo.reports.leaving import FLOAT_BYTES, READ_ALONE, UpdateContents
+from silo.reports.leaving import FLOAT_BYTES, UpdateContents
 
 
 class RequestLine(NamedTuple):

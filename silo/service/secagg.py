@@ -24,7 +24,7 @@ from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.secagg import MASKS, SECRET
 from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import CompiledRun
+from privacy.compiled_run import CompiledRun, secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature
 from privacy.secagg.messages import MaskedUpload, Opening, Seal
@@ -93,7 +93,7 @@ class SecaggMember:
         Raises SecaggError: E-RUN-50 where the private ones are gone, E-RUN-51 as `begin`. Guarantees: the private keys
         are on the disk on return.
         """
-        known = MaskedRun.of(run_id, run.manifest)
+        known = MaskedRun.of(secagg_run(run_id, run.manifest), run.manifest)
 
         def make() -> tuple[OwnKeys, bytes]:
             own, credentials = OwnKeys.new(), self.identity.current_credentials()
@@ -139,7 +139,8 @@ class SecaggMember:
             raise SecaggError(
                 "E-ID-33", f"expected the keys of all members with the first task of run {run_id}, found none"
             )
-        known, peers, mine = MaskedRun.of(run_id, manifest), self.identity.pins().load(), self.identity.load().identity
+        known = MaskedRun.of(secagg_run(run_id, manifest), manifest)
+        peers, mine = self.identity.pins().load(), self.identity.load().identity
         entries = _entries(fetch(digest), known.members)
         members = peers.members()
 

@@ -33,7 +33,6 @@ from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, Transfer
 from silo.events import EmitEvent, error_event, event
-from silo.reports.leaving import READ_ALONE
 from silo.service.secagg import MAX_KEYS_BYTES, SecaggMember, TaskMasks
 from silo.service.task_queue import PreflightTask, QueuedTask, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
@@ -291,8 +290,8 @@ class TaskRunner:
         if killed is not None:
             self.queue.tell(task, killed)
         msg = {} if key.kind.census else self._fetch_base(task, prepared)
-        read = "" if masks is not None else f", without masks ({READ_ALONE})"
-        self.emit(event("training", f"{key} of {name}{read}: {key.kind.doing}", key, {"name": name}))
+        begun = f"{key} of {name} ({prepared.run.updates.reading}): {key.kind.doing}"
+        self.emit(event("training", begun, key, {"name": name}))
         self._tell_repeated_charge(prepared, key)
         self.queue.set_activity(task, pb.TRAINING)
         state, own = self._kept_state(task, prepared), self._beside(task, prepared)
@@ -313,12 +312,13 @@ class TaskRunner:
             result = replace(result, bundle=masks.cover(result.bundle))
         attestation = self.controls.attestation()
 
+        facts = evaluation_summary.facts(result.evaluation)
+        text = prepared.run.kind.staged(key.kind) or evaluation_summary.sentence(result.evaluation)
+        if key.kind.census:
+            text = "the classes that this hospital adds rows of, under masks"
+
         def on_entered(entry: OutboxEntry) -> None:
-            facts = evaluation_summary.facts(result.evaluation) | {"bytes": entry.size}
-            said = evaluation_summary.sentence(result.evaluation)
-            said = prepared.run.manifest.kind.staged(key.kind) or said
-            text = "the classes that this hospital adds rows of, under masks" if key.kind.census else said
-            self.emit(event("staged", f"{key}: {text}", key, facts))
+            self.emit(event("staged", f"{key}: {text}", key, facts | {"bytes": entry.size}))
 
         pending = self.outbox.begin(
             key, offer.manifest_digest, offer.base_digest, result, attestation, offer.incarnation, on_entered

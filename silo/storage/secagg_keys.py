@@ -58,10 +58,9 @@ class MaskedRun:
         return SecaggRun(self.run_id, digest, self.members, self.rounds, self.ring, self.terms)
 
     @classmethod
-    def of(cls, run_id: str, manifest: RunManifest) -> MaskedRun:
-        assert manifest.secagg is not None
-        names, drawn = tuple(member.name for member in manifest.members), (manifest.seed, manifest.cohort)
-        return cls(run_id, manifest.digest(), names, manifest.rounds, *drawn, manifest.grid.ring, manifest.secagg)
+    def of(cls, run: SecaggRun, manifest: RunManifest) -> MaskedRun:
+        digest, drawn = run.manifest_digest.hex(), (manifest.seed, manifest.cohort)
+        return cls(run.run_id, digest, run.members, run.rounds, *drawn, run.ring, run.terms)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -119,7 +119,7 @@ class PreparedRun:
         context = _context_of(self, 0, manifest.cohort_size)
         step = run.profile.made_up_step(self.index, context, self.device)
         with _cpu_threads(manifest.threads):
-            return step, measure_step(self.runtime, msg, step.opened, context, self.device, manifest.kind.updates)
+            return step, measure_step(self.runtime, msg, step.opened, context, self.device, run.kind.updates)
 
     def require_memory(self) -> None:
         """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.

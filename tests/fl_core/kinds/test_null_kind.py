@@ -21,9 +21,10 @@ from coordinator.config.hydra_config import compose_simulation, compose_spec
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError
-from fl_core.kinds import RunKind, kind_of
+from fl_core.kinds import RunKind, kind_of, kinds
 from fl_core.kinds.one_answer import OneAnswer
 from fl_core.rounds.manifest import RunManifest
+from fl_core.types.enums import TaskKind
 from silo.reports.leaving import leaving
 from tests.support import until
 from tests.support.coordinator import Site, enrolled, hospitals, online
@@ -52,6 +53,14 @@ def test_a_new_kind_is_recognised_by_what_a_manifest_names(kind: RunKind) -> Non
         "evaluation",
         "survey",
     }
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_every_kind_says_its_rounds_in_order_and_ends_with_the_evaluation(rounds: int) -> None:
+    for kind in kinds():
+        tasks = kind.tasks(rounds)
+        assert [number for number, _ in tasks] == list(range(rounds + 1))
+        assert [task for _, task in tasks] == [TaskKind.TRAIN] * rounds + [TaskKind.EVALUATE]
 
 
 @pytest.mark.parametrize("masks", ["off", "on"])

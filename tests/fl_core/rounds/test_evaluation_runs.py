@@ -173,7 +173,6 @@ def evaluation(**changes: object) -> RunManifest:
     [
         {"personal": True},
         {"privacy": NamedOptions("dp_record")},
-        {"by_hospital": True, "secagg": Secagg(2, "complete", 1, 0)},
         {"by_hospital": True, "rounds": 2, "privacy": NamedOptions("dp_record")},
         {"beside": "../../etc"},
         {"beside": "a" * 81},
@@ -184,6 +183,11 @@ def test_what_does_not_go_together_is_refused_whoever_made_the_manifest(changes:
     evaluation().require_possible()
     with pytest.raises(ConfigError, match="E-CFG-08"):
         evaluation(**changes).require_possible()
+
+
+def test_results_of_single_hospitals_are_refused_under_masks() -> None:
+    with pytest.raises(ConfigError, match="E-CFG-08: expected secagg=off beside by_hospital=true"):
+        RunSetup.of(evaluation(by_hospital=True, secagg=Secagg(2, "complete", 1, 0)))
 
 
 def test_a_manifest_that_asks_for_nothing_new_has_the_digest_that_it_had() -> None:

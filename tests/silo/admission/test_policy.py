@@ -121,7 +121,7 @@ def test_a_run_waits_for_the_hospitals_decision(make, tmp_path, monkeypatch, app
     assert hospital.answers() == []
     (asked,) = service.store.approvals.all()
     assert asked.about == (
-        "fedavg on digits, 2 rounds, without differential privacy; no masks: "
+        "fedavg on digits, 2 rounds, without differential privacy; "
         "the coordinator reads this hospital's update by itself; "
         "3 models measured on test images here, counted exactly; before round 1 the coordinator hears which "
         "classes this hospital trains, except those that its policy hides and those below its smallest counts"
@@ -193,12 +193,12 @@ def test_a_hospital_is_warned_where_exact_sums_show_what_its_records_span(make, 
     assert "507" not in "".join(caplog.messages)
 
 
-def test_a_warning_of_sums_that_leave_under_masks_says_so(caplog):
+def test_a_warning_of_exact_sums_says_who_reads_them(caplog):
     choice = {"method": NamedOptions("analytic", {}), "model": NamedOptions("random_features", {"width": 600})}
     for run in (manifest(**choice), masked_manifest(**choice)):
         caplog.clear()
         _warn_of_few(CompiledRun(run), 507)
-        assert ("leave under masks, without noise" in caplog.text) is (run.secagg is not None)
+        assert ("updates leave under masks" in caplog.text) is (run.secagg is not None)
         assert "507" not in "".join(caplog.messages)
 
 
