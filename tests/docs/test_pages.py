@@ -116,5 +116,7 @@ def test_the_readme_leads_to_every_page() -> None:
 
 def test_the_index_of_decisions_has_each_of_them_once() -> None:
     index = (ROOT / "docs/adr/README.md").read_text()
-    for record in sorted((ROOT / "docs/adr").glob("0*.md")):
+    records = sorted((ROOT / "docs/adr").glob("0*.md"))
+    assert len({record.name[:4] for record in records}) == len(records)
+    for record in records:
         assert len(re.findall(rf"^\| \[{record.name[:4]}\]\({record.name}\)", index, re.MULTILINE)) == 1, record.name
