@@ -108,11 +108,11 @@ class _UnexpectedError(ValueError):
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} twice in one object")
-    return found
+    return mapping
 
 
 def _first_error(error: BaseException, where: str) -> Exception:

@@ -20,46 +20,46 @@ if TYPE_CHECKING:
 
 
 def positive(code: str, owner: str, **numbers: float) -> None:
-    for name, found in numbers.items():
-        if not 0 < found < math.inf:
-            raise _out_of_range(code, owner, name, "a finite number > 0", found)
+    for name, value in numbers.items():
+        if not 0 < value < math.inf:
+            raise _out_of_range(code, owner, name, "a finite number > 0", value)
 
 
 def positive_or_infinite(code: str, owner: str, **numbers: float) -> None:
-    for name, found in numbers.items():
-        if not found > 0:
-            raise _out_of_range(code, owner, name, "a number > 0, or infinity", found)
+    for name, value in numbers.items():
+        if not value > 0:
+            raise _out_of_range(code, owner, name, "a number > 0, or infinity", value)
 
 
 def at_least(code: str, owner: str, low: float, **numbers: float) -> None:
-    for name, found in numbers.items():
-        if not low <= found < math.inf:
-            raise _out_of_range(code, owner, name, f"a finite number >= {low:g}", found)
+    for name, value in numbers.items():
+        if not low <= value < math.inf:
+            raise _out_of_range(code, owner, name, f"a finite number >= {low:g}", value)
 
 
 def at_most(code: str, owner: str, high: float, **numbers: float) -> None:
-    for name, found in numbers.items():
-        if not found <= high:
-            raise _out_of_range(code, owner, name, f"a number <= {high:g}", found)
+    for name, value in numbers.items():
+        if not value <= high:
+            raise _out_of_range(code, owner, name, f"a number <= {high:g}", value)
 
 
 def below(code: str, owner: str, high: float, **numbers: float) -> None:
-    for name, found in numbers.items():
-        if not found < high:
-            raise _out_of_range(code, owner, name, f"a number < {high:g}", found)
+    for name, value in numbers.items():
+        if not value < high:
+            raise _out_of_range(code, owner, name, f"a number < {high:g}", value)
 
 
 def between(code: str, owner: str, low: float, high: float, **numbers: float) -> None:
-    for name, found in numbers.items():
-        if not isinstance(found, int | float) or not low <= found <= high:
-            raise _out_of_range(code, owner, name, f"a number from {low:g} to {high:g}", found)
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise _out_of_range(code, owner, name, f"a number from {low:g} to {high:g}", value)
 
 
 def one_of(code: str, owner: str, valid: Collection[str], **words: str) -> None:
-    for name, found in words.items():
-        if found not in valid:
+    for name, value in words.items():
+        if value not in valid:
             wanted = f"one of {', '.join(map(repr, valid))}"
-            raise _out_of_range(code, owner, name, wanted, found, did_you_mean(found, valid))
+            raise _out_of_range(code, owner, name, wanted, value, did_you_mean(value, valid))
 
 
 def declared(code: str, owner: str, options: DataclassInstance) -> None:
@@ -76,9 +76,9 @@ def _type_hints(kind: type) -> Mapping[str, object]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _out_of_range(code: str, owner: str, name: str, wanted: str, found: object, hint: str = "") -> ConfigError:
+def _out_of_range(code: str, owner: str, name: str, wanted: str, value: object, hint: str = "") -> ConfigError:
     where = f"{owner}.{name}" if owner else name
-    return ConfigError(code, f"{where}: expected {wanted}, found {found!r}{hint and f': {hint}'}")
+    return ConfigError(code, f"{where}: expected {wanted}, found {value!r}{hint and f': {hint}'}")
 
 
 def bounded(check: Callable[..., None], *bounds: object) -> Callable[..., None]:

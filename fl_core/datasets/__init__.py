@@ -134,11 +134,11 @@ def load_all(
     """Load the data of many silos as `load`; a folder or a table that they share is read once, and decoded once."""
     scans, loaded = _Scans(), []
     for reference in references:
-        found = _find(reference, data_root, request, scans)
-        if isinstance(found, SourceIndex):
-            loaded.append(found.dataset(_transform(parse(reference).source, request), loader))
+        index = _find(reference, data_root, request, scans)
+        if isinstance(index, SourceIndex):
+            loaded.append(index.dataset(_transform(parse(reference).source, request), loader))
         else:
-            loaded.append(found.dataset())
+            loaded.append(index.dataset())
     return loaded
 
 
@@ -162,8 +162,8 @@ def check_all(
     remedy = "Name all classes of the run"
     lonely = problem("E-CFG-23", "classes: expected at least two different names, found one", few, remedy)
     for reference in references:
-        found = _find(reference, data_root, request, scans, fewest=1)
-        report = found.deep_report(request.grey_values) if deep and isinstance(found, SourceIndex) else found.report()
+        index = _find(reference, data_root, request, scans, fewest=1)
+        report = index.deep_report(request.grey_values) if deep and isinstance(index, SourceIndex) else index.report()
         reports.append(replace(report, problems=(*lonely, *report.problems)))
     return reports
 
@@ -281,17 +281,17 @@ class _Scans:
         key = ref.source, ref.path
         if key not in self._found:
             self._found[key] = scans[ref.source](ref.path, classes)
-        found = self._found[key]
+        index = self._found[key]
         if ref.federation is None or ref.silo is None:
-            return found
+            return index
         if key not in self._sound:
-            self._sound[key] = not found.has_problems()
+            self._sound[key] = not index.has_problems()
         if not self._sound[key]:
-            return replace(found, origin=str(ref))
+            return replace(index, origin=str(ref))
         shares = self._shares.get((*key, ref.federation.text))
         if shares is None:
-            shares = self._shares[*key, ref.federation.text] = found.shares(ref.federation)
-        return found.subset(shares[ref.silo], str(ref))
+            shares = self._shares[*key, ref.federation.text] = index.shares(ref.federation)
+        return index.subset(shares[ref.silo], str(ref))
 
 
 def _find(

@@ -144,8 +144,8 @@ class SourceIndex:
         """Report on every image as well: that it is read to its end, its size, and whether others have its pixels."""
         report = self.report()
         with ThreadPoolExecutor(cores()) as pool:
-            found = list(pool.map(lambda item: _measure(item.path, window), self.items))
-        pairs = list(zip(self.items, found, strict=True))
+            results = list(pool.map(lambda item: _measure(item.path, window), self.items))
+        pairs = list(zip(self.items, results, strict=True))
         broken = [f"{i.name}: {m}" for i, m in pairs if isinstance(m, str) and i.path.exists()]
         sound = [(i, m) for i, m in pairs if isinstance(m, _Measured)]
         dark = [item.name for item, measured in sound if measured.dark]
@@ -314,20 +314,20 @@ class _Measured(NamedTuple):
 
 def _measure(path: Path, window: Window | None) -> _Measured | str:
     try:
-        found = content(path)
-        if found.depth <= 8 and not is_dicom(path):
-            return _Measured(found.key, found.size)
+        pixels = content(path)
+        if pixels.depth <= 8 and not is_dicom(path):
+            return _Measured(pixels.key, pixels.size)
         low, high = open_image(path, window).convert("L").getextrema()
         square = described(path).square
     except UnreadableError as error:
         return str(error)
-    return _Measured(found.key, found.size, bool(high - low <= 16), square)  # type: ignore[operator]
+    return _Measured(pixels.key, pixels.size, bool(high - low <= 16), square)  # type: ignore[operator]
 
 
-def _twins(found: Sequence[tuple[Item, _Measured]]) -> tuple[tuple[CheckProblem, ...], tuple[str, ...]]:
+def _twins(measured_items: Sequence[tuple[Item, _Measured]]) -> tuple[tuple[CheckProblem, ...], tuple[str, ...]]:
     """Find images whose pixels are the same: problems where they lie in both splits or classes, else a note."""
     by_key: dict[str, list[Item]] = {}
-    for item, measured in found:
+    for item, measured in measured_items:
         by_key.setdefault(measured.key, []).append(item)
     same = [items for items in by_key.values() if len(items) > 1]
     leaked = [items for items in same if len({i.split for i in items}) > 1]
@@ -369,7 +369,7 @@ def by_extension(paths: Iterable[Path]) -> dict[str, int]:
 def _bytes(path: Path) -> int:
     """Return a file's size, -1 where it is gone."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return -1
-    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1

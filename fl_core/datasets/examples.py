@@ -65,8 +65,8 @@ class TensorExamples(Examples):
         self, x: Tensor, y: Tensor, groups: tuple[str, ...] | None = None, how: Augmentation | None = None
     ) -> None:
         if len(x) != len(y) or (groups is not None and len(groups) != len(y)):
-            found = f"{len(x)} examples, {len(y)} labels and {'no' if groups is None else len(groups)} groups"
-            raise ValueError(f"expected as many labels and groups as examples, found {found}")
+            counts = f"{len(x)} examples, {len(y)} labels and {'no' if groups is None else len(groups)} groups"
+            raise ValueError(f"expected as many labels and groups as examples, found {counts}")
         self.x = x.float()
         self.labels = y.long()
         self.groups = groups

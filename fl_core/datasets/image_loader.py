@@ -49,10 +49,10 @@ class SquareKey(NamedTuple):
     def of(cls, path: Path) -> SquareKey | None:
         """Look at a file without reading it; None where that cannot be."""
         try:
-            found = path.stat()
+            status = path.stat()
         except (OSError, ValueError):
             return None
-        return cls(str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+        return cls(str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
 class ImageFormat(NamedTuple):
@@ -137,10 +137,10 @@ class ImageLoader:
             if shelf is None or place is None:
                 return False
             self._shelves.move_to_end(form)
-            found = os.pread(shelf.file.fileno(), out.nbytes, place)
-        if len(found) != out.nbytes:
+            raw = os.pread(shelf.file.fileno(), out.nbytes, place)
+        if len(raw) != out.nbytes:
             return False
-        out[...] = np.frombuffer(found, np.uint8).reshape(out.shape)
+        out[...] = np.frombuffer(raw, np.uint8).reshape(out.shape)
         return True
 
     def _keep(self, key: SquareKey | None, form: ImageFormat, pixels: Pixels) -> None:

@@ -60,7 +60,7 @@ class LabelDictionary:
     def is_coarse(self, classes: Collection[str] | None = None) -> bool:
         """Tell whether it has a coarse label of classes of a run, of any without; whatever the records are."""
         sets = [set(entry.classes) for entry in self.entries.values() if len(entry.classes) > 1]
-        return any(classes is None or found <= set(classes) for found in sets)
+        return any(classes is None or coarse <= set(classes) for coarse in sets)
 
 
 NO_DICTIONARY = LabelDictionary()
@@ -109,16 +109,16 @@ def _fault(name: str, value: object) -> str:
 
 def _lines(text: str) -> dict[str, int]:
     """Return the first line of each key of the table."""
-    found, inside = dict[str, int](), False
+    first_lines, inside = dict[str, int](), False
     for number, line in enumerate(text.splitlines(), start=1):
         if line.lstrip().startswith("["):
             inside = line.split("#")[0].strip().strip("[]").strip() == TABLE or (inside and "=" not in line)
         match = _KEY.match(line)
         if inside and match:
-            found.setdefault(next(iter(tomllib.loads(f"{match[1]} = 0"))), number)
+            first_lines.setdefault(next(iter(tomllib.loads(f"{match[1]} = 0"))), number)
         elif inside and (dotted := re.match(r"\s*([A-Za-z0-9_-]+)\s*\.", line)):
-            found.setdefault(dotted[1], number)
-    return found
+            first_lines.setdefault(dotted[1], number)
+    return first_lines
 
 
 class Translator:
@@ -158,8 +158,8 @@ class Translator:
 
     def space(self, labels: Collection[str]) -> list[str]:
         """Return the classes that a hospital's own labels stand for, in the order of the alphabet."""
-        found = {label: self.dictionary.entries.get(label) for label in labels}
-        return sorted({c for label, entry in found.items() for c in ((label,) if entry is None else entry.classes)})
+        entries = {label: self.dictionary.entries.get(label) for label in labels}
+        return sorted({c for label, entry in entries.items() for c in ((label,) if entry is None else entry.classes)})
 
     def fits(self, label: str, classes: Collection[str]) -> bool:
         """Tell whether a translated label is a class of a run, or coarse for classes that all are."""

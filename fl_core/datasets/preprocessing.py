@@ -65,16 +65,17 @@ class Preprocessing:
         shape = " x ".join(map(str, self.schema.shape))
         if not self.takes_images:
             return f"none: examples are taken as {self.data} gives them, {shape} numbers each"
-        found, side, channels = self._transform, self.schema.shape[-1], self.schema.shape[0]
+        transform, side, channels = self._transform, self.schema.shape[-1], self.schema.shape[0]
         colours = "RGB of 8 bits" if channels == 3 else "grey of 8 bits (ITU-R BT.601)"
-        crop = "" if found.stored == side else f", of which the middle {side} x {side} are kept"
+        crop = "" if transform.stored == side else f", of which the middle {side} x {side} are kept"
         steps = [
             f"each image is decoded, turned upright and made {colours}",
-            f"its middle square is resized to {found.stored} x {found.stored} pixels by Pillow's bilinear filter{crop}",
+            f"its middle square is resized to {transform.stored} x {transform.stored} pixels by Pillow's bilinear "
+            f"filter{crop}",
             "values are divided by 255",
         ]
         if any(normalisation(self.data)):
-            mean, std = (", ".join(f"{v:g}" for v in values) for values in (found.mean, found.std))
+            mean, std = (", ".join(f"{v:g}" for v in values) for values in (transform.mean, transform.std))
             steps.append(
                 f"mean ({mean}) is subtracted and the result divided by standard deviation ({std}), channel by channel"
                 + (", inside the graph" if graph else "")
@@ -105,5 +106,5 @@ class _GreyExamples(ImageExamples):
 
     def stored(self, index: Tensor) -> Tensor:
         weights = torch.tensor(_LUMA, dtype=torch.int32).view(3, 1, 1)
-        found = (super().stored(index).int() * weights).sum(1, keepdim=True)
-        return (found + (1 << 15) >> 16).to(torch.uint8)
+        luma = (super().stored(index).int() * weights).sum(1, keepdim=True)
+        return (luma + (1 << 15) >> 16).to(torch.uint8)

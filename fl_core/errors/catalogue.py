@@ -21,13 +21,13 @@ class Explanation(NamedTuple):
 def _load() -> Mapping[str, Explanation]:
     """Read `catalogue.txt`: blocks of four lines (code, title, cause, remedy) between blank lines."""
     text = (resources.files("fl_core.errors") / "catalogue.txt").read_text(encoding="utf-8")
-    found: dict[str, Explanation] = {}
+    explanations: dict[str, Explanation] = {}
     for block in text.split("\n\n"):
         lines = [line for line in block.strip().splitlines() if line and not line.startswith("#")]
         if lines:
             code, *explanation = lines
-            found[code] = Explanation(*explanation)
-    return found
+            explanations[code] = Explanation(*explanation)
+    return explanations
 
 
 EXPLANATIONS: Mapping[str, Explanation] = _load()

@@ -49,13 +49,13 @@ def reference_of(kind: str, word: str) -> str | None:
     """
     if is_reference(word):
         return word
-    found = [point for point in registry.entry_points([kind]) if point.name == word]
-    if len({point.reference for point in found}) > 1:
-        places = ", ".join(f"{point.reference} ({point.distribution})" for point in found)
+    points = [point for point in registry.entry_points([kind]) if point.name == word]
+    if len({point.reference for point in points}) > 1:
+        places = ", ".join(f"{point.reference} ({point.distribution})" for point in points)
         raise ConfigError(
             "E-CFG-08", f"expected one {kind} called {word!r}, found {places}: name the one you mean by its place"
         )
-    return found[0].reference if found else None
+    return points[0].reference if points else None
 
 
 def identify(kind: str, reference: str) -> Extension:
@@ -185,18 +185,18 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
     pins = [entry.partition("==") for entry in allowed]
     if not wanted or not any(normalised(n.strip()) == wanted and v.strip() in ("", version) for n, _, v in pins):
         raise _refused(f"expected code that is allowed here ({', '.join(allowed) or 'none is'}), found {extension}")
-    known = registry.identity(extension.kind, extension.name)
-    if known is not None:
-        if known != extension:
-            raise _refused(f"expected {extension}, found {known} at work in this process")
+    loaded = registry.identity(extension.kind, extension.name)
+    if loaded is not None:
+        if loaded != extension:
+            raise _refused(f"expected {extension}, found {loaded} at work in this process")
         return
     place = extension.kind, extension.name
     if not any((point.kind, point.reference) == place and point.is_of(wanted) for point in registry.entry_points()):
         raise _refused(f"expected an installed distribution that declares {extension}, found none")
-    if (found := identify(*place)) != extension:
-        raise _refused(f"expected {extension}, found {found}")
+    if (identified := identify(*place)) != extension:
+        raise _refused(f"expected {extension}, found {identified}")
     try:
-        _import(found)
+        _import(identified)
     except ConfigError as error:  # the run is sound, this installation is not
         raise _refused(error.message) from error
 
@@ -206,7 +206,7 @@ def load_distributions(names: Sequence[str] | None) -> list[Extension]:
 
     Raises ConfigError: E-CFG-01 where one is not installed or declares nothing, and as `load`.
     """
-    found, points = list[Extension](), registry.entry_points() if names else []
+    loaded, points = list[Extension](), registry.entry_points() if names else []
     for name in names or ():
         own = [identify(point.kind, point.reference) for point in points if point.is_of(name)]
         if not own:
@@ -216,8 +216,8 @@ def load_distributions(names: Sequence[str] | None) -> list[Extension]:
             )
         for extension in own:
             _import(extension)
-        found += own
-    return found
+        loaded += own
+    return loaded
 
 
 def _refused(message: str) -> RefusedError:
@@ -234,16 +234,16 @@ def _import(extension: Extension) -> None:
             "E-CFG-08", f"expected the files of {package} that this process has imported, found others: start it again"
         )
     try:
-        found = getattr(importlib.import_module(place), name, None)
+        value = getattr(importlib.import_module(place), name, None)
     except (Exception, SystemExit) as error:  # whatever its author wrote
         raise ConfigError(
             "E-CFG-02", f"expected {extension.name} to import, found {type(error).__name__}: {error}"
         ) from error
-    if found is None:
+    if value is None:
         valid = [n for n, v in vars(sys.modules[place]).items() if isinstance(v, type) and v.__module__ == place]
         raise ConfigError("E-CFG-01", f"there is no {name!r} in {place}: {suggest(name, valid)}")
-    check(extension.kind, extension.name, found)
-    registry.put(extension.kind, extension.name, (found, extension))
+    check(extension.kind, extension.name, value)
+    registry.put(extension.kind, extension.name, (value, extension))
 
 
 # ---- what a caller of this process holds in hand ---------------------------------------------------------------------

@@ -66,22 +66,22 @@ def entry(kind: str, name: str) -> Entry | None:
 
 def loaded(kind: str, name: str) -> object | None:
     """Return a loaded extension: a class, or an object that this process was given; None where none has this name."""
-    found = entry(kind, name)
-    return found and found[0]
+    pair = entry(kind, name)
+    return pair and pair[0]
 
 
 def identity(kind: str, name: str) -> Extension | None:
     """Return what a loaded extension is; None where none has this name."""
-    found = entry(kind, name)
-    return found and found[1]
+    pair = entry(kind, name)
+    return pair and pair[1]
 
 
-def put(kind: str, name: str, found: Entry | None) -> None:
+def put(kind: str, name: str, loaded_entry: Entry | None) -> None:
     """Make an extension what its kind and name stand for in this process; None: nothing."""
-    if found is None:
+    if loaded_entry is None:
         _LOADED.pop((kind, name), None)
     else:
-        _LOADED[kind, name] = found
+        _LOADED[kind, name] = loaded_entry
 
 
 def is_reference(word: str) -> bool:
@@ -120,11 +120,11 @@ def require_same(method: str, model: str, named: Sequence[Extension]) -> None:
     """
     require_named(method, model, named)
     for wanted in named:
-        found = identity(wanted.kind, wanted.name)
-        if found is None:
+        present = identity(wanted.kind, wanted.name)
+        if present is None:
             raise unknown(wanted.kind, wanted.name, ())
-        if found != wanted:
-            raise ConfigError("E-CFG-08", f"expected {wanted}, found {found}: install that version and start again")
+        if present != wanted:
+            raise ConfigError("E-CFG-08", f"expected {wanted}, found {present}: install that version and start again")
 
 
 # ---- what is installed ----------------------------------------------------------------------------------------------
@@ -159,13 +159,13 @@ def normalised(distribution: str) -> str:
 
 def installed(allowed: Sequence[str]) -> dict[str, str]:
     """Say of each entry of an allow-list ("name" or "name==version") what is installed here; nothing is imported."""
-    points, found = entry_points(), {}
+    points, states = entry_points(), {}
     for entry in allowed:
         name, _, version = (part.strip() for part in entry.partition("=="))
         own = [point for point in points if point.is_of(name)]
         have = own[0].version if own else ""
         what = ", ".join(f"{point.kind} {point.reference}" for point in own)
-        found[entry] = (
+        states[entry] = (
             f"not installed, found {have or 'none'}" if not own or version not in ("", have) else f"{have}: {what}"
         )
-    return found
+    return states

@@ -75,8 +75,8 @@ def is_own(name: str) -> bool:
 
 def schema(name: str) -> Schema | None:
     """Return the schema of a loaded data set; None where none has this name."""
-    found = registry.loaded("data", name)
-    return None if found is None else schema_of(found)
+    dataset = registry.loaded("data", name)
+    return None if dataset is None else schema_of(dataset)
 
 
 def forget() -> None:
@@ -86,8 +86,8 @@ def forget() -> None:
 
 def read(name: str, root: Path | None) -> FullDataset:
     """Read a loaded data set; raises DataError (E-DATA-05, E-DATA-07) on arrays that are not what its class says."""
-    found = registry.loaded("data", name)
-    made = found() if isinstance(found, type) else found
+    dataset = registry.loaded("data", name)
+    made = dataset() if isinstance(dataset, type) else dataset
     assert isinstance(made, ArrayData)
     expected = schema_of(made)
     try:

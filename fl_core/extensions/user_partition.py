@@ -57,11 +57,11 @@ def parsed(body: str) -> tuple[OwnPartition, str] | None:
     match = _TEXT.fullmatch(body)
     if match is None:
         return None
-    found = registry.loaded("partition", match[1])
-    if found is None:
+    partition = registry.loaded("partition", match[1])
+    if partition is None:
         raise registry.unknown("partition", match[1], ())
-    if not isinstance(found, type):  # what the process was given has no options
-        return found, match[1]  # type: ignore[return-value]
+    if not isinstance(partition, type):  # what the process was given has no options
+        return partition, match[1]  # type: ignore[return-value]
     options = {}
     for entry in filter(None, (match[2] or "").split(",")):
         key, _, value = entry.partition("=")
@@ -74,11 +74,11 @@ def parsed(body: str) -> tuple[OwnPartition, str] | None:
 
 def made(name: str, options: dict[str, object]) -> tuple[OwnPartition, str]:
     """Make a loaded partition from its options; raises ConfigError (E-CFG-01, E-CFG-02, E-CFG-08)."""
-    found = registry.loaded("partition", name)
-    if not isinstance(found, type):
-        return found, name  # type: ignore[return-value]
+    partition = registry.loaded("partition", name)
+    if not isinstance(partition, type):
+        return partition, name  # type: ignore[return-value]
     try:
-        one: OwnPartition = read_options(found, name, options)
+        one: OwnPartition = read_options(partition, name, options)
     except ConversionError as error:
         raise ConfigError("E-CFG-02", str(error)) from error
     if not _is_count(one.silos):
@@ -106,16 +106,18 @@ def checked(
     Raises ConfigError (E-CFG-08) on another number of silos, and on positions that are no whole numbers, outside the
     data or twice in one silo.
     """
-    found = list(shares)
-    if len(found) != silos:
-        raise ConfigError("E-CFG-08", f"{text}: expected shares of {silos} silos, found {len(found)}: correct `silos`")
-    paired = [entry for entry in found if isinstance(entry, tuple) and len(entry) == 2]
-    if paired and len(paired) != len(found):
+    entries = list(shares)
+    if len(entries) != silos:
+        raise ConfigError(
+            "E-CFG-08", f"{text}: expected shares of {silos} silos, found {len(entries)}: correct `silos`"
+        )
+    paired = [entry for entry in entries if isinstance(entry, tuple) and len(entry) == 2]
+    if paired and len(paired) != len(entries):
         raise ConfigError("E-CFG-08", f"{text}: expected (train, test) of every silo or of none, found both")
     if paired:
         both = [[_positions(text, k, entry[half], labels[half]) for k, entry in enumerate(paired)] for half in (0, 1)]
         return list(zip(*both, strict=True))
-    train = [_positions(text, k, np.asarray(entry), labels[0]) for k, entry in enumerate(found)]
+    train = [_positions(text, k, np.asarray(entry), labels[0]) for k, entry in enumerate(entries)]
     return list(zip(train, divided_alike(train, labels, n_classes, seed), strict=True))
 
 

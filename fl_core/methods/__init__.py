@@ -78,12 +78,12 @@ METHODS: Mapping[str, type[FedAvg]] = {
 
 def programs() -> dict[str, type[Traits]]:
     """Return what a run can name: methods, and the programs of kinds of run that have one of their own."""
-    found: dict[str, type[Traits]] = dict(METHODS)
+    classes: dict[str, type[Traits]] = dict(METHODS)
     for kind in kinds.kinds():
         module, _, name = kind.program.partition(":")
         if name:
-            found[kind.name] = getattr(import_module(module), name)
-    return found
+            classes[kind.name] = getattr(import_module(module), name)
+    return classes
 
 
 _WRITTEN: Mapping[str, Mapping[str, object]] = {"fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8}}
@@ -112,16 +112,16 @@ def build_written(name: str, options: Mapping[str, object]) -> Traits:
 
 def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
     """Return all options of a method, today's defaults for those that are left out; raises as `build_method`."""
-    built, found = build_method(name, options), dict(options)
+    built, complete = build_method(name, options), dict(options)
     for f in fields(built):
         value = getattr(built, f.name)
-        found.setdefault(f.name, list(value) if isinstance(value, tuple) else value)
-    return found
+        complete.setdefault(f.name, list(value) if isinstance(value, tuple) else value)
+    return complete
 
 
 def method_class(name: str) -> type[Traits]:
     """Return a method of ours, or a loaded one (`fl_core.extensions.registry`); raises ConfigError (E-CFG-01)."""
-    found = programs().get(name) or registry.loaded("method", name)
-    if not isinstance(found, type):
+    program = programs().get(name) or registry.loaded("method", name)
+    if not isinstance(program, type):
         raise registry.unknown("method", name, list(METHODS))
-    return found
+    return program

@@ -113,10 +113,10 @@ class ModelFacts:
 
 def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
     """Check a model's name and options; raises ConfigError (E-CFG-01, E-CFG-02) with the nearest name."""
-    found = MODELS.get(name) or registry.loaded("model", name)
-    if not isinstance(found, type):
+    options_class = MODELS.get(name) or registry.loaded("model", name)
+    if not isinstance(options_class, type):
         raise registry.unknown("model", name, list(MODELS))
-    options_: ModelOptions = read_options(found, name, options)
+    options_: ModelOptions = read_options(options_class, name, options)
     return options_
 
 
@@ -166,12 +166,12 @@ def describe(name: str, schema: Schema, options: Mapping[str, object] | None = N
 
 def _fitting(schema: Schema) -> list[str]:
     """Name the models that take examples of a schema, with the options that they have by default."""
-    found = []
+    fitting = []
     for name, kind in MODELS.items():
         with suppress(ConfigError):
             _facts(name, kind(), schema, torch.get_default_dtype())  # type: ignore[arg-type]  # our own are hashable
-            found.append(name)
-    return found
+            fitting.append(name)
+    return fitting
 
 
 @lru_cache(maxsize=64)

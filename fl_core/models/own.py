@@ -35,8 +35,8 @@ def split(model: nn.Module, schema: Schema) -> SplitModel:
         model = nn.Sequential(nn.Flatten(), model)
     answer, head = _asked(model, schema)
     if head is None or head.out_features != classes:
-        found = "no such layer" if head is None else f"one of {head.out_features} outputs"
-        raise _wrong(model, f"a last nn.Linear of {classes} outputs for {classes} classes", found)
+        last = "no such layer" if head is None else f"one of {head.out_features} outputs"
+        raise _wrong(model, f"a last nn.Linear of {classes} outputs for {classes} classes", last)
     (place,) = (name for name, module in model.named_modules() if module is head)
     outer, _, name = place.rpartition(".")
     setattr(model.get_submodule(outer), name, nn.Identity())
@@ -61,7 +61,7 @@ def _asked(model: nn.Module, schema: Schema) -> tuple[Tensor, nn.Linear | None]:
     hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Linear)]
     try:
         with torch.no_grad():
-            found = model.eval()(x)
+            logits = model.eval()(x)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         wanted = f"a network that takes examples of shape {tuple(schema.shape)}"
         raise _wrong(model, wanted, f"{type(error).__name__}: {error}") from error
@@ -69,14 +69,14 @@ def _asked(model: nn.Module, schema: Schema) -> tuple[Tensor, nn.Linear | None]:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    if not isinstance(found, Tensor) or found.dim() != 2:
-        said = f"{tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        said = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise _wrong(model, "logits (B, C) as its answer", said)
-    return found, called[-1] if called else None
+    return logits, called[-1] if called else None
 
 
-def _wrong(model: nn.Module, expected: str, found: str) -> ConfigError:
-    text = " ".join(found.split())[:300]
+def _wrong(model: nn.Module, expected: str, actual: str) -> ConfigError:
+    text = " ".join(actual.split())[:300]
     return ConfigError("E-CFG-08", f"model: expected of {type(model).__name__} {expected}, found {text}: change it")
 
 
@@ -86,12 +86,12 @@ def options_of(make: Make) -> type:
     @dataclass(frozen=True)
     class OwnModel:
         def build(self, schema: Schema) -> SplitModel:
-            found = make(schema)
-            if not isinstance(found, nn.Module):
+            network = make(schema)
+            if not isinstance(network, nn.Module):
                 raise ConfigError(
-                    "E-CFG-02", f"model: expected an nn.Module from the function, found {type(found).__name__}"
+                    "E-CFG-02", f"model: expected an nn.Module from the function, found {type(network).__name__}"
                 )
-            return split(found, schema)
+            return split(network, schema)
 
     return OwnModel
 

@@ -88,15 +88,15 @@ def read_file(path: Path) -> WeightsFile:
     facts: Mapping[str, object] = {}
     try:
         if path.suffix == ".safetensors":
-            found, facts = _from_safetensors(raw)
+            tensors, facts = _from_safetensors(raw)
         else:
-            found = _from_torch(raw)
+            tensors = _from_torch(raw)
     except _UnsoundError as error:
         raise ConfigError("E-CFG-02", f"expected a state dict in {path}, found {error}") from error
     classes = facts.get("classes")
     named = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    known = tuple(cast(list[str], classes)) if named else None
-    return WeightsFile(found, hashlib.sha256(raw).hexdigest(), known, facts)
+    stored_classes = tuple(cast(list[str], classes)) if named else None
+    return WeightsFile(tensors, hashlib.sha256(raw).hexdigest(), stored_classes, facts)
 
 
 class _UnsoundError(ValueError):
@@ -127,7 +127,7 @@ def _from_torch(raw: bytes) -> Tensors:
         if packed or size > MAX_BYTES:
             raise _UnsoundError("compressed parts, which torch.save never writes: save it again")
     try:
-        found = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
+        tensors = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
     except Exception as error:  # torch raises what its readers do
         if type(error).__name__ != "UnpicklingError":
             raise _UnsoundError(f"a damaged file ({type(error).__name__}): copy or write it again") from error
@@ -135,12 +135,12 @@ def _from_torch(raw: bytes) -> Tensors:
             "objects beside tensors, or no file of torch.save at all. It may run code, and is not opened: save "
             "model.state_dict() alone, or convert it to safetensors"
         ) from error
-    if not isinstance(found, dict):
-        raise _UnsoundError(f"{type(found).__name__}, not name -> tensor: save model.state_dict()")
-    for name, value in found.items():
+    if not isinstance(tensors, dict):
+        raise _UnsoundError(f"{type(tensors).__name__}, not name -> tensor: save model.state_dict()")
+    for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout is not torch.strided:
             raise _UnsoundError(f"{type(value).__name__} under {str(name)[:60]!r}, no tensor: save model.state_dict()")
-    return found
+    return tensors
 
 
 @dataclass(slots=True)
@@ -162,32 +162,32 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
     wanted = tensor_maps.copy_state(model)
     own = any(name.startswith(("body.", "head.", "projection.")) for name in file.tensors)
     names = PublishedNames({"": ""}, (), ()) if own else _published(file.tensors, options, owner)
-    found = _rename(file.tensors, names)
-    for name in [n for n in found.taken if n not in wanted]:
+    match = _rename(file.tensors, names)
+    for name in [n for n in match.taken if n not in wanted]:
         if not name.startswith(("head.", "projection.")):
-            found.wrong.append(f"{name[:80]!r} unknown")
-        del found.taken[name]
+            match.wrong.append(f"{name[:80]!r} unknown")
+        del match.taken[name]
     for part in ("projection.", "head."):
         fits = all(
-            n in found.taken and found.taken[n].shape == v.shape for n, v in wanted.items() if n.startswith(part)
+            n in match.taken and match.taken[n].shape == v.shape for n, v in wanted.items() if n.startswith(part)
         )
         if not fits or (part == "head." and file.classes != tuple(classes)):
-            found.taken = {n: v for n, v in found.taken.items() if not n.startswith(part)}
+            match.taken = {n: v for n, v in match.taken.items() if not n.startswith(part)}
     for name, value in wanted.items():
         if name.startswith(("projection.", "head.", *names.fresh)):
             continue
-        if (given := found.taken.get(name)) is None:
-            found.wrong.append(f"{name} missing")
-        elif given.shape != value.shape:
-            found.wrong.append(f"{name} of shape {_short(given.shape)} for {_short(value.shape)}")
-    if found.wrong:
+        if (tensor := match.taken.get(name)) is None:
+            match.wrong.append(f"{name} missing")
+        elif tensor.shape != value.shape:
+            match.wrong.append(f"{name} of shape {_short(tensor.shape)} for {_short(value.shape)}")
+    if match.wrong:
         what = "the model's own names" if own else "published weights of it"
         raise ConfigError(
             "E-CFG-02",
-            f"{owner}.weights: expected {what}, found {len(found.wrong)} tensors missing, unknown or of another shape "
-            f"({'; '.join(found.wrong[:_NAMED])}): give the file of this architecture, with these options",
+            f"{owner}.weights: expected {what}, found {len(match.wrong)} tensors missing, unknown or of another shape "
+            f"({'; '.join(match.wrong[:_NAMED])}): give the file of this architecture, with these options",
         )
-    taken = {name: value.detach().to(torch.float32).contiguous().clone() for name, value in found.taken.items()}
+    taken = {name: value.detach().to(torch.float32).contiguous().clone() for name, value in match.taken.items()}
     if unfit := problem(taken, model):
         raise ConfigError("E-CFG-02", f"{owner}.weights: expected weights of a trained model, found {unfit}")
     return taken
@@ -213,16 +213,16 @@ def _published(tensors: Tensors, options: object, owner: str) -> PublishedNames:
 
 
 def _rename(tensors: Tensors, names: PublishedNames) -> _Fitting:
-    found = _Fitting()
+    match = _Fitting()
     for name, value in tensors.items():
         if name.endswith(_COUNTER) or name.startswith(names.left_out):  # a counter is read by no forward pass
             continue
         prefix = next((p for p in names.prefixes if name.startswith(p)), None)
         if prefix is None or not value.is_floating_point():
-            found.wrong.append(f"{name[:80]!r} unknown")
+            match.wrong.append(f"{name[:80]!r} unknown")
         else:
-            found.taken[names.prefixes[prefix] + name.removeprefix(prefix)] = value
-    return found
+            match.taken[names.prefixes[prefix] + name.removeprefix(prefix)] = value
+    return match
 
 
 def problem(weights: Tensors, model: nn.Module) -> str:

@@ -44,13 +44,13 @@ def exact_answers(query: SurveySums, records: SurveyedRecords) -> Tensors:
         patients.append(touched.sum(0).double())
         held.append(held_back(touched, query.least) if query.answers(question) else touched.new_ones(shares.shape[1]))
     none = torch.zeros(query.cells, dtype=torch.float64)
-    found = {IMAGES: torch.cat(images), PATIENTS: torch.cat(patients), HELD: none, UNNAMED: none + query.unnamed}
-    return withhold(found, torch.cat(held))
+    answers = {IMAGES: torch.cat(images), PATIENTS: torch.cat(patients), HELD: none, UNNAMED: none + query.unnamed}
+    return withhold(answers, torch.cat(held))
 
 
-def withhold(found: Tensors, cells: Tensor) -> Tensors:
+def withhold(answers: Tensors, cells: Tensor) -> Tensors:
     """Hold cells (cells,) bool of an answer back as well."""
-    return {n: value if n == VARIANCE else value.masked_fill(cells, float(n == HELD)) for n, value in found.items()}
+    return {n: value if n == VARIANCE else value.masked_fill(cells, float(n == HELD)) for n, value in answers.items()}
 
 
 def known_patients(query: SurveySums, named: bool) -> SurveySums:
@@ -102,8 +102,8 @@ def nothing_told(query: SurveySums) -> Tensors:
 def blank_answers(query: SurveySums) -> Tensors:
     """Return the form of an answer, as zeros."""
     names = (PATIENTS, HELD, UNNAMED) if query.private else (IMAGES, PATIENTS, HELD, UNNAMED)
-    found = {name: torch.zeros(query.cells, dtype=torch.float64) for name in names}
-    return found | ({VARIANCE: torch.zeros((), dtype=torch.float64)} if query.private else {})
+    answers = {name: torch.zeros(query.cells, dtype=torch.float64) for name in names}
+    return answers | ({VARIANCE: torch.zeros((), dtype=torch.float64)} if query.private else {})
 
 
 def places(questions: tuple[SurveyQuestion, ...], n_classes: int) -> Iterator[tuple[SurveyQuestion, slice]]:

@@ -106,11 +106,13 @@ def names_patients(*splits: Examples) -> bool:
 
 def patient_names(splits: Sequence[Examples]) -> list[str]:
     """Name whose each record is, of one split after the other: its group, else the record itself."""
-    found = list[str]()
+    patients = list[str]()
     for k, examples in enumerate(splits):
         groups = examples.groups
-        found += [f"record {k} {i}" for i in range(len(examples))] if groups is None else [f"group {g}" for g in groups]
-    return found
+        patients += (
+            [f"record {k} {i}" for i in range(len(examples))] if groups is None else [f"group {g}" for g in groups]
+        )
+    return patients
 
 
 def _patients(splits: Sequence[Examples]) -> Tensor:
@@ -206,10 +208,10 @@ Stated = TypeVar("Stated")
 def _column(
     cells: Cells, names: Sequence[str], read: Callable[[Column, NDArray[np.float64]], Stated | None]
 ) -> Callable[[int], Stated | None] | None:
-    found = next((cells[name] for name in names if name in cells), None)
-    if found is None:
+    cell = next((cells[name] for name in names if name in cells), None)
+    if cell is None:
         return None
-    column, values = found
+    column, values = cell
     return lambda i: None if column.missing == "indicator" and values[i, -1] == 1 else read(column, values[i])
 
 
@@ -231,15 +233,15 @@ def _sex(column: Column, value: NDArray[np.float64]) -> str | None:
 
 
 def _shares(question: SurveyQuestion, facts: Sequence[RecordFacts], images: Sequence[int], n_classes: int) -> Tensor:
-    found = torch.zeros(len(facts), question.count(n_classes), dtype=torch.float64)
+    shares = torch.zeros(len(facts), question.count(n_classes), dtype=torch.float64)
     if question.name == "intensity":
-        return _intensities(question, facts, found)
+        return _intensities(question, facts, shares)
     names = question.cells(())
     for i, (fact, own) in enumerate(zip(facts, images, strict=True)):
         if question.name == "classes" and fact.label < 0:  # a coarse label is in no cell
             continue
-        found[i, _cell(question, names, fact, own)] = 1.0
-    return found
+        shares[i, _cell(question, names, fact, own)] = 1.0
+    return shares
 
 
 def _cell(question: SurveyQuestion, names: Sequence[str], fact: RecordFacts, images: int) -> int:
@@ -270,11 +272,11 @@ def _step(value: int, last: Sequence[int]) -> int:
     return next((k for k, most in enumerate(last) if value <= most), len(last))
 
 
-def _intensities(question: SurveyQuestion, facts: Sequence[RecordFacts], found: Tensor) -> Tensor:
+def _intensities(question: SurveyQuestion, facts: Sequence[RecordFacts], counts: Tensor) -> Tensor:
     for i, fact in enumerate(facts):
         if fact.grey is None or not fact.grey.sum() > 0:
-            found[i, -1] = 1.0
+            counts[i, -1] = 1.0
             continue
         shares = fact.grey.reshape(-1, question.width).sum(1) / fact.grey.sum()
-        found[i, : len(shares)] = torch.from_numpy(np.floor(shares / STEP) * STEP)
-    return found
+        counts[i, : len(shares)] = torch.from_numpy(np.floor(shares / STEP) * STEP)
+    return counts

@@ -42,16 +42,16 @@ def read_readable(examples: Examples, index: Tensor) -> tuple[Tensor, Tensor]:
     except DataError as error:
         if error.code != UNREADABLE:
             raise
-    kept, found = list[Tensor](), [examples.batch(index[:0])[0]]
+    kept, inputs = list[Tensor](), [examples.batch(index[:0])[0]]
     for one in torch.split(index, 1):
         try:
-            found.append(examples.batch(one)[0])
+            inputs.append(examples.batch(one)[0])
             kept.append(one)
         except DataError as error:
             if error.code != UNREADABLE:
                 raise
             log.warning("%s is left out: %s", name_of(examples, int(one)), error.message)
-    return torch.cat([index[:0], *kept]), torch.cat(found)
+    return torch.cat([index[:0], *kept]), torch.cat(inputs)
 
 
 def unreadable(

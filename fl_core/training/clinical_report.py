@@ -24,35 +24,35 @@ _MISLEADING = 0.1
 """An expected calibration error from which on probabilities are not to be used as they are."""
 
 
-def sentence(found: ClinicalMetrics, tested: float = 0.0) -> str:
+def sentence(metrics: ClinicalMetrics, tested: float = 0.0) -> str:
     """Say what holds over all classes; tested: the examples that accuracy was measured on, if these may be fewer.
 
     Where they are, balanced accuracy is left out: the one of all test examples is said elsewhere.
     """
-    what, have = ("classes", "have test examples") if not found.labels else ("labels", _BOTH)
-    missing, over = round(tested) - found.examples, f"{found.classes_present} of {len(found.tables)} {what}"
+    what, have = ("classes", "have test examples") if not metrics.labels else ("labels", _BOTH)
+    missing, over = round(tested) - metrics.examples, f"{metrics.classes_present} of {len(metrics.tables)} {what}"
     text = f"over {over} that {have}: "
     if missing <= 0:
-        text += f"balanced accuracy {balanced_accuracy(found)}, "
-    text += f"macro AUC {macro_auc(found)}; {calibration(found)}"
-    left_out = "test examples" if not found.labels else "answers about labels"
+        text += f"balanced accuracy {balanced_accuracy(metrics)}, "
+    text += f"macro AUC {macro_auc(metrics)}; {calibration(metrics)}"
+    left_out = "test examples" if not metrics.labels else "answers about labels"
     return f"{text}; without {missing} {left_out} whose hospitals send accuracies alone" if missing > 0 else text
 
 
-def balanced_accuracy(found: ClinicalMetrics) -> str:
-    text = with_interval(found.balanced_accuracy, intervals.mean_of_shares(*found.balanced_counts))
-    guessing = 1 / 2 if found.labels else 1 / max(found.classes_present, 1)
-    return f"{text} (guessing: {percent(guessing)})" if found.classes_present else text
+def balanced_accuracy(metrics: ClinicalMetrics) -> str:
+    text = with_interval(metrics.balanced_accuracy, intervals.mean_of_shares(*metrics.balanced_counts))
+    guessing = 1 / 2 if metrics.labels else 1 / max(metrics.classes_present, 1)
+    return f"{text} (guessing: {percent(guessing)})" if metrics.classes_present else text
 
 
-def calibration(found: ClinicalMetrics) -> str:
+def calibration(metrics: ClinicalMetrics) -> str:
     """Say the expected calibration error, and what a large one means."""
-    error, n = found.calibration_error, sum(b.examples for b in found.bins)
+    error, n = metrics.calibration_error, sum(b.examples for b in metrics.bins)
     text = f"expected calibration error {percent(error)}"
     if error is None or error < _MISLEADING:
         return text
     right, sure = (
-        100 * sum(values) / n for values in zip(*((b.correct, b.confidence) for b in found.bins), strict=True)
+        100 * sum(values) / n for values in zip(*((b.correct, b.confidence) for b in metrics.bins), strict=True)
     )
     return (
         f"{text}: {right:.0f} % of the answers are right, at a mean confidence of {sure:.0f} %, so do not read its "
@@ -60,36 +60,36 @@ def calibration(found: ClinicalMetrics) -> str:
     )
 
 
-def class_head(found: ClinicalMetrics) -> tuple[str, ...]:
-    what, n = ("class", "test examples") if not found.labels else ("label", "found, of those asked")
+def class_head(metrics: ClinicalMetrics) -> tuple[str, ...]:
+    what, n = ("class", "test examples") if not metrics.labels else ("label", "found, of those asked")
     return (what, n, "sensitivity (95 %)", "specificity (95 %)", "AUC (95 %)")
 
 
-def class_rows(found: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
+def class_rows(metrics: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
     """Return a row per class under `class_head`, with intervals for the luck of the test set."""
     rows = zip(
         classes,
-        (f"{t.there} of {sum(t)}" if found.labels else str(t.there) for t in found.tables),
-        zip(found.sensitivity, intervals.by_class(found), strict=True),
-        zip(found.specificity, intervals.specificities(found), strict=True),
-        zip(found.auc, intervals.areas(found), strict=True),
+        (f"{t.there} of {sum(t)}" if metrics.labels else str(t.there) for t in metrics.tables),
+        zip(metrics.sensitivity, intervals.by_class(metrics), strict=True),
+        zip(metrics.specificity, intervals.specificities(metrics), strict=True),
+        zip(metrics.auc, intervals.areas(metrics), strict=True),
         strict=True,
     )
     return [(name, n, with_interval(*sens), with_interval(*spec), auc(*area)) for name, n, sens, spec, area in rows]
 
 
-def confusion_head(found: ClinicalMetrics, classes: Sequence[str]) -> tuple[str, ...]:
-    return ("label", *_TWO_BY_TWO) if found.labels else ("class, taken for", *classes)
+def confusion_head(metrics: ClinicalMetrics, classes: Sequence[str]) -> tuple[str, ...]:
+    return ("label", *_TWO_BY_TWO) if metrics.labels else ("class, taken for", *classes)
 
 
-def confusion_rows(found: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
+def confusion_rows(metrics: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
     """Return a row per class under `confusion_head`."""
-    return [(name, *map(str, row)) for name, row in zip(classes, found.labels or found.confusion, strict=True)]
+    return [(name, *map(str, row)) for name, row in zip(classes, metrics.labels or metrics.confusion, strict=True)]
 
 
-def reliability_rows(found: ClinicalMetrics) -> list[tuple[str, ...]]:
+def reliability_rows(metrics: ClinicalMetrics) -> list[tuple[str, ...]]:
     """Return (confidence, examples, mean confidence, share right) of the bins that have examples."""
-    width = 1 / len(found.bins)
+    width = 1 / len(metrics.bins)
     return [
         (
             f"{100 * k * width:.0f} to {100 * (k + 1) * width:.0f} %",
@@ -97,19 +97,19 @@ def reliability_rows(found: ClinicalMetrics) -> list[tuple[str, ...]]:
             percent(b.confidence / b.examples),
             percent(b.correct / b.examples),
         )
-        for k, b in enumerate(found.bins)
+        for k, b in enumerate(metrics.bins)
         if b.examples
     ]
 
 
-def auc(found: BinnedRange | None, interval: Interval | None = None) -> str:
-    if found is None:
+def auc(metrics: BinnedRange | None, interval: Interval | None = None) -> str:
+    if metrics is None:
         return "-"
-    return f"{found.middle:.3f}" + (f" ({interval.low:.3f} to {interval.high:.3f})" if interval is not None else "")
+    return f"{metrics.middle:.3f}" + (f" ({interval.low:.3f} to {interval.high:.3f})" if interval is not None else "")
 
 
-def macro_auc(found: ClinicalMetrics) -> str:
-    return auc(found.macro_auc, intervals.macro_auc(found))
+def macro_auc(metrics: ClinicalMetrics) -> str:
+    return auc(metrics.macro_auc, intervals.macro_auc(metrics))
 
 
 def with_interval(share: float | None, interval: Interval | None) -> str:

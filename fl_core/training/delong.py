@@ -98,10 +98,10 @@ def _placements(scores: Tensor, mine: Tensor) -> Tensor:
 
     Ties count half.
     """
-    found = torch.empty(len(scores), dtype=torch.float64)
+    placements = torch.empty(len(scores), dtype=torch.float64)
     for group, others, sign in ((mine, ~mine, 1.0), (~mine, mine, -1.0)):
         ordered = torch.sort(others_scores := sign * scores[others]).values
         own = sign * scores[group]
         below = torch.searchsorted(ordered, own, right=False) + torch.searchsorted(ordered, own, right=True)
-        found[group] = below.double() / (2 * len(others_scores))
-    return found
+        placements[group] = below.double() / (2 * len(others_scores))
+    return placements

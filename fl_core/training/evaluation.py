@@ -78,9 +78,9 @@ def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = S
 
         def by_label(x: Tensor, y: Tensor) -> Tensors:
             with torch.no_grad():
-                found = model(x) > 0
+                predicted = model(x) > 0
             known = y != UNKNOWN
-            return {"correct": ((found == (y == FOUND)) & known).sum(0), "known": known.sum(0)}
+            return {"correct": ((predicted == (y == FOUND)) & known).sum(0), "known": known.sum(0)}
 
         counts = data.sum(BatchSums(by_label), split=split)
         return Part({"correct": counts["correct"].float()}, counts["known"].float())
@@ -152,8 +152,8 @@ def evaluate_own(
         return torch.stack([(z.argmax(1) == y).float() for z in answered(x, y)], 1)
 
     if data.multi_label:
-        found = {name: v.float() for name, v in data.sum(BatchSums(by_label), split=Split.TEST).items()}
-        parts[OWN] = Part({"own": found["own"], "measured": found["measured"]}, found["known"])
+        counts = {name: v.float() for name, v in data.sum(BatchSums(by_label), split=Split.TEST).items()}
+        parts[OWN] = Part({"own": counts["own"], "measured": counts["measured"]}, counts["known"])
     else:
         sums = data.sum(ClassSums(right, n_classes), bound=math.sqrt(2), split=Split.TEST)
         parts[OWN] = Part({"own": sums["sum"][:, 0].clone(), "measured": sums["sum"][:, 1].clone()}, sums["count"])
@@ -173,11 +173,11 @@ def own_models(parts: Bundle) -> OwnModels | None:
         return None
     own, paired = parts[OWN], parts.get(PAIRED)
     mine, theirs, of = (tuple(v.tolist()) for v in (own.total["own"], own.total["measured"], own.weight))
-    found = OwnModels(mine, theirs, of)
+    scores = OwnModels(mine, theirs, of)
     if paired is None or float(paired.weight) <= 0:
-        return found
+        return scores
     difference, square = (float(paired.total[name]) for name in ("difference", "square"))
-    return replace(found, images=float(paired.weight), difference=difference, square=square)
+    return replace(scores, images=float(paired.weight), difference=difference, square=square)
 
 
 def shown_result(update: Bundle) -> HospitalResult | None:
@@ -244,15 +244,15 @@ def personal_scores(total: Bundle) -> dict[str, float]:
 
     Empty where nothing personal was measured. Guarantees: within 1e-5 of the same numbers from all silos' accuracies.
     """
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for part, names in _SCORES.items():
         if part not in total or (n := float(total[part].weight)) <= 0:
             continue
         for name in names:
             mean = float(total[part].total[name]) / n
             square = sum(float(total[part].total[f"{name}_square{rest}"]) for rest in ("", "_rest")) / n
-            found[name], found[f"{name}_std"] = mean, math.sqrt(max(0.0, square - mean * mean))
-    return found
+            scores[name], scores[f"{name}_std"] = mean, math.sqrt(max(0.0, square - mean * mean))
+    return scores
 
 
 def few_tested(labels: Tensor, n_classes: int, least: int) -> Tensor:
@@ -260,8 +260,8 @@ def few_tested(labels: Tensor, n_classes: int, least: int) -> Tensor:
 
     Of several labels at once: of which so few were found, or looked for and not found.
     """
-    found = class_counts(labels, n_classes)
-    few = (found > 0) & (found < least)
+    tested = class_counts(labels, n_classes)
+    few = (tested > 0) & (tested < least)
     if is_multi_label(labels):
         absent = (labels == NOT_FOUND).sum(0)
         few |= (absent > 0) & (absent < least)

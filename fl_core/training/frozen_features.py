@@ -140,8 +140,8 @@ def feature_batches(
 
 def in_memory(examples: Examples, batches: Iterable[FeatureBatch]) -> Examples:
     """Return the examples of some batches of features, all of which are kept in memory."""
-    found = list(batches)
-    return with_rows(examples, torch.cat([b.positions for b in found]), torch.cat([b.rows for b in found]))
+    kept = list(batches)
+    return with_rows(examples, torch.cat([b.positions for b in kept]), torch.cat([b.rows for b in kept]))
 
 
 def with_rows(examples: Examples, positions: Tensor, rows: Tensor) -> Examples:

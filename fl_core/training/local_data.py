@@ -149,10 +149,10 @@ class PlainLocalData:
         size = self._config.micro_batch or len(x)
         for number, (some_x, some_y) in enumerate(zip(torch.split(x, size), torch.split(y, size), strict=True)):
             with self._autocast():
-                found = loss(model, some_x, some_y)
-                if len(some_x) < len(x) and found.coupled is not None:
+                losses = loss(model, some_x, some_y)
+                if len(some_x) < len(x) and losses.coupled is not None:
                     raise ConfigError("E-CFG-08", f"a loss that mixes the examples of a batch: {NO_MICRO_BATCH}")
-                objective = found.objective()
+                objective = losses.objective()
             if len(some_x) < len(x):
                 objective = objective * (len(some_x) / len(x))
             if penalty is not None and number == 0:

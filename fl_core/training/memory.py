@@ -27,8 +27,8 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    found = [*_of_machine(), *_of_groups()]
-    return max(0, min(found)) if found else None
+    limits = [*_of_machine(), *_of_groups()]
+    return max(0, min(limits)) if limits else None
 
 
 def require(need: int, device: torch.device, what: str, remedy: str, disclose: bool = False) -> None:
@@ -39,9 +39,9 @@ def require(need: int, device: torch.device, what: str, remedy: str, disclose: b
     free = free_memory(device)
     if free is None or need <= free:
         return
-    found = mib(free) if disclose else "less"
+    available = mib(free) if disclose else "less"
     raise RefusedError(
-        "E-RUN-38", f"expected at least {mib(need)} of free memory on {device} for {what}, found {found}: {remedy}"
+        "E-RUN-38", f"expected at least {mib(need)} of free memory on {device} for {what}, found {available}: {remedy}"
     )
 
 

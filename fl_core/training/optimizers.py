@@ -23,9 +23,9 @@ def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
     """Return the first word set that only plain training, silo by silo, can follow: as off, and as found."""
     off = TrainConfig()
     for name in ("amp", "channels_last", "cudnn_benchmark", "compile", "augment_on_device", "micro_batch"):
-        wanted, found = (f"train.{name}={str(getattr(c, name)).lower()}" for c in (off, config))
-        if found != wanted:
-            return wanted, found
+        wanted, setting = (f"train.{name}={str(getattr(c, name)).lower()}" for c in (off, config))
+        if setting != wanted:
+            return wanted, setting
     return None
 
 

@@ -161,5 +161,5 @@ def listed(names: Collection[str]) -> str:
 
 def counted_holders(classes: Sequence[str], holders: Iterable[Collection[str]]) -> tuple[int, ...]:
     """Count of each class the hospitals that have it. holders: the classes of each hospital."""
-    found = [frozenset(each) for each in holders]
-    return tuple(sum(name in each for each in found) for name in classes)
+    class_sets = [frozenset(each) for each in holders]
+    return tuple(sum(name in each for each in class_sets) for name in classes)

@@ -98,11 +98,11 @@ class ClinicalMetrics:
         """Answers by label, or by class against the rest."""
         if self.labels:
             return self.labels
-        total, found = sum(map(sum, self.confusion)), list[TwoByTwo]()
+        total, tables = sum(map(sum, self.confusion)), list[TwoByTwo]()
         for c, row in enumerate(self.confusion):
             fp, fn = sum(r[c] for r in self.confusion) - row[c], sum(row) - row[c]
-            found.append(TwoByTwo(total - sum(row) - fp, fp, fn, row[c]))
-        return tuple(found)
+            tables.append(TwoByTwo(total - sum(row) - fp, fp, fn, row[c]))
+        return tuple(tables)
 
     @property
     def per_class(self) -> list[int]:

@@ -78,14 +78,16 @@ def width(columns: Sequence[Column]) -> int:
 def difference(run: Sequence[Column], own: Sequence[Column]) -> str:
     """Say where two schemas differ, in the order of the run's; empty where they do not. It tells of schemas alone."""
     theirs, ours = ({column.name: column for column in columns} for columns in (run, own))
-    found = [f"{name!r} is not here" for name in theirs if name not in ours]
-    found += [f"{name!r} is not the run's" for name in ours if name not in theirs]
+    differences = [f"{name!r} is not here" for name in theirs if name not in ours]
+    differences += [f"{name!r} is not the run's" for name in ours if name not in theirs]
     for name in (name for name in theirs if name in ours):
         pairs = ((key, getattr(theirs[name], key), getattr(ours[name], key)) for key in Column.__slots__)
-        found += [f"{name!r} has {key} {_short(a)} in the run and {_short(b)} here" for key, a, b in pairs if a != b]
-    if not found and list(theirs) != list(ours):
-        found = ["the columns are in another order"]
-    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        differences += [
+            f"{name!r} has {key} {_short(a)} in the run and {_short(b)} here" for key, a, b in pairs if a != b
+        ]
+    if not differences and list(theirs) != list(ours):
+        differences = ["the columns are in another order"]
+    return "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
 
 
 def _short(value: object) -> str:

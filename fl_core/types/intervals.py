@@ -63,12 +63,12 @@ def share(right: float, of: float, level: float = LEVEL) -> Interval | None:
 def mean_of_shares(right: Sequence[float], of: Sequence[float], level: float = LEVEL) -> Interval | None:
     """Return the interval of the mean of the shares that have examples, each counted alike: of a balanced accuracy."""
     rows = [(r / n, share(r, n, level)) for r, n in zip(right, of, strict=True) if n > 0]
-    found = [(point, interval) for point, interval in rows if interval is not None]
-    if not found:
+    measured = [(point, interval) for point, interval in rows if interval is not None]
+    if not measured:
         return None
-    mean = math.fsum(point for point, _ in found) / len(found)
-    down = math.hypot(*(point - interval.low for point, interval in found)) / len(found)
-    up = math.hypot(*(interval.high - point for point, interval in found)) / len(found)
+    mean = math.fsum(point for point, _ in measured) / len(measured)
+    down = math.hypot(*(point - interval.low for point, interval in measured)) / len(measured)
+    up = math.hypot(*(interval.high - point for point, interval in measured)) / len(measured)
     return Interval(max(0.0, mean - down), min(1.0, mean + up))
 
 
@@ -79,17 +79,17 @@ def difference(first: float, of_first: Interval, second: float, of_second: Inter
     return Interval(max(-1.0, first - second - down), min(1.0, first - second + up))
 
 
-def auc(found: BinnedRange | None, positives: int, negatives: int, level: float = LEVEL) -> Interval | None:
+def auc(measured: BinnedRange | None, positives: int, negatives: int, level: float = LEVEL) -> Interval | None:
     """Return the interval of an area that was measured on so many examples of the class and others; None of none."""
-    if found is None or positives < 1 or negatives < 1:
+    if measured is None or positives < 1 or negatives < 1:
         return None
     z = NormalDist().inv_cdf((1 + level) / 2)
 
-    def outside(area: float, measured: float) -> bool:
-        return (measured - area) ** 2 > z * z * auc_variance(area, positives, negatives)
+    def outside(area: float, end: float) -> bool:
+        return (end - area) ** 2 > z * z * auc_variance(area, positives, negatives)
 
-    low = _end(found.low, 0.0, lambda area: outside(area, found.low))
-    return Interval(low, _end(found.high, 1.0, lambda area: outside(area, found.high)))
+    low = _end(measured.low, 0.0, lambda area: outside(area, measured.low))
+    return Interval(low, _end(measured.high, 1.0, lambda area: outside(area, measured.high)))
 
 
 def auc_variance(area: float, positives: int, negatives: int) -> float:
@@ -115,34 +115,34 @@ def _end(inside: float, bound: float, outside: Callable[[float], bool]) -> float
 # ---- of an evaluation ------------------------------------------------------------------------------------------------
 
 
-def by_class(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
+def by_class(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
     """Return the interval of each class's sensitivity."""
-    return [share(t.tp, t.there, level) for t in found.tables]
+    return [share(t.tp, t.there, level) for t in metrics.tables]
 
 
-def specificities(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
-    return [share(t.tn, t.absent, level) for t in found.tables]
+def specificities(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
+    return [share(t.tn, t.absent, level) for t in metrics.tables]
 
 
-def areas(found: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
+def areas(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
     """Return the interval of each class's AUC."""
-    return [auc(area, t.there, t.absent, level) for area, t in zip(found.auc, found.tables, strict=True)]
+    return [auc(area, t.there, t.absent, level) for area, t in zip(metrics.auc, metrics.tables, strict=True)]
 
 
-def macro_auc(found: ClinicalMetrics, level: float = LEVEL) -> Interval | None:
-    known = [interval for interval in areas(found, level) if interval is not None]
+def macro_auc(metrics: ClinicalMetrics, level: float = LEVEL) -> Interval | None:
+    known = [interval for interval in areas(metrics, level) if interval is not None]
     if not known:
         return None
     return Interval(*(math.fsum(ends) / len(known) for ends in zip(*known, strict=True)))
 
 
-def facts(found: ClinicalMetrics) -> dict[str, object]:
+def facts(metrics: ClinicalMetrics) -> dict[str, object]:
     """Write an evaluation for machines, with the intervals of its numbers beside them; None for what there is not."""
     return {
-        **found.facts(),
-        "balanced_accuracy_interval": mean_of_shares(*found.balanced_counts),
-        "sensitivity_interval": by_class(found),
-        "specificity_interval": specificities(found),
-        "macro_auc_interval": macro_auc(found),
-        "auc_interval": areas(found),
+        **metrics.facts(),
+        "balanced_accuracy_interval": mean_of_shares(*metrics.balanced_counts),
+        "sensitivity_interval": by_class(metrics),
+        "specificity_interval": specificities(metrics),
+        "macro_auc_interval": macro_auc(metrics),
+        "auc_interval": areas(metrics),
     }

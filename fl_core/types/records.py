@@ -162,8 +162,8 @@ class HospitalResult:
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> HospitalResult:
         clinical, own = raw["clinical"], raw.get("own")
-        found = clinical and ClinicalMetrics.of(clinical)
-        return cls(tuple(raw["correct"]), tuple(raw["examples"]), found, own and OwnModels.of(own))
+        metrics = clinical and ClinicalMetrics.of(clinical)
+        return cls(tuple(raw["correct"]), tuple(raw["examples"]), metrics, own and OwnModels.of(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class RoundRecord:
         """Read what `to_dict` wrote, by way of JSON: numbers come back as they were, infinite ones too."""
         lists = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
         clinical = raw.get("clinical")
-        each = {name: HospitalResult.of(found) for name, found in raw.get("by_hospital", {}).items()}
+        each = {name: HospitalResult.of(metrics) for name, metrics in raw.get("by_hospital", {}).items()}
         measured = {"clinical": clinical and ClinicalMetrics.of(clinical), "by_hospital": each}
         measured["own"] = (own := raw.get("own")) and OwnModels.of(own)
         return cls(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
@@ -232,8 +232,8 @@ class RoundRecord:
     @property
     def balanced_accuracy(self) -> float:
         """Return the mean accuracy over classes that have test examples; -1 where none has, or labels are not known."""
-        found = macro_mean(right / of if of else None for right, of in zip(*self.balanced_counts, strict=True))
-        return -1.0 if found is None else found
+        mean = macro_mean(right / of if of else None for right, of in zip(*self.balanced_counts, strict=True))
+        return -1.0 if mean is None else mean
 
     def class_accuracy(self) -> list[float | None]:
         """Return the accuracy per class, None where no silo has a test example."""
@@ -274,10 +274,10 @@ def refused(missing: Mapping[str, str]) -> dict[str, str]:
 
 def update_outcomes(rounds: Iterable[JudgedUpdates]) -> dict[str, int]:
     """Count over rounds the updates that were refused and cut, rows that were cut, and rounds without a bound."""
-    found = list(rounds)
+    closed_rounds = list(rounds)
     return {
-        "updates_refused": sum(len(refused(r.missing)) for r in found),
-        "updates_cut": sum(len(r.cut) for r in found),
-        "cut_rows": sum(r.cut_rows for r in found),
-        "unbounded_rounds": sum(r.unbounded for r in found),
+        "updates_refused": sum(len(refused(r.missing)) for r in closed_rounds),
+        "updates_cut": sum(len(r.cut) for r in closed_rounds),
+        "cut_rows": sum(r.cut_rows for r in closed_rounds),
+        "unbounded_rounds": sum(r.unbounded for r in closed_rounds),
     }

@@ -109,12 +109,12 @@ class SurveyQuestion:
     @classmethod
     def of(cls, word: str) -> SurveyQuestion:
         """Read `name` or `name:width`; raises as the class."""
-        found = _WORD.fullmatch(word.strip())
-        if found is None:
+        match = _WORD.fullmatch(word.strip())
+        if match is None:
             raise ConfigError("E-CFG-01", f"expected a question like classes or ages:10, found {shown(word)}: correct")
-        kind = QUESTIONS.get(found[1])
+        kind = QUESTIONS.get(match[1])
         usual = kind.bins.width if kind is not None and kind.bins is not None else 0
-        return cls(found[1], int(found[2]) if found[2] else usual)
+        return cls(match[1], int(match[2]) if match[2] else usual)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.width}" if self.width else self.name
@@ -160,14 +160,14 @@ def parse_questions(text: str) -> tuple[SurveyQuestion, ...]:
 
     Raises ConfigError: E-CFG-02 on none, or on one that is asked twice; as `Question.of`.
     """
-    found = [SurveyQuestion.of(word) for word in text.split(",")] if text.strip() else []
-    names = [question.name for question in found]
-    if not found or len(set(names)) != len(names):
-        what = "none" if not found else f"{max(names, key=names.count)!r} twice"
+    questions = [SurveyQuestion.of(word) for word in text.split(",")] if text.strip() else []
+    names = [question.name for question in questions]
+    if not questions or len(set(names)) != len(names):
+        what = "none" if not questions else f"{max(names, key=names.count)!r} twice"
         raise ConfigError(
             "E-CFG-02", f"expected questions, each once, of {', '.join(QUESTIONS)}, found {what}: correct the list"
         )
-    return tuple(sorted(found, key=lambda question: list(QUESTIONS).index(question.name)))
+    return tuple(sorted(questions, key=lambda question: list(QUESTIONS).index(question.name)))
 
 
 def document(questions: Sequence[SurveyQuestion]) -> str:

@@ -17,21 +17,21 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     In a quarter of its time, which small models feel: no hooks are asked, and no module of our models has any.
     """
-    found: dict[str, Tensor] = {}
-    _collect(model, "", found)
-    return found
+    tensors: dict[str, Tensor] = {}
+    _collect(model, "", tensors)
+    return tensors
 
 
-def _collect(module: nn.Module, prefix: str, found: dict[str, Tensor]) -> None:
+def _collect(module: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            found[prefix + name] = parameter
+            tensors[prefix + name] = parameter
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            found[prefix + name] = buffer
+            tensors[prefix + name] = buffer
     for name, child in module._modules.items():
         if child is not None:
-            _collect(child, f"{prefix}{name}.", found)
+            _collect(child, f"{prefix}{name}.", tensors)
 
 
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
@@ -57,8 +57,8 @@ def load_state(model: nn.Module, values: Tensors) -> None:
     with torch.no_grad():
         for name, value in values.items():
             if (place := state.get(name)) is None or place.shape != value.shape:
-                found = "no such tensor" if place is None else tuple(place.shape)
-                raise ProtocolError("E-WIRE-06", f"expected {name} {tuple(value.shape)} in the model, found {found}")
+                actual = "no such tensor" if place is None else tuple(place.shape)
+                raise ProtocolError("E-WIRE-06", f"expected {name} {tuple(value.shape)} in the model, found {actual}")
             place.copy_(value)
 
 

@@ -83,13 +83,13 @@ class _Frame(NamedTuple):
     values: NDArray[np.integer]
 
     def get(self, name: str, default: object = None) -> object:
-        found = getattr(self.tags, name, None)
-        return default if found is None else found
+        value = getattr(self.tags, name, None)
+        return default if value is None else value
 
     def number(self, name: str, default: float) -> float:
         """Return a tag's first number."""
-        found = self.get(name, default)
-        first = found if isinstance(found, (int, float, str)) else next(iter(found), default)  # type: ignore[call-overload]
+        value = self.get(name, default)
+        first = value if isinstance(value, (int, float, str)) else next(iter(value), default)  # type: ignore[call-overload]
         if not math.isfinite(number := float(first)):
             raise UnreadableError(f"the tag {name} holds no finite number: restore the file")
         return number
@@ -368,8 +368,8 @@ def _shares(frame: _Frame, window: Window | None) -> NDArray[np.float64]:
     if window is not None:
         return _windowed(values, window, "LINEAR")
     if table := _first(frame.get("VOILUTSequence")):
-        found, most = _looked_up(frame, values, (low, high), table.LUTDescriptor, table.LUTData)
-        return found / most
+        mapped, most = _looked_up(frame, values, (low, high), table.LUTDescriptor, table.LUTData)
+        return mapped / most
     if frame.get("WindowCenter") is not None and frame.get("WindowWidth") is not None:
         own = Window(frame.number("WindowCenter", 0), frame.number("WindowWidth", 0))
         return _windowed(values, own, str(frame.get("VOILUTFunction") or "LINEAR"))
@@ -380,8 +380,8 @@ def _modality(frame: _Frame) -> tuple[NDArray[np.float64], float, float]:
     """Return the values after the modality LUT, and the least and the greatest that the stored bits could give."""
     values: NDArray[np.float64] = frame.values.astype(np.float64)
     if table := _first(frame.get("ModalityLUTSequence")):
-        found, most = _looked_up(frame, values, frame.limits, table.LUTDescriptor, table.LUTData)
-        return found, 0.0, most
+        mapped, most = _looked_up(frame, values, frame.limits, table.LUTDescriptor, table.LUTData)
+        return mapped, 0.0, most
     low, high = frame.limits
     slope, intercept = frame.number("RescaleSlope", 1), frame.number("RescaleIntercept", 0)
     if not abs(slope) > 1e-12 or not max(abs(slope), abs(intercept)) < 1e12:

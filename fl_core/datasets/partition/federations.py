@@ -174,8 +174,8 @@ def parse_federation(text: str) -> Partitioner:
         raise ConfigError("E-CFG-01", f"expected a partition seed like @7 after the federation, found {text!r}")
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
-    if found := user_partition.parsed(body):
-        return Partitioner(PartitionKind.OWN, found[0].silos, f"{found[1]}{tail}", seed, own=found[0])
+    if custom := user_partition.parsed(body):
+        return Partitioner(PartitionKind.OWN, custom[0].silos, f"{custom[1]}{tail}", seed, own=custom[0])
     if body == "hospitals6":
         return Partitioner(PartitionKind.HOSPITALS, 6, f"{body}{tail}", seed)
     if match := re.fullmatch(r"p(\d+)c(\d+)(?:-(double))?", body):

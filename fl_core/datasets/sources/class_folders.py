@@ -78,12 +78,12 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
         notes = ("no train/ and test/ level: a fifth of each class, chosen by file name, is held out as test",)
     if not names:
         loose = sum(problem.count for problem in problems)
-        found, remedy = (
+        contents, remedy = (
             ("none", "check the path")
             if not loose
             else (f"{loose} images that lie in no class", "put each into a subfolder that is named after its class")
         )
-        raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found {found}: {remedy}")
+        raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found {contents}: {remedy}")
     problems += tree.problems()
     notes += tree.notes()
     space = tuple(classes or labels.space(names))
@@ -92,8 +92,8 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
 
 
 def _translated(items: list[Item], labels: Translator) -> list[Item]:
-    found = ((item, labels(item.label, item.split)) for item in items)
-    return [replace(item, label=label) for item, label in found if label is not None]
+    pairs = ((item, labels(item.label, item.split)) for item in items)
+    return [replace(item, label=label) for item, label in pairs if label is not None]
 
 
 def listed(root: Path, level: Path, split: Split) -> list[Item]:
@@ -137,18 +137,18 @@ class _Tree:
 
     def images(self, folder: Path) -> list[tuple[str, int]]:
         """List the images of a folder and of all below it: names within the root, and bytes."""
-        found: list[tuple[str, int]] = []
+        images: list[tuple[str, int]] = []
         waiting = [str(folder)]
         while waiting:
             for entry in self._entries(waiting.pop()):
                 if not _is_folder(entry):
                     if (size := self._size_of_image(entry)) is not None:
-                        found.append((entry.path[self._skip :], size))
+                        images.append((entry.path[self._skip :], size))
                 elif entry.is_symlink():
                     self._links.append(self._name(entry.path))
                 else:
                     waiting.append(entry.path)
-        return sorted(found, key=lambda image: image[0].split("/"))  # as paths are sorted
+        return sorted(images, key=lambda image: image[0].split("/"))  # as paths are sorted
 
     def items(self, level: Path, split: Split) -> list[Item]:
         return [
@@ -188,20 +188,20 @@ class _Tree:
             return []
 
     def _is_skipped(self, entry: os.DirEntry[str]) -> bool:
-        found = entry.name.lower() in NOT_OURS and _is_folder(entry)
-        self._skipped.update([entry.name] if found else ())
-        return found
+        skipped = entry.name.lower() in NOT_OURS and _is_folder(entry)
+        self._skipped.update([entry.name] if skipped else ())
+        return skipped
 
     def _size_of_image(self, entry: os.DirEntry[str]) -> int | None:
         """Return the bytes of a file that is an image; None for another, which is noted. One look at each file."""
         try:
-            found = entry.stat()
+            status = entry.stat()
         except OSError:
             self._closed.append(self._name(entry.path))
             return None
         suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122 - a Path takes as long as all the rest
-        if stat.S_ISREG(found.st_mode) and (suffix in SUFFIXES or _is_other_dicom(entry)):
-            return found.st_size
+        if stat.S_ISREG(status.st_mode) and (suffix in SUFFIXES or _is_other_dicom(entry)):
+            return status.st_size
         self.unread.append(Path(entry.path))
         return None
 

@@ -22,13 +22,13 @@ COLUMNS = ("path", "label", "group", "split")
 
 def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     """Read a manifest; raises DataError (E-DATA-02, E-DATA-07) when it is no such table."""
-    found = read_rows(file, COLUMNS)
-    wrong = [(line, fault) for line, row in found.rows if (fault := _fault(row))]
-    wrong += [(line, "more or fewer cells than the header has") for line in found.ragged]
+    table = read_rows(file, COLUMNS)
+    wrong = [(line, fault) for line, row in table.rows if (fault := _fault(row))]
+    wrong += [(line, "more or fewer cells than the header has") for line in table.ragged]
     labels = Translator(read_dictionary(file.parent))
     items = tuple(
         Item(_located(file.parent, row["path"]), row["path"], label, Split(row["split"]), row["group"] or None)
-        for _, row in found.rows
+        for _, row in table.rows
         if not _fault(row) and (label := labels(composed(row["label"]), Split(row["split"]))) is not None
     )
     lost = [item.name for item in items if not _is_file(item.path)]
@@ -59,7 +59,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             "Move all images of a group into one split: the test would measure what was memorised",
         ),
     )
-    space = tuple(classes or labels.space({composed(row["label"]) for _, row in found.rows if not _fault(row)}))
+    space = tuple(classes or labels.space({composed(row["label"]) for _, row in table.rows if not _fault(row)}))
     return SourceIndex(f"manifest:{file}", space, items, problems, labels=labels)
 
 

@@ -28,14 +28,14 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
 
     Cells are stripped. Raises DataError: E-DATA-02 no such file, E-DATA-07 not such a table (with line numbers).
     """
-    found = read_rows(file, required)
-    if found.ragged:
+    table = read_rows(file, required)
+    if table.ragged:
         raise DataError(
             "E-DATA-07",
-            f"expected {len(found.header)} cells in every row of {file}, found {len(found.ragged)} rows with more or "
-            f"fewer (lines {', '.join(map(str, found.ragged[:5]))}): quote cells that hold a comma",
+            f"expected {len(table.header)} cells in every row of {file}, found {len(table.ragged)} rows with more or "
+            f"fewer (lines {', '.join(map(str, table.ragged[:5]))}): quote cells that hold a comma",
         )
-    return [row for _, row in found.rows]
+    return [row for _, row in table.rows]
 
 
 def read_rows(file: Path, required: Sequence[str]) -> CsvTable:

@@ -109,13 +109,13 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
     From the library's own file: to import it takes nearly as long as to import torch, and each silo is a process.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise DataError(
             "E-DATA-02",
             "expected scikit-learn, whose digits these are, found none: pip install 'consilium-fl[research]'",
         )
-    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
         raise DataError(
             "E-DATA-02", f"expected scikit-learn's digits in {file}, found none: pip install 'consilium-fl[research]'"

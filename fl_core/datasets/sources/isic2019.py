@@ -117,14 +117,14 @@ def center_of(clients: int, client: int) -> tuple[int, int, int]:
     raise ValueError(f"expected a client below {clients}, found {center}")
 
 
-def split_center(found: SourceIndex, place: int, count: int, seed: int, origin: str) -> SourceIndex:
+def split_center(index: SourceIndex, place: int, count: int, seed: int, origin: str) -> SourceIndex:
     """Keep one of `count` equal random parts of a centre's train and test images."""
     kept: list[Item] = []
     for split in SPLITS:
-        items = [item for item in found.items if item.split is split]
-        order = rng.numpy_stream(seed, "partition", "clients", found.origin, split.value).permutation(len(items))
+        items = [item for item in index.items if item.split is split]
+        order = rng.numpy_stream(seed, "partition", "clients", index.origin, split.value).permutation(len(items))
         kept += [items[i] for i in np.sort(np.array_split(order, count)[place])]
-    return replace(found, origin=origin, items=tuple(kept))
+    return replace(index, origin=origin, items=tuple(kept))
 
 
 def _locate(root: Path) -> Path:

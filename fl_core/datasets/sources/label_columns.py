@@ -44,13 +44,13 @@ class LabelColumns:
 
         Else it is unknown where any of them did not look: the others do not say that it was not there.
         """
-        found = torch.full((len(self.rows), len(classes)), UNKNOWN, dtype=torch.int64)
+        targets = torch.full((len(self.rows), len(classes)), UNKNOWN, dtype=torch.int64)
         for k, label in enumerate(classes):
             own = self.rows[:, [i for i, name in enumerate(self.names) if name == label]]
             if own.shape[1]:
                 known = torch.where((own == UNKNOWN).any(1), UNKNOWN, NOT_FOUND)
-                found[:, k] = torch.where((own == FOUND).any(1), FOUND, known)
-        return found
+                targets[:, k] = torch.where((own == FOUND).any(1), FOUND, known)
+        return targets
 
     def at(self, kept: Sequence[int]) -> LabelColumns:
         return LabelColumns(self.names, self.rows[torch.tensor(kept, dtype=torch.int64)])
@@ -73,11 +73,11 @@ class LabelColumns:
 def translated_columns(names: Sequence[str], labels: Translator) -> tuple[str | None, ...]:
     """Return what each column is to runs, None where it is not used; raises DataError (E-DATA-07) on a coarse label."""
     labels.counted = "columns"
-    found = tuple(labels(name) for name in names)
-    if coarse := [text for text in found if text in labels.coarse]:
+    translated = tuple(labels(name) for name in names)
+    if coarse := [text for text in translated if text in labels.coarse]:
         raise DataError(
             "E-DATA-07",
             f"expected one label for a column, found {coarse[0]!r} in labels.toml: a coarse label is of records with "
             "one class; give the column one label, or [] where it is not used",
         )
-    return found
+    return translated

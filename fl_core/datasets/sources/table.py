@@ -113,7 +113,7 @@ class TableIndex:
             notes += self.columns.notes(self.classes)
             said = [f"{self.columns.names}{row}" for row in self.columns.rows.tolist()]
         facts = zip(self.names, said, (s.value for s in self.splits), self.groups or self.names, strict=True)
-        found = fingerprint(self.x.numpy().tobytes(), *facts)
+        digest = fingerprint(self.x.numpy().tobytes(), *facts)
         groups = len(set(self.groups)) or None
         return CheckReport(
             self.origin,
@@ -122,7 +122,7 @@ class TableIndex:
             problems,
             notes,
             groups=groups,
-            fingerprint=found,
+            fingerprint=digest,
         )
 
     def dataset(self) -> SiloDataset:
@@ -252,10 +252,10 @@ class _Rows:
         twice = [name for name in self.wanted if list(header).count(name) > 1]
         if lacking or twice:
             require_commas(file, header)
-            found = f"without {', '.join(lacking[:10])}" if lacking else f"with {', '.join(twice[:10])} twice"
+            fault = f"without {', '.join(lacking[:10])}" if lacking else f"with {', '.join(twice[:10])} twice"
             raise DataError(
                 "E-DATA-07",
-                f"expected the {len(self.wanted)} columns of {beside(file).name} in {file}, found a header {found}: "
+                f"expected the {len(self.wanted)} columns of {beside(file).name} in {file}, found a header {fault}: "
                 "export the table again, or correct the schema",
             )
         place = {name: k for k, name in enumerate(header)}
@@ -276,10 +276,10 @@ class _Rows:
         cell_texts: list[tuple[str, NumberTexts]] = []
         for column, parse, k in zip(self.schema.columns, self._parsers, self._inputs, strict=True):
             try:
-                found, texts = parse(cells[k])
+                parsed, texts = parse(cells[k])
             except ValueError as error:
                 return self._fault(line, f"{column.name}: {error}")
-            numbers += found
+            numbers += parsed
             cell_texts.append((column.name, texts))
         label, group, split, record = (self._cell(cells, r) for r in ("label", "group", "split", "record"))
         label = composed(label)
@@ -353,7 +353,7 @@ class _Rows:
 
     def _shared(self, splits: Sequence[Split], groups: Sequence[str], names: Sequence[str]) -> tuple[CheckProblem, ...]:
         """Find groups, and rows that are the same, in both splits, and records that are named twice."""
-        found: tuple[CheckProblem, ...] = ()
+        problems: tuple[CheckProblem, ...] = ()
         for what, of in (("groups", groups if self.schema.group else ()), ("equal rows", names)):
             halves = [{o for o, s in zip(of, splits, strict=bool(of)) if s is split} for split in SPLITS]
             shared = sorted(halves[0] & halves[1])
@@ -361,12 +361,12 @@ class _Rows:
             if what == "equal rows":
                 remedy += "; or declare `record`, where they are of different patients"
             shown = shared if what == "groups" else self._lines_of(names, set(shared))
-            found += problem("E-DATA-07", f"{what} in both train and test", shown, remedy)
+            problems += problem("E-DATA-07", f"{what} in both train and test", shown, remedy)
         if self.schema.record:
             twice = {name for name, n in Counter(names).items() if n > 1}
             what = f"values of {self.schema.record!r} that several rows have"
-            found += problem("E-DATA-07", what, self._lines_of(names, twice), "Name each row by another one")
-        return found
+            problems += problem("E-DATA-07", what, self._lines_of(names, twice), "Name each row by another one")
+        return problems
 
     def _lines_of(self, names: Sequence[str], wanted: set[str]) -> list[str]:
         lines: dict[str, list[int]] = {}

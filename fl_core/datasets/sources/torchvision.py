@@ -69,11 +69,11 @@ def _half(name: str, folder: Path, train: bool) -> SplitArrays:
         "cifar100": lambda: published.CIFAR100(folder, train, download=False),
         "svhn": lambda: published.SVHN(folder, "train" if train else "test", download=False),
     }
-    found = readers[name]()
-    x = torch.as_tensor(found.data)
+    dataset = readers[name]()
+    x = torch.as_tensor(dataset.data)
     if x.dim() == 3:
         x = x.unsqueeze(1)  # (N, 1, H, W)
     elif name != "svhn":
         x = x.permute(0, 3, 1, 2)
-    y: Labels = np.asarray(found.labels if name == "svhn" else found.targets, dtype=np.int64)  # type: ignore[attr-defined]
+    y: Labels = np.asarray(dataset.labels if name == "svhn" else dataset.targets, dtype=np.int64)  # type: ignore[attr-defined]
     return SplitArrays(x.contiguous(), y - 1 if name == "emnist" else y)  # EMNIST numbers the letters from 1

@@ -169,11 +169,11 @@ class Analytic(FedAvg):
                 "E-CFG-02", f"expected head=ridge beside personal_head=true, found {self.head}: leave one of them out"
             )
         if self._estimates and (self.head == "ncm" or not self.ridge):
-            found = "method.head=ncm, which has none" if self.head == "ncm" else "method.ridge=0, chosen by moments"
+            choice = "method.head=ncm, which has none" if self.head == "ncm" else "method.ridge=0, chosen by moments"
             raise ConfigError(
                 "E-CFG-02",
-                f"expected method.head=lda or ridge and a method.ridge > 0 for a covariance from means, found {found}: "
-                "change it, or leave method.covariance out",
+                f"expected method.head=lda or ridge and a method.ridge > 0 for a covariance from means, found {choice}"
+                ": change it, or leave method.covariance out",
             )
         plain = self.head == "ridge" and self.ridge and self.class_weights == "none" and self._adds_up
         if self.per_label and (not plain or self.personal_head):
@@ -186,11 +186,11 @@ class Analytic(FedAvg):
             raise ConfigError("E-CFG-02", "expected digests in method.withdraws, found others: leave it out")
         if not self._adds_up and (self.personal_head or self.withdraws):
             what = "personal_head=true" if self.personal_head else "a withdrawal"
-            found = "the noisy ones of a private run" if self._is_noisy else "class means alone"
+            choice = "the noisy ones of a private run" if self._is_noisy else "class means alone"
             raise ConfigError(
                 "E-CFG-02",
-                f"expected exact sums of all moments for {what}, found {found}: leave it out, or take privacy=none and "
-                "method.covariance=moments",
+                f"expected exact sums of all moments for {what}, found {choice}: leave it out, or take privacy=none "
+                "and method.covariance=moments",
             )
 
     @property
@@ -251,13 +251,16 @@ class Analytic(FedAvg):
     @property
     def unsupported(self) -> Mapping[Capability, str]:
         left_out = "set cohort=0: who is left out of the one sum is left out of the model"
-        found = {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
+        reasons = {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
         if self.per_label:
-            return {**found, Capability.DIFFERENTIAL_PRIVACY: "a head for each label has no noisy release: take fedavg"}
+            return {
+                **reasons,
+                Capability.DIFFERENTIAL_PRIVACY: "a head for each label has no noisy release: take fedavg",
+            }
         if not self._estimates:
-            return found
+            return reasons
         apart = "the server sees each silo's class means: set method.covariance=moments"
-        return {**found, Capability.DIFFERENTIAL_PRIVACY: apart, Capability.SECURE_AGGREGATION: apart}
+        return {**reasons, Capability.DIFFERENTIAL_PRIVACY: apart, Capability.SECURE_AGGREGATION: apart}
 
     def shared(self, name: str) -> bool:
         return name.startswith("head.")
@@ -310,26 +313,26 @@ class Analytic(FedAvg):
         width, classes = net.feature_dim + CONSTANT, context.n_classes
         if self._is_noisy:
             return LocalResult({MOMENTS: self._released(net, asked, about, data, context)}, silo)
-        found = {
+        sums = {
             "b": torch.zeros(classes, width, dtype=torch.float64),
             "n": torch.zeros(classes, dtype=torch.float64),
         }
         if not self._estimates:
             shape = (classes, width, width) if self.per_label else (width, width)
-            found["a"] = torch.zeros(shape, dtype=torch.float64)
+            sums["a"] = torch.zeros(shape, dtype=torch.float64)
         if self._chooses:
-            found["right"] = torch.zeros(classes, len(LAMBDAS), dtype=torch.float64)
+            sums["right"] = torch.zeros(classes, len(LAMBDAS), dtype=torch.float64)
         if context.prototypes and about == COUNT:
-            found["n"] = data.class_counts().double()
+            sums["n"] = data.class_counts().double()
         elif context.prototypes and about != NOTHING:
             part_of = lambda x, y: held_out(x) == (about == REST)  # noqa: E731, ARG005
-            sums = BatchSums(lambda x, y: self._sums(net, asked, about, x, y), None if about == ALL else part_of)
-            found |= data.sum(sums)
-        classwise: Tensors = {name: value for name, value in found.items() if name in ("b", "right")}
-        parts = {CLASSES: Part(classwise, found["n"].float())}
+            of_batch = BatchSums(lambda x, y: self._sums(net, asked, about, x, y), None if about == ALL else part_of)
+            sums |= data.sum(of_batch)
+        classwise: Tensors = {name: value for name, value in sums.items() if name in ("b", "right")}
+        parts = {CLASSES: Part(classwise, sums["n"].float())}
         if not self._estimates:
-            weight = found["n"] if self.per_label else found["n"].sum()
-            parts[MOMENTS] = Part({"a": packed(found["a"])}, weight.float())
+            weight = sums["n"] if self.per_label else sums["n"].sum()
+            parts[MOMENTS] = Part({"a": packed(sums["a"])}, weight.float())
         return LocalResult(parts, silo)
 
     def _sums(self, net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
@@ -350,7 +353,7 @@ class Analytic(FedAvg):
         """Ask for the one release, or before it for noisy counts of classes, in their places of B."""
         d, classes = net.feature_dim, context.n_classes
         width = d + CONSTANT
-        found: dict[str, Tensor] = {
+        sums: dict[str, Tensor] = {
             "a": torch.zeros(width, width, dtype=torch.float64),
             "b": torch.zeros(classes, width, dtype=torch.float64),
             "variance": torch.zeros((), dtype=torch.float64),
@@ -364,10 +367,10 @@ class Analytic(FedAvg):
             return whole * scale.to(z.device) * asked["root"].to(z.device)[y].unsqueeze(1)
 
         if context.prototypes and about == COUNT:
-            found["b"][:, -1] = SHARE * data.class_counts().double()
+            sums["b"][:, -1] = SHARE * data.class_counts().double()
         elif context.prototypes and about == ALL:
-            found |= data.sum(MomentSums(vectors, width, classes, SHARE, second=self.head != "ncm"))
-        return Part({**found, "a": packed(found["a"])}, torch.tensor(data.size()))
+            sums |= data.sum(MomentSums(vectors, width, classes, SHARE, second=self.head != "ncm"))
+        return Part({**sums, "a": packed(sums["a"])}, torch.tensor(data.size()))
 
     def _scale(self, d: int) -> Tensor:
         """Return what features and constant (d + 1,) are multiplied by in a private run."""
@@ -403,15 +406,15 @@ class Analytic(FedAvg):
         kept = {"sums": sums, "chosen": {"ridge": torch.tensor(chosen, dtype=torch.float64)}}
         return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, **kept}
 
-    def _merged_release(self, server: State, found: Tensors, about: str) -> State:
+    def _merged_release(self, server: State, release: Tensors, about: str) -> State:
         if about == COUNT:
-            counts = found["b"][:, -1].double() / SHARE
+            counts = release["b"][:, -1].double() / SHARE
             least = max(float(counts.clamp(min=0.0).mean()) / MAX_WEIGHT, 1.0)
             root = torch.rsqrt(counts.clamp(min=least))
             return {**server, "asked": {**server["asked"], "root": root / root.max()}}
-        if about == NOTHING or not bool(found["variance"] > 0 or found["b"].any()):
+        if about == NOTHING or not bool(release["variance"] > 0 or release["b"].any()):
             return server
-        sums = {name: value + found[name].double() for name, value in server["sums"].items()}
+        sums = {name: value + release[name].double() for name, value in server["sums"].items()}
         head = _head(self._solved_noisy(sums, server["asked"]["root"]))
         return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
 
@@ -466,8 +469,8 @@ class Analytic(FedAvg):
         net, root = features_of(model.eval()), msg["asked"]["root"]
 
         def moments(x: Tensor, y: Tensor) -> Tensors:
-            found = {about: self._sums(net, msg["asked"], about, x, y) for about in (FIT, REST)}
-            return {f"{about} {name}": found[about][name] for about in (FIT, REST) for name in ("a", "b")}
+            sums = {about: self._sums(net, msg["asked"], about, x, y) for about in (FIT, REST)}
+            return {f"{about} {name}": sums[about][name] for about in (FIT, REST) for name in ("a", "b")}
 
         own = data.sum(BatchSums(moments))
         A, B = unpacked(msg["sums"]["a"]), msg["sums"]["b"]
@@ -551,8 +554,8 @@ def features(net: nn.Module, x: Tensor) -> Tensor:
     rows = eval_batch(x.shape[1:])
     whole = torch.cat((x, x.new_zeros(-len(x) % rows, *x.shape[1:])))
     with torch.no_grad():
-        found = [features_of(net).features(part) for part in torch.split(whole, rows)]
-    z = torch.cat(found) if found else features_of(net).features(x.new_zeros(rows, *x.shape[1:]))
+        parts = [features_of(net).features(part) for part in torch.split(whole, rows)]
+    z = torch.cat(parts) if parts else features_of(net).features(x.new_zeros(rows, *x.shape[1:]))
     return z[: len(x)]
 
 

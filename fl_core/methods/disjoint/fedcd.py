@@ -361,11 +361,11 @@ class FedCD(FedAvg):
             return Anchors(state["p"], known)
         net.eval()
         draw = rng.stream(context.seed, "round", context.round, "silo", context.silo, "clusters")
-        found, _ = clusters(
+        centers, _ = clusters(
             torch.no_grad()(net.features), data, net.n_classes, self.fine, draw, self.restarts, self.steps
         )
         rows = new.repeat_interleave(self.fine)
-        return Anchors(torch.where(rows.unsqueeze(1), found.flatten(0, 1), state["p"]), known | rows)
+        return Anchors(torch.where(rows.unsqueeze(1), centers.flatten(0, 1), state["p"]), known | rows)
 
     def _objective(self, msg: State, anchors: Anchors, data: LocalData, context: RoundContext) -> Objective:
         state = msg[PROTOTYPES]
@@ -592,8 +592,8 @@ HEAD = "fine.weight"
 
 def head_rule(mode: str) -> PartRule:
     """Say what a silo's weight of its head, or of a row of it, is."""
-    found = {"server": Weighing.ONCE, "stale": Weighing.QUALITY}
-    return PartRule(found.get(mode, Weighing.EXAMPLES))
+    by_mode = {"server": Weighing.ONCE, "stale": Weighing.QUALITY}
+    return PartRule(by_mode.get(mode, Weighing.EXAMPLES))
 
 
 def head_shares(p: Tensor, phi: Tensor) -> Tensor:

@@ -169,8 +169,8 @@ def intra_loss(z: Tensor, y: Tensor, n_classes: int, form: IntraVariant) -> Tens
     if form.literal_std:
         scale = scale * (n / (n - 1).clamp_min(1)).square()
     classes = (pairs / n).sum().round().clamp_min(1)  # |V|
-    found = (gram * (same * scale.unsqueeze(1))).sum() / classes
-    return found / z.shape[1] ** 2 if form.mean else found
+    loss = (gram * (same * scale.unsqueeze(1))).sum() / classes
+    return loss / z.shape[1] ** 2 if form.mean else loss
 
 
 _LEAST_SPREAD = 1e-24

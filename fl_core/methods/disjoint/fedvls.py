@@ -111,15 +111,15 @@ class FedVLS(FedAvg):
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
             f = model(x)
             n = counts.to(f)
-            found, coupled = balanced_softmax(f, y, n, self.gamma), None
+            value, coupled = balanced_softmax(f, y, n, self.gamma), None
             if teacher is not None:
                 with torch.no_grad():
                     g = teacher(x)
-                found = found + self.lam * vacant_distillation(f, g, vacant.to(f.device))
+                value = value + self.lam * vacant_distillation(f, g, vacant.to(f.device))
             if self._couples:
                 coupled = self.mu * suppression_of_batch(f, y, n)
             elif self.mu:
-                found = found + self.mu * suppression_of_examples(f, y, n)
-            return Losses(found, coupled)
+                value = value + self.mu * suppression_of_examples(f, y, n)
+            return Losses(value, coupled)
 
         return loss

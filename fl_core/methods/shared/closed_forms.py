@@ -37,8 +37,8 @@ def unpacked(triangle: Tensor) -> Tensor:
 def positive(A: Tensor) -> Tensor:
     """Return the nearest symmetric matrix whose eigenvalues are not below 0, which those of noisy moments can be."""
     values, vectors = torch.linalg.eigh(A)
-    found: Tensor = (vectors * values.clamp(min=0.0)) @ vectors.T
-    return found
+    projected: Tensor = (vectors * values.clamp(min=0.0)) @ vectors.T
+    return projected
 
 
 def balanced(counts: Tensor) -> Tensor:
