@@ -1,7 +1,8 @@
-"""The one door at the hospital: what is asked of it, what it answers, and what it remembers of its answers.
+"""The one door at the hospital: what a coordinator asks, what the hospital answers, and what it remembers of that.
 
-`controls` admits a question, by the policy (`policy_in_force`), the hospital's decision, the ledger and the memory;
-`floors` is the fewest that anything which leaves may be of; `memory` holds what was answered, by the models that were
-measured and, with `survey_history`, by the people who were counted; `surveys` makes what is told of records;
-`run_request` words a question for whoever decides; `private_readiness` names all that a private run still lacks.
+`controls` admits a run, its data and each task; only an admitted task can open records. It asks the policy
+(`policy_in_force`), the hospital's decision, the ledger and the memory. `floors` has the smallest counts that may
+leave. `memory` keeps what was answered about models, `survey_history` what was answered about people. `census` checks
+the proof of a census. `surveys` answers surveys. `run_request` describes a run to whoever decides, and
+`private_readiness` lists what a private run still lacks.
 """

@@ -4,43 +4,58 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fl_core.aggregation import adaptive_guards
+from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.datasets import SiloDataset
-from fl_core.errors import ConfigError, DataError, FederationError, RefusedError, SchemaError, StateError
+from fl_core.errors import (
+    ConfigError,
+    DataError,
+    FederationError,
+    ProtocolError,
+    RefusedError,
+    SchemaError,
+    StateError,
+)
 from fl_core.extensions import loading, registry
-from fl_core.methods.shared.prototypes import features_of
+from fl_core.rounds import sampling
 from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
+from fl_core.training.local_data import PlainLocalData
 from fl_core.training.memory import CPU
+from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import Capability
-from fl_core.types.interfaces import DataFactory, RoundData
+from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.targets import classes_in
 from fl_core.types.values import State, SurveySums, Tensors
 from privacy.accounting.accountant import Filter
-from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
 from privacy.policy import Policy, check_labels, validates_only
 from privacy.policy_terms import BY_HAND
 from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
+from privacy.secagg.terms import SecaggError
 from protos.wire.tasks import TaskKey
-from service_core.console import counted
 from service_core.storage import private_files
 from service_core.storage.chain import ChainHead
-from silo.admission import policy_in_force, private_readiness
+from silo.admission import census, policy_in_force, private_readiness
 from silo.admission.floors import ReleaseFloors
-from silo.admission.run_request import request_of
+from silo.admission.run_request import describe_request, request_of, warn_of_few
 from silo.admission.survey_history import Countable, SurveyedPatients, Told
 from silo.admission.surveys import RememberedSurvey, remembered_answers, survey_preview
 from silo.identity.identity import SiloIdentity
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.home import Home
+from silo.storage.run_data import RunData
 from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation, ledger_position
 
@@ -51,45 +66,119 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class TaskQuestion(NamedTuple):
-    """A task of a run, about a model. incarnation: of the coordinator, which has one model for each round of training.
+class AwaitingDecisionError(Exception):
+    """The hospital has not decided about the run yet: `silo approve`."""
 
-    base_digest: of what was sent   model: that, as this hospital read it.
+
+@dataclass(frozen=True, eq=False)
+class DataQuestion:
+    """With which data a run would work here, at its member `index`.
+
+    version: of the data, as `RunData` has it   size: of this hospital, `typed` or counted   prototypes: False: this
+    hospital submits none to any run.
     """
 
+    index: int
+    dataset: SiloDataset
+    version: str
+    size: float = 0.0
+    typed: bool = True
+    prototypes: bool = True
+
+
+class TaskQuestion(NamedTuple):
+    """One task of a run, with what the door gave the run before.
+
+    cohort: size of the round's, as offered   base_digest: of what was sent   message: that, as this hospital read it;
+    None for a census   incarnation: of the coordinator, which has one model for each round of training   proof:
+    fetches the proof of the run's census, where the coordinator sent one   data_now: describes the data, for a run that
+    begins with them; None before round 1, when nothing begins.
+    """
+
+    access: RunAccess
     key: TaskKey
-    base_digest: str
-    model: State
-    incarnation: str
+    cohort: int
+    base_digest: str = ""
+    message: State | None = None
+    incarnation: str = ""
+    proof: Callable[[], Path] | None = None
+    data_now: Callable[[], RunData] | None = None
 
 
 class AdmissionRequest(NamedTuple):
-    """What a coordinator asks of this hospital: to take part in a run, and with a task to answer about a model.
+    """What a coordinator asks of this hospital: to take part in a run, and one of the questions that follow.
 
-    device: where it would train   data_of: loads what the run would be about, for whoever decides about it.
+    declared: the classes that this hospital declares, where its policy names none   device: where it would train
+    data_of: loads what the run would be about, for whoever decides about it   data: to work with the hospital's data
+    whole: to spend what all rounds cost   task: to answer a task.
     """
 
     run_id: str
     manifest: RunManifest
+    declared: Callable[[], Collection[str]] = tuple
     device: torch.device = CPU
     data_of: Callable[[CompiledRun], SiloDataset] | None = None
+    data: DataQuestion | None = None
+    whole: RunAccess | None = None
     task: TaskQuestion | None = None
 
 
-class Access(NamedTuple):
-    """What a run that was admitted works with here. ledger: of a private one   submits: prototypes may leave."""
+@dataclass(frozen=True, eq=False)
+class RunAccess:
+    """What a run may do here once its tasks are admitted; by itself it opens no record.
 
-    factory: DataFactory
-    ledger: RunLedger | None
+    data: what was asked   submits: prototypes may leave.
+    """
+
+    data: DataQuestion
     submits: bool
     floors: ReleaseFloors
+    _factory: DataFactory
+    _ledger: RunLedger | None = None
 
 
-class AdmissionDecision(NamedTuple):
-    """What the hospital says to a question that it does not refuse. decided: else it waits for a person's decision."""
+@dataclass(frozen=True, eq=False)
+class TaskAccess:
+    """What one admitted task may do: the only way to records.
+
+    times_charged: how often its round was charged before   census: of the run, where this task proved it.
+    """
+
+    key: TaskKey
+    cohort: int
+    times_charged: int
+    census: ClassCoverage | None
+    _access: RunAccess
+    _refused: Callable[[RefusedError], None]
+
+    def open(self, data: RoundData) -> LocalData:
+        """Open a round's examples within the floors; a private round is charged first.
+
+        Raises RefusedError (E-BUDGET-..), which the ledger records.
+        """
+        try:
+            return self._access._factory(data)
+        except RefusedError as error:
+            self._refused(error)
+            raise
+
+    @staticmethod
+    def open_for_hospital(data: RoundData) -> LocalData:
+        """Open examples without floors and without a charge, for numbers that never leave this hospital."""
+        return PlainLocalData(data)
+
+    def commit(self, output: str) -> None:
+        """Note in the ledger that the task's output is safe. output: its digest."""
+        if self._access._ledger is not None:
+            self._access._ledger.commit(output)
+
+
+class Admission(NamedTuple):
+    """The hospital's yes. access: to a question about data   task: to a question about a task."""
 
     run: CompiledRun
-    decided: bool
+    access: RunAccess | None = None
+    task: TaskAccess | None = None
 
 
 @dataclass(slots=True)
@@ -210,33 +299,37 @@ class HospitalControls:
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
-    def admit(self, request: AdmissionRequest) -> AdmissionDecision:
-        """Admit a question of any kind of run: the one door to what this hospital does.
+    def admit(self, request: AdmissionRequest) -> Admission:
+        """Admit a question of any kind of run, or raise: the one door to this hospital's data, budget and memory.
 
-        A run is held against the policy, the hospital's decision and the day's room for runs that measure models; a
-        task beside that against what was answered before, which is noted before any record is read: one question has
-        one answer. A private round of training is charged instead. What leaves, `ReleaseFloors` bound.
+        A run is checked against the policy, the declared classes, the hospital's decision and the day's room for runs
+        that measure models. Data are checked against the policy's parts and the ledger's registrations. A task is
+        checked against the run's plan, its data, its census and what was answered before, which is noted before any
+        record is read: one question has one answer. A private round of training is charged instead, when it opens.
         Code of another distribution is imported here, and only here, once the policy has allowed it (E-POLICY-15).
 
-        Raises RefusedError (E-POLICY-.., and E-RUN-38 before a model is built that cannot be trained there), which the
-        ledger records, and as `CompiledRun.of`; as `AnswerMemory.claim` and `AnswerMemory.require_room`. No data is
-        near but for a run that waits for a decision.
+        Raises AwaitingDecisionError; RefusedError, which the ledger records: E-POLICY-.., E-BUDGET-.., and E-RUN-38
+        before a model is built that cannot be trained there; as `CompiledRun.of`, `AnswerMemory.claim`,
+        `AnswerMemory.require_room` and `census.prove`; DataError: E-DATA-05 on records of other classes, E-DATA-10 on
+        other data than the run began with; ProtocolError (E-RUN-33) on a task that does not follow from the manifest.
         """
-        policy, run, decided = self._taking_part(request)
-        if not decided:
-            return AdmissionDecision(run, decided=False)
+        policy, run = self._admitted_run(request)
         memory, a_day = self.store.answers, ReleaseFloors.of(policy, run).a_day
-        if (task := request.task) is None:
-            memory.require_room(request.run_id, a_day)
-        elif not (run.private and task.key.kind.trains):
-            content = run.updates.one_set_content(task.model)
-            memory.claim(task.key, task.base_digest, content, task.incarnation, a_day)
-        return AdmissionDecision(run, decided=True)
+        if (task := request.task) is not None:
+            return Admission(run, task=self._admitted_task(run, task, a_day))
+        memory.require_room(request.run_id, a_day)
+        access = None
+        with self._recording(request, run.private):
+            if request.data is not None:
+                access = self._access(run, policy, request.data, request.declared)
+            if request.whole is not None:
+                _require_budget(run, request.whole)
+        return Admission(run, access)
 
-    def _taking_part(self, request: AdmissionRequest) -> tuple[Policy, CompiledRun, bool]:
-        """Return the policy, what a run is, and whether the hospital takes part in it; raises RefusedError else."""
+    def _admitted_run(self, request: AdmissionRequest) -> tuple[Policy, CompiledRun]:
+        """Return the policy and the run that this hospital takes part in; raises as `admit`."""
         run_id, manifest = request.run_id, request.manifest
-        try:
+        with self._recording(request, private=False):
             policy = self.policy()
             if manifest.kind.trains and self.home.validation_only:
                 raise validates_only(manifest.rounds, "it joined for validation alone")
@@ -253,15 +346,80 @@ class HospitalControls:
             policy.check(run)
             if policy.budgets and run.private:
                 policy.require_collections(self.ledger.collections())
-            if policy.runs.approve != BY_HAND:
-                return policy, run, True
-            decided = self._decision(run_id, run, policy, request.data_of)
-            if decided is False:
+            decided = policy.runs.approve != BY_HAND or self._decision(run_id, run, policy, request.data_of)
+            if decided is None:
+                raise AwaitingDecisionError(run_id)
+            if not decided:
                 raise RefusedError("E-POLICY-07", f"the hospital decided against run {run_id}")
+        if run.private:
+            with self._recording(request, private=True):
+                check_labels(policy.privacy.labels or request.declared(), manifest.schema.classes)
+        return policy, run
+
+    @contextmanager
+    def _recording(self, request: AdmissionRequest, private: bool) -> Iterator[None]:
+        """Record a refusal; one of a private run names all that it lacks here."""
+        try:
+            yield
         except RefusedError as error:
-            self.record_refusal(run_id, error)
+            self.record_refusal(request.run_id, error)
+            if private and error.code in private_readiness.NOT_READY:
+                ledger = self.existing_ledger()
+                missing = private_readiness.missing_requirements(self.policy(), ledger, request.declared())
+                raise private_readiness.with_all(error, missing) from error
             raise
-        return policy, run, bool(decided)
+
+    def _admitted_task(self, run: CompiledRun, task: TaskQuestion, a_day: int) -> TaskAccess:
+        key, access = task.key, task.access
+        refused = partial(self.record_refusal, key.run_id)
+        try:
+            _require_planned(run, task)
+        except ProtocolError as error:
+            if run.private:  # a round that the plan does not have would be one more release
+                refused(error)
+            raise
+        self._keep_to_data(task)
+        proved = None if key.kind.census else self._proved_census(run, task)
+        if not (key.kind.census or (run.private and key.kind.trains)):
+            model = adaptive_guards.method_state(task.message or {}, adaptive_guards.groups(run.guards.silo))
+            content = run.updates.one_set_content(model)
+            self.store.answers.claim(key, task.base_digest, content, task.incarnation, a_day)
+        times = 0
+        if access._ledger is not None:
+            times = access._ledger.charged(key.run_id, key.round, key.kind.trains)
+            access._ledger.begin(key.run_id)
+        return TaskAccess(key, task.cohort, times, proved, access, refused)
+
+    def _keep_to_data(self, task: TaskQuestion) -> None:
+        """Keep a run to the data that it began with; raises DataError (E-DATA-10) on others."""
+        if task.data_now is None:
+            return
+        asked, began = task.access.data, self.store.run_data.find(task.key.run_id)
+        if began is None:
+            self.store.run_data.begin(task.key.run_id, task.data_now())
+        elif began.version != asked.version:
+            raise DataError(
+                "E-DATA-10",
+                f"expected the data that run {task.key.run_id} began with, found {asked.dataset.origin} changed",
+            )
+
+    def _proved_census(self, run: CompiledRun, task: TaskQuestion) -> ClassCoverage | None:
+        """Hold what the coordinator says of classes against the proof, which is kept; return it where it is new.
+
+        Raises SecaggError: E-RUN-48 on other numbers, and as `census.prove`.
+        """
+        floor = run.updates.floor
+        if floor is None and task.proof is None:
+            return None
+        coverage, new = census.prove(self.store, task.key, run, task.proof)
+        sent = (task.message or {}).get(HOSPITALS, {}).get(HOSPITALS)
+        if floor is not None and (sent is None or sent.tolist() != list(coverage.hospitals)):
+            raise SecaggError(
+                "E-RUN-48",
+                "expected of the coordinator how many hospitals each class has, as the census proves it, found "
+                "something else: nothing is sent",
+            )
+        return coverage if new else None
 
     def _decision(
         self, run_id: str, run: CompiledRun, policy: Policy, data_of: Callable[[CompiledRun], SiloDataset] | None
@@ -284,40 +442,39 @@ class HospitalControls:
             self._last = CompiledRun.of(manifest)
         return self._last
 
-    def access(
-        self, run: CompiledRun, index: int, dataset: SiloDataset, size: float = 0.0, typed: bool = True
-    ) -> Access:
-        """Open the examples to a run that was admitted, within the floors.
+    def _access(
+        self, run: CompiledRun, policy: Policy, asked: DataQuestion, declared: Callable[[], Collection[str]]
+    ) -> RunAccess:
+        """Give a run what its tasks will open, within the floors.
 
-        size: of this hospital, `typed` or counted. Raises RefusedError: E-POLICY-05 on a part that the policy does
-        not allow, E-BUDGET-04 on data that is not registered; as the profile's `data_factory`.
+        Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-04 on data that is not
+        registered; as the profile's `data_factory`; DataError (E-DATA-05), SchemaError as `_check_dictionary`.
         """
-        policy, profile = self.policy(), run.profile
+        profile, index, dataset = run.profile, asked.index, asked.dataset
+        if run.private:
+            _require_declared(dataset, policy.privacy.labels or declared())
+        _check_dictionary(run, index, dataset)
         floors = ReleaseFloors.of(policy, run, dataset)
-        withheld = floors.counted
-        if not run.private:
-            factory = profile.data_factory(index, InMemoryReleaseLog(), withheld)
-            if run.question is not None:
-                factory = self._remembered(run, floors, factory, policy)
-            else:
-                _warn_of_few(run, len(dataset.train))
-            return Access(factory, None, policy.prototypes.submit, floors)
-        from privacy.ledger.registration import unit_of
-        from privacy.ledger.run_ledger import RunLedger
+        submits = asked.prototypes and policy.prototypes.submit and run.manifest.members[index].prototypes
+        ledger = None
+        if run.private:
+            from privacy.ledger.registration import unit_of
+            from privacy.ledger.run_ledger import RunLedger
 
-        limit = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
-        ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit, self.coordinator)
-        if isinstance(profile, RecordProfile):
-            ledger.once = profile.survey_release(index, withheld) or ""
-        try:
-            if hidden_size := policy.runs.hide_size and not typed:
-                policy.check_hidden_size(size)
-            profile.check_part(index, policy.privacy, unit_of(dataset.train), 0.0 if hidden_size else size)
-            factory = profile.data_factory(index, ledger, withheld)
-        except RefusedError as error:
-            self.record_refusal(run.manifest.name, error)
-            raise
-        return Access(factory, ledger, policy.prototypes.submit, floors)
+            limit = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
+            ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit, self.coordinator)
+            if isinstance(profile, RecordProfile):
+                ledger.once = profile.survey_release(index, floors.counted) or ""
+            if hidden_size := policy.runs.hide_size and not asked.typed:
+                policy.check_hidden_size(asked.size)
+            profile.check_part(index, policy.privacy, unit_of(dataset.train), 0.0 if hidden_size else asked.size)
+        factory = profile.data_factory(index, InMemoryReleaseLog() if ledger is None else ledger, floors.counted)
+        if run.question is not None and not run.private:
+            factory = self._remembered(run, floors, factory, policy)
+        elif not run.private:
+            warn_of_few(run, len(dataset.train))
+        profile.require_submission(submits)
+        return RunAccess(asked, submits, floors, factory, ledger)
 
     def _remembered(self, run: CompiledRun, floors: ReleaseFloors, factory: DataFactory, policy: Policy) -> DataFactory:
         """Hold a survey without noise to what was answered before, and to what was approved."""
@@ -350,44 +507,45 @@ class HospitalControls:
 
         return survey_preview(run, dataset, withheld, decide)
 
-    def require_labels(self, run: CompiledRun, declared: Iterable[str]) -> None:
-        """Hold a private run's label space against the declared one, and never against records.
-
-        declared: what holds where the policy names none. Raises RefusedError (E-POLICY-16), which the ledger records.
-        """
-        try:
-            check_labels(self.policy().privacy.labels or declared, run.manifest.schema.classes)
-        except RefusedError as error:
-            self.record_refusal(run.manifest.name, error)
-            raise
-
-    def with_all_lacking(self, error: RefusedError, declared: Collection[str]) -> RefusedError:
-        """Return a refusal of a private run that names all that is missing here, not the first thing alone."""
-        if error.code not in private_readiness.NOT_READY:
-            return error
-        ledger = self.existing_ledger()
-        return private_readiness.with_all(
-            error, private_readiness.missing_requirements(self.policy(), ledger, declared)
-        )
-
-    def require_declared(self, dataset: SiloDataset, declared: Iterable[str]) -> None:
-        """Raise DataError (E-DATA-05) on a record of a class that is not declared, whatever a run's label space is."""
-        allowed, names = {*(self.policy().privacy.labels or declared)}, dataset.schema.classes
-        splits = dataset.train, dataset.test
-        found = {names[k] for split in splits for k in classes_in(split.labels, len(names))}
-        if undeclared := sorted(found - allowed):
-            raise DataError(
-                "E-DATA-05",
-                f"expected records of the declared classes {sorted(allowed)} in {dataset.origin}, found {undeclared}: "
-                "declare these as well in policy.toml ([privacy] labels), or take them out",
-            )
-
     def record_refusal(self, run: str, error: FederationError) -> None:
         if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
             self.ledger.note_refusal(run, error.code, self.coordinator)
 
 
-def check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None:
+def _require_budget(run: CompiledRun, access: RunAccess) -> None:
+    """Raise as `RunLedger.require` unless what all rounds cost fits; nothing is reserved, charged or read."""
+    ledger = access._ledger
+    if ledger is not None and not ledger.paid:
+        first = ledger.cached("class counts") is None
+        ledger.require(run.profile.charges(access.data.index, access.submits, first))
+
+
+def _require_planned(run: CompiledRun, task: TaskQuestion) -> None:
+    """Raise ProtocolError (E-RUN-33) on a round or a cohort that does not follow from the manifest."""
+    manifest, key, index = run.manifest, task.key, task.access.data.index
+    cohort = sampling.sample_cohort(manifest.seed, key.round, len(manifest.members), key.kind.drawn(manifest.cohort))
+    planned = key.round in key.kind.rounds(manifest.rounds) and (run.counts_classes or not key.kind.census)
+    if not planned or task.cohort != len(cohort) or index not in cohort:
+        raise ProtocolError(
+            "E-RUN-33",
+            f"expected a {key.kind.value} task for silos {cohort} in round {key.round + 1} of {manifest.rounds}, "
+            f"found one for silo {index} in a cohort of {task.cohort}: the offer does not follow from the manifest",
+        )
+
+
+def _require_declared(dataset: SiloDataset, declared: Collection[str]) -> None:
+    """Raise DataError (E-DATA-05) on a record of a class that is not declared, whatever a run's label space is."""
+    names, splits = dataset.schema.classes, (dataset.train, dataset.test)
+    present = {names[k] for split in splits for k in classes_in(split.labels, len(names))}
+    if undeclared := sorted(present - set(declared)):
+        raise DataError(
+            "E-DATA-05",
+            f"expected records of the declared classes {sorted(declared)} in {dataset.origin}, found {undeclared}: "
+            "declare these as well in policy.toml ([privacy] labels), or take them out",
+        )
+
+
+def _check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None:
     """Refuse a run of another label dictionary, or of a method without coarse labels: by declarations alone.
 
     Raises SchemaError: E-DATA-05, E-CFG-08.
@@ -410,47 +568,4 @@ def check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None
             "%s: method %s sums records by class, and leaves those of coarse labels out",
             run.manifest.name,
             run.method.name,
-        )
-
-
-NAMED = (
-    "the coordinator hears which classes this hospital trains, except those that its policy hides and those below its "
-    "smallest counts"
-)
-COUNTED = (
-    "it is counted under masks at how many hospitals each class is trained; of a class that this hospital alone has, "
-    "the sums are its own, without its name"
-)
-"""What a question says of classes: before a plain run, and before a masked one."""
-
-
-def describe_request(run: CompiledRun) -> str:
-    manifest, profile = run.manifest, run.profile
-    kind = run.kind
-    what = f"{manifest.method.name} on {manifest.data}, {kind.length(manifest.rounds)}"
-    lead = f", asked for by {manifest.lead}" if manifest.lead else ""
-    lead += f", {kind.goes_on} {manifest.start}" if manifest.start else ""
-    lead += ", with the results of each hospital that lets them be shown" if manifest.evaluation.by_hospital else ""
-    lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
-    tail = f"; {run.updates.reading}"
-    if kind.measures and TEST not in profile.protected:
-        tail += f"; {counted(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
-    if run.counts_classes:
-        tail += f"; before round 1 {NAMED if run.updates.counts_in_preflight else COUNTED}"
-    if profile.terms is None:
-        return f"{what}{lead}, without differential privacy{tail}"
-    terms = profile.terms
-    return f"{what}{lead}, epsilon {terms.epsilon:g} at delta {terms.delta:g} for {profile.subject}{tail}"
-
-
-def _warn_of_few(run: CompiledRun, examples: int) -> None:
-    """Warn where sums of second moments leave of fewer examples than a feature has numbers."""
-    if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
-        log.warning(
-            "%s: second moments of %d numbers leave without noise, of fewer training examples than that: sums of few "
-            "examples show which vectors these can be; %s. privacy=dp_record protects them; [privacy] require = "
-            '"dp_record" in policy.toml refuses other runs',
-            run.manifest.name,
-            numbers,
-            run.updates.reading,
         )

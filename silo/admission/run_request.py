@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 from fl_core.errors import ConfigError
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
+from service_core.console import counted
 from silo.reports.leaving import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
+
+log = logging.getLogger(__name__)
 
 
 def update_contents(run: CompiledRun) -> UpdateContents:
@@ -103,3 +108,46 @@ def _beside(manifest: RunManifest) -> str:
         return ""
     whose = "this hospital's own of" if terms.other is None else f"the model ({terms.other}) of"
     return f", beside {whose} {terms.beside}"
+
+
+NAMED = (
+    "the coordinator hears which classes this hospital trains, except those that its policy hides and those below its "
+    "smallest counts"
+)
+COUNTED = (
+    "it is counted under masks at how many hospitals each class is trained; of a class that this hospital alone has, "
+    "the sums are its own, without its name"
+)
+"""What a question says of classes: before a plain run, and before a masked one."""
+
+
+def describe_request(run: CompiledRun) -> str:
+    manifest, profile = run.manifest, run.profile
+    kind = run.kind
+    what = f"{manifest.method.name} on {manifest.data}, {kind.length(manifest.rounds)}"
+    lead = f", asked for by {manifest.lead}" if manifest.lead else ""
+    lead += f", {kind.goes_on} {manifest.start}" if manifest.start else ""
+    lead += ", with the results of each hospital that lets them be shown" if manifest.evaluation.by_hospital else ""
+    lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
+    tail = f"; {run.updates.reading}"
+    if kind.measures and TEST not in profile.protected:
+        tail += f"; {counted(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
+    if run.counts_classes:
+        tail += f"; before round 1 {NAMED if run.updates.counts_in_preflight else COUNTED}"
+    if profile.terms is None:
+        return f"{what}{lead}, without differential privacy{tail}"
+    terms = profile.terms
+    return f"{what}{lead}, epsilon {terms.epsilon:g} at delta {terms.delta:g} for {profile.subject}{tail}"
+
+
+def warn_of_few(run: CompiledRun, examples: int) -> None:
+    """Warn where sums of second moments leave of fewer examples than a feature has numbers."""
+    if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
+        log.warning(
+            "%s: second moments of %d numbers leave without noise, of fewer training examples than that: sums of few "
+            "examples show which vectors these can be; %s. privacy=dp_record protects them; [privacy] require = "
+            '"dp_record" in policy.toml refuses other runs',
+            run.manifest.name,
+            numbers,
+            run.updates.reading,
+        )

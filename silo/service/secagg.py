@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -19,24 +18,22 @@ from google.protobuf.message import DecodeError
 
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
 from fl_core.aggregation.masked_sum import unsigned
-from fl_core.errors import FederationError, ProtocolError
+from fl_core.errors import FederationError
 from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.secagg import MASKS, SECRET
+from fl_core.types.secagg import MASKS
 from fl_core.types.values import Bundle, Part
 from privacy.compiled_run import CompiledRun, secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature
-from privacy.secagg.messages import MaskedUpload, Opening, Seal
-from privacy.secagg.terms import CLASSES as BLOCK_OF_CLASSES
+from privacy.secagg.messages import Opening, Seal
 from privacy.secagg.terms import Round, SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.codec import BundleFile
 from protos.wire.tasks import TaskKey
 from service_core.console import counted
 from service_core.pki import certificates
 from service_core.pki.identity import CertificateRole, Identity, identity_of, parse_certificate
-from service_core.storage import digests
+from silo.admission.census import digest_of
 from silo.events import EmitEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.service.task_queue import Send, TaskQueue, public_reason
@@ -125,7 +122,7 @@ class SecaggMember:
             )
         cohort = _cohort(known.terms, key)
         round = known.terms.run.round(
-            known.keys.keys_digest, key.kind.value, key.round, _digest(offer.base_digest), cohort
+            known.keys.keys_digest, key.kind.value, key.round, digest_of(offer.base_digest), cohort
         )
         round.place(known.keys.index)
         known.keys.check_open(round)
@@ -151,27 +148,6 @@ class SecaggMember:
         text = f"{run_id}: the keys of its {len(entries)} members are signed by their pinned identities"
         self.emit(event("keys", text, facts={"run": run_id}))
 
-    def holders(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> Sequence[int]:
-        """Return how many hospitals each class has, computed here from what the census was opened from, once.
-
-        Raises RefusedError where that does not prove it: as `silo_side.verify_census`, E-RUN-48 on other bytes.
-        """
-        if kept := self.store.secagg.coverages(key.run_id):
-            return kept[key.run_id].hospitals
-        known, census = self.store.secagg.known(key.run_id), TaskKey.census(key.run_id)
-        if not offer.secagg_census_digest:
-            raise SecaggError("E-RUN-48", f"expected the census of run {key.run_id} with its first round, found none")
-        proof = _proof(fetch(offer.secagg_census_digest))
-        classes = len(run.manifest.schema.classes)
-        counted = silo_side.verify_census(known.terms.run, known.keys, classes, proof, self.store.secagg.row(census))
-        coverage = run.coverage([int(n) for n in counted])
-        if (start := run.manifest.start) is not None and start.run:
-            coverage = coverage.after(None, trains=True)  # what the earlier run taught is not counted here
-        self.store.secagg.keep_coverage(key.run_id, coverage)
-        text = "; ".join([f"{key.run_id}: the census is proved", *coverage.sentences()])
-        self.emit(event("census", text, facts={"run": key.run_id, "withheld": len(coverage.left_out)}))
-        return coverage.hospitals
-
     def compare_answers(self, seen: int) -> None:
         """Give the masked runs of a home up that was put back: of one that answered less than the coordinator has seen.
 
@@ -194,7 +170,7 @@ class SecaggMember:
     def note_offer(self, offer: pb.Offer) -> None:
         """Remember which base a task was offered with: its set must be about that one."""
         try:
-            key, base = TaskKey.of(offer), _digest(offer.base_digest)
+            key, base = TaskKey.of(offer), digest_of(offer.base_digest)
         except FederationError:
             return  # whoever works on the offer says what is wrong with it
         self._offered.pop(key, None)
@@ -207,8 +183,8 @@ class SecaggMember:
         key = TaskKey.of(message)
         with self._refusing(key, b""):
             known = self.store.secagg.known(key.run_id)
-            updates = tuple((update.index, _digest(update.object_digest)) for update in message.updates)
-            base = _digest(message.base_digest)
+            updates = tuple((update.index, digest_of(update.object_digest)) for update in message.updates)
+            base = digest_of(message.base_digest)
             seal = Seal(key.run_id, key.kind.value, key.round, base, message.keys_digest, updates, message.signature)
             before = self.store.secagg.row(key)
             confirmed = silo_side.confirm(
@@ -332,52 +308,9 @@ class SessionHandler:
         return self.queue.pulse()
 
 
-def _proof(file: Path) -> silo_side.Proof:
-    """Read what a census was opened from; raises SecaggError (E-RUN-48) on bytes that are no such thing."""
-    try:
-        found = pb.SecaggCensus.FromString(file.read_bytes())
-        uploads = tuple((u.index, _digest(u.object_digest)) for u in found.seal.updates)
-        seal = Seal(
-            found.seal.run_id,
-            TaskKey.census(found.seal.run_id).kind.value,
-            found.seal.round,
-            _digest(found.seal.base_digest),
-            found.seal.keys_digest,
-            uploads,
-            found.seal.signature,
-        )
-        read: dict[int, tuple[bytes, MaskedUpload]] = {}
-        with TemporaryDirectory(dir=file.parent) as folder:
-            for (index, _), raw in zip(uploads, found.uploads, strict=True):
-                path = Path(folder) / str(index)
-                path.write_bytes(raw)
-                read[index] = bytes.fromhex(digests.digest(raw)), _upload(BundleFile(path))
-    except (DecodeError, ValueError, LookupError, ProtocolError) as error:
-        raise SecaggError("E-RUN-48", f"expected what a census was opened from, found other bytes: {error}") from error
-    seeds = {seed.member: seed.seed for seed in found.seeds if seed.block == BLOCK_OF_CLASSES}
-    return silo_side.Proof(seal, {c.index: c.signature for c in found.confirmations}, read, seeds)
-
-
-def _upload(update: BundleFile) -> MaskedUpload:
-    extra = update[MASKS].total
-    blocks = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
-    return MaskedUpload(*(extra[name].numpy() for name in ("salt", "commitments", "packages")), *blocks)
-
-
 def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:
     """Return the members of a round, as the manifest's seed has them."""
     return sampling.sample_cohort(terms.seed, key.round, len(terms.members), key.kind.drawn(terms.cohort))
-
-
-def _digest(text: str) -> bytes:
-    """Read a digest; raises ProtocolError (E-WIRE-06)."""
-    try:
-        found = bytes.fromhex(text)
-    except ValueError:
-        found = b""
-    if len(found) != SECRET:
-        raise ProtocolError("E-WIRE-06", f"expected a digest of {2 * SECRET} hexadecimal digits, found {text[:80]!r}")
-    return found
 
 
 def _entries(file: Path, members: Sequence[str]) -> list[MemberKeys]:

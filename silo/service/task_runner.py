@@ -14,20 +14,18 @@ from pathlib import Path
 
 from torch import nn
 
-from fl_core.aggregation.contributor_floor import HOSPITALS
-from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, StateError
+from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError, StateError
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, RunManifest, Weights
 from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.account import ATTEMPTS
-from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
 from service_core.console import counted
-from silo.admission.controls import AdmissionRequest, HospitalControls, TaskQuestion
+from silo.admission.controls import AwaitingDecisionError, HospitalControls, TaskAccess, TaskQuestion
 from silo.admission.run_request import privacy_of, update_contents
 from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
@@ -117,10 +115,6 @@ MAX_KILLS = 2
 log = logging.getLogger(__name__)
 
 
-class _AwaitingApprovalError(Exception):
-    """The hospital has not decided about the run yet."""
-
-
 @dataclass(frozen=True, slots=True)
 class TaskRunner:
     """Everything that one task needs; `run` is the body of the working thread.
@@ -156,7 +150,7 @@ class TaskRunner:
                     self._run_preflight(task)
                 else:
                     self._run_task(task)
-            except _AwaitingApprovalError:
+            except AwaitingDecisionError:
                 if self.queue.defer(task):
                     text = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
                     self.emit(event("approval", text, task.key))
@@ -178,27 +172,26 @@ class TaskRunner:
         self.queue.set_activity(preflight_task, pb.FETCHING)
         self.secagg.apply_roster(preflight_task.request.signed_roster)
         run = self._admitted_run(preflight_task, digest)
-        try:
-            prepared = self._require_ready(preflight_task, run)
-        except RefusedError as error:
-            if not run.private:
-                raise
-            raise self.controls.with_all_lacking(error, self.trainer.declared_classes) from error
+        prepared = self._ready_for_whole_run(preflight_task, run)
         leaves, privacy = update_contents(run).to_json(), privacy_of(run)
         if self.outbox.store.record_run(key.run_id, run.manifest.name, digest, leaves=leaves, privacy=privacy):
             self.queue.cleanup_needed.set()
         counts = run.counts_classes and run.updates.counts_in_preflight
-        trains = self.trainer.trained_classes(prepared) if counts else ()
+        trains: Sequence[int] = ()
+        if counts:
+            census = TaskQuestion(prepared.access, TaskKey.census(key.run_id), len(run.manifest.members))
+            trains = self.trainer.trained_classes(prepared, self._admit_task(prepared, census))
         self.queue.ready(preflight_task, self.secagg.entry(key.run_id, run) if run.masked else None, trains)
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
-    def _require_ready(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
+    def _ready_for_whole_run(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
         """Return what a run is prepared as; raises RefusedError unless all of it can be done here."""
         run_id = preflight_task.key.run_id
         began = self.outbox.store.run_data.find(run_id)
-        prepared = self.trainer.prepare(run, self._fetch_weights(preflight_task), began)
+        prepared = self.trainer.prepare(run_id, run, self._fetch_weights(preflight_task), began)
+        self.controls.admit(self.trainer.request(run_id, run.manifest)._replace(whole=prepared.access))
         try:
-            prepared.require_whole_run(self.outbox.objects.folder)
+            prepared.require_room(self.outbox.objects.folder)
         except RefusedError as error:
             if run.private:
                 self.controls.record_refusal(run_id, error)
@@ -290,9 +283,10 @@ class TaskRunner:
         if killed is not None:
             self.queue.tell(task, killed)
         msg = {} if key.kind.census else self._fetch_base(task, prepared)
+        access = self._admit_task(prepared, self._question(task, prepared, msg))
         begun = f"{key} of {name} ({prepared.run.updates.reading}): {key.kind.doing}"
         self.emit(event("training", begun, key, {"name": name}))
-        self._tell_repeated_charge(prepared, key)
+        self._tell_repeated_charge(access)
         self.queue.set_activity(task, pb.TRAINING)
         state, own = self._kept_state(task, prepared), self._beside(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
@@ -300,8 +294,7 @@ class TaskRunner:
         try:
             with self._marked(task):
                 broken = self._broken_records(key)
-                claim = partial(self._claim, task, prepared)
-                result = self.trainer.train(prepared, key, offer.cohort, msg, state, progress, own, broken, claim)
+                result = self.trainer.train(prepared, access, msg, state, progress, own, broken)
         except CancelledError:
             raise
         except Exception:
@@ -323,41 +316,41 @@ class TaskRunner:
         pending = self.outbox.begin(
             key, offer.manifest_digest, offer.base_digest, result, attestation, offer.incarnation, on_entered
         )
-        if prepared.ledger is not None or masks is not None:
+        if private or masks is not None:
             pending.finish()
-        if prepared.ledger is not None:
-            prepared.ledger.commit(pending.entry.object_digest)
+        access.commit(pending.entry.object_digest)
         return pending
 
-    def _claim(self, task: QueuedTask, prepared: PreparedRun, model: State) -> None:
-        """Ask the hospital whether it answers a task about a model; raises as `HospitalControls.admit`."""
-        asked = TaskQuestion(task.key, task.offer.base_digest, model, task.offer.incarnation)
-        self._admitted(AdmissionRequest(task.key.run_id, prepared.run.manifest, self.trainer.device, task=asked))
+    def _question(self, task: QueuedTask, prepared: PreparedRun, msg: State) -> TaskQuestion:
+        offer, fetch = task.offer, self._fetch_of(task)
+        if not task.key.kind.census:
+            self.trainer.check_message(prepared, task.key, msg)
+        return TaskQuestion(
+            prepared.access,
+            task.key,
+            offer.cohort,
+            offer.base_digest,
+            msg,
+            offer.incarnation,
+            proof=partial(fetch, offer.secagg_census_digest) if offer.secagg_census_digest else None,
+            data_now=self.trainer.data_now,
+        )
 
-    def _admitted(self, request: AdmissionRequest) -> CompiledRun:
-        answer = self.controls.admit(request)
-        if not answer.decided:
-            raise _AwaitingApprovalError
-        return answer.run
+    def _admit_task(self, prepared: PreparedRun, question: TaskQuestion) -> TaskAccess:
+        """Ask the hospital's door about a task; raises as `HospitalControls.admit`."""
+        request = self.trainer.request(question.key.run_id, prepared.run.manifest)
+        access = self.controls.admit(request._replace(task=question)).task
+        assert access is not None
+        if access.census is not None:
+            text = "; ".join([f"{question.key.run_id}: the census is proved", *access.census.sentences()])
+            left_out = len(access.census.left_out)
+            self.emit(event("census", text, facts={"run": question.key.run_id, "withheld": left_out}))
+        return access
 
     def _fetch_base(self, task: QueuedTask, prepared: PreparedRun) -> State:
-        """Fetch what the round broadcasts; raises SecaggError (E-RUN-48) on another census than the proved one."""
         offer, progress = task.offer, self._progress(task, pb.FETCHING)
         most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
-        base = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
-        msg = codec.read_state(base)
-        if prepared.run.updates.floor is not None or offer.secagg_census_digest:
-            proved = self.secagg.holders(task.key, offer, prepared.run, self._fetch_of(task))
-            sent = msg.get(HOSPITALS, {}).get(HOSPITALS)
-            if prepared.run.updates.floor is None:
-                return msg
-            if sent is None or sent.tolist() != list(proved):
-                raise SecaggError(
-                    "E-RUN-48",
-                    "expected of the coordinator how many hospitals each class has, as the census proves it, found "
-                    "something else: nothing is sent",
-                )
-        return msg
+        return codec.read_state(self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most))
 
     def _fetch_of(self, task: QueuedTask) -> Callable[[str], Path]:
         def fetch(digest: str) -> Path:
@@ -368,14 +361,13 @@ class TaskRunner:
     def _masks(self, task: QueuedTask, prepared: PreparedRun) -> TaskMasks:
         return self.secagg.begin(task.key, task.offer, prepared.run, self._fetch_of(task))
 
-    def _tell_repeated_charge(self, prepared: PreparedRun, key: TaskKey) -> None:
-        train = key.kind.trains
-        if prepared.ledger is not None and (times := prepared.ledger.charged(key.run_id, key.round, train)):
+    def _tell_repeated_charge(self, access: TaskAccess) -> None:
+        if access.times_charged:
             text = (
-                f"{key} was charged before ({times} of at most {ATTEMPTS} times), and the coordinator has shown no "
-                "receipt for an update of it: now it is charged again"
+                f"{access.key} was charged before ({access.times_charged} of at most {ATTEMPTS} times), and the "
+                "coordinator has shown no receipt for an update of it: now it is charged again"
             )
-            self.emit(event("charged", text, key))
+            self.emit(event("charged", text, access.key))
 
     def _kept_state(self, task: QueuedTask, prepared: PreparedRun) -> State | None:
         """Read what this round starts from at this silo: its state as of the rounds that the coordinator closed.
@@ -427,14 +419,7 @@ class TaskRunner:
     def _prepare(self, task: QueuedTask) -> PreparedRun:
         run = self._admitted_run(task, task.offer.manifest_digest)
         began = self.outbox.store.run_data.find(task.key.run_id)
-        prepared = self.trainer.prepare(run, self._fetch_weights(task), began)
-        if began is None:
-            self.outbox.store.run_data.begin(task.key.run_id, self.trainer.data_now())
-        elif began.version != prepared.data_version:
-            raise DataError(
-                "E-DATA-10",
-                f"expected the data that run {task.key.run_id} began with, found {prepared.dataset.origin} changed",
-            )
+        prepared = self.trainer.prepare(task.key.run_id, run, self._fetch_weights(task), began)
         self.trainer.require_memory(prepared)
         self.outbox.store.record_run(
             task.key.run_id,
@@ -471,9 +456,7 @@ class TaskRunner:
                 "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
             )
         path = self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING))
-        return self._admitted(
-            AdmissionRequest(run_id, _read_manifest(path, digest), self.trainer.device, self.trainer.data_of)
-        )
+        return self.controls.admit(self.trainer.request(run_id, _read_manifest(path, digest))).run
 
     def _fetch_weights(self, task: QueuedTask | PreflightTask) -> Callable[[Weights], Tensors]:
         def fetch(weights: Weights) -> Tensors:

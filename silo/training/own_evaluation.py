@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fl_core.aggregation import adaptive_guards
 from fl_core.rounds.silo_round import SiloRuntime, measure_global
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
-from fl_core.training.local_data import PlainLocalData
-from fl_core.types.interfaces import RoundData
+from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, State
 from silo.storage.tasks import LocalEvaluation
 
@@ -26,12 +23,10 @@ def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> LocalEvaluatio
     )
 
 
-def measure_exactly(runtime: SiloRuntime, msg: State, data: RoundData) -> Bundle:
+def measure_exactly(runtime: SiloRuntime, msg: State, exact: LocalData, n_classes: int) -> Bundle:
     """Measure the received model once more, without the noise of what a private run sends.
 
     Guarantees: nothing of it is in an update, and nothing is charged for it: the ledger speaks of what leaves.
     """
-    method, context = runtime.method, data.context
     state = adaptive_guards.method_state(msg, adaptive_guards.groups(runtime.guards))
-    plain = PlainLocalData(replace(data, progress=None))
-    return measure_global(method, runtime.reset_model(), state, plain, context.n_classes, runtime.layout)
+    return measure_global(runtime.method, runtime.reset_model(), state, exact, n_classes, runtime.layout)

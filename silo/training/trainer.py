@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ from fl_core.aggregation import adaptive_guards
 from fl_core.datasets import DataRequest, ImageExamples, SiloDataset
 from fl_core.datasets.examples import SPLITS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
-from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
@@ -40,17 +38,13 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import MadeUpStep
 from protos.wire.tasks import TaskKey
 from service_core.version import version
-from silo.admission.controls import Access, HospitalControls, check_dictionary
+from silo.admission.controls import AdmissionRequest, DataQuestion, HospitalControls, RunAccess, TaskAccess
 from silo.connection.retry import CancelledError
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey, KeptFeatures
 from silo.storage.outbox import TrainingResult
 from silo.storage.run_data import RunData
 from silo.training.data_source import BrokenRecords, DataSource
 from silo.training.own_evaluation import measure_exactly, own_evaluation
-
-if TYPE_CHECKING:
-    from privacy.ledger.run_ledger import RunLedger
-
 
 log = logging.getLogger(__name__)
 
@@ -72,36 +66,30 @@ def state_bytes(model: nn.Module) -> int:
 class PreparedRun:
     """A silo's place in a run that fits: everything that is built once.
 
-    access: what the hospital lets the run work with   submits: prototypes leave   broadcast: names, shapes and types of
-    what the server sends   data_version: see `DataSource.version`   device: where the model is.
+    access: what the hospital gives the run   broadcast: names, shapes and types of what the server sends   device:
+    where the model is.
     """
 
     run: CompiledRun
-    index: int
-    dataset: SiloDataset
     runtime: SiloRuntime
-    access: Access
-    submits: bool
+    access: RunAccess
     broadcast: Mapping[str, object]
-    data_version: str
     device: torch.device
 
     @property
-    def ledger(self) -> RunLedger | None:
-        return self.access.ledger
+    def index(self) -> int:
+        return self.access.data.index
+
+    @property
+    def dataset(self) -> SiloDataset:
+        return self.access.data.dataset
 
     def model_of(self, msg: State) -> State:
         """Return what the method's server sent, without the settings of guards."""
         return adaptive_guards.method_state(msg, adaptive_guards.groups(self.runtime.guards))
 
-    def require_whole_run(self, folder: Path) -> None:
-        """Raise RefusedError unless the whole run fits here: E-BUDGET-01, E-BUDGET-02 or E-RUN-38.
-
-        folder: where objects lie. Nothing is read of any record, charged or released.
-        """
-        if self.ledger is not None and not self.ledger.paid:
-            first = self.ledger.cached("class counts") is None
-            self.ledger.require(self.run.profile.charges(self.index, self.submits, first))
+    def require_room(self, folder: Path) -> None:
+        """Raise RefusedError (E-RUN-38) unless the run fits the disk of a folder, where objects lie, and the memory."""
         need = OBJECTS * state_bytes(self.runtime.model)
         if shutil.disk_usage(folder).free < need:
             raise RefusedError(
@@ -140,7 +128,7 @@ class PreparedRun:
             return
         fitting = 0 if self.run.private else step.fitting(free, rows.training, rows.evaluating)
         remedy = "choose a smaller model or smaller images"
-        if self.ledger is not None and rows.training > 1:
+        if self.run.private and rows.training > 1:
             least = memory.mib(step.need(1, rows.evaluating))
             remedy = f"set privacy.physical_batch=1, which needs {least}, or a few, or {remedy}"
         elif fitting > 1 or (fitting and not has_batch_norm(self.runtime.model)):
@@ -199,23 +187,31 @@ class Trainer:
         self._features = features
         self._few: tuple[str, ...] = ()
 
-    @property
     def declared_classes(self) -> tuple[str, ...]:
-        return self._data.declared_classes
+        """Return the classes that the hospital declares; what goes wrong with its data is for its log alone."""
+        with _hide_details(True, ConfigError, RefusedError):
+            return self._data.declared_classes
 
     def data_now(self) -> RunData:
         """Describe the data of the run that was prepared last, which begins with them."""
         return self._data.run_data()
 
+    def request(self, run_id: str, manifest: RunManifest) -> AdmissionRequest:
+        return AdmissionRequest(run_id, manifest, self.declared_classes, self.device, self.data_of)
+
     def prepare(
-        self, run: CompiledRun, fetch_weights: Callable[[Weights], Tensors], began: RunData | None = None
+        self,
+        run_id: str,
+        run: CompiledRun,
+        fetch_weights: Callable[[Weights], Tensors],
+        began: RunData | None = None,
     ) -> PreparedRun:
-        """Check that this silo can do its part of a run, and build what it needs.
+        """Check that this silo can do its part of a run that was admitted, and build what it needs.
 
         fetch_weights: called, where the run begins with weights from elsewhere, once all else fits   began: with which
         data it began here, if it has.
 
-        Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.access`; ConfigError
+        Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.admit`; ConfigError
         (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
         (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model.
         Guarantees: here the answer to a private run is made, and it costs nothing, so it follows from the manifest and
@@ -224,12 +220,10 @@ class Trainer:
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
         with _hide_details(run.private, ConfigError, RefusedError):
-            if run.private:
-                self._controls.require_labels(run, self._data.declared_classes)
             self._refresh()
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             prepared = self._prepared[1]
-            if prepared.data_version == (self._data.version() if began is None else began.version):
+            if prepared.access.data.version == (self._data.version() if began is None else began.version):
                 return prepared
         if not _compatible(manifest.software, version()):
             raise RefusedError(
@@ -239,17 +233,19 @@ class Trainer:
         with _hide_details(run.private, ConfigError):
             self._data.load(DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window))
             dataset, data_version = self._data.as_begun(began)
-            if run.private:
-                self._controls.require_declared(dataset, self._data.declared_classes)
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
-        check_dictionary(run, index, dataset)
         if {**run.own_layout(), **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
+        with _hide_details(run.private, ConfigError, RefusedError, SchemaError):
+            size, typed = self._data.nominal_size, self._data.typed
+            question = DataQuestion(index, dataset, data_version, size, typed, self._prototypes)
+            access = self._controls.admit(self.request(run_id, manifest)._replace(data=question)).access
+        assert access is not None
         if manifest.start is not None and manifest.start.weights is not None:
             run = run.with_weights(fetch_weights(manifest.start.weights))
         if run.frozen:
@@ -260,18 +256,9 @@ class Trainer:
         if dataset.coarse and runtime.masking is not None:  # told or not: see `Member.coarse`
             runtime = replace(runtime, masking=replace(runtime.masking, signs=False))
         runtime.model.to(self.device)
-        with _hide_details(run.private, ConfigError, RefusedError):
-            size, typed = self._data.nominal_size, self._data.typed
-            access = self._controls.access(run, index, dataset, size, typed)
-            submits = self._prototypes and access.submits and manifest.members[index].prototypes
-            try:
-                run.profile.require_submission(submits)
-            except RefusedError as error:
-                self._controls.record_refusal(manifest.name, error)
-                raise
         broadcast = tensor_maps.signature(run.method.broadcast(run.initial_state()))
         runtime, self._few = replace(runtime, withholds=access.floors.parts), ()
-        prepared = PreparedRun(run, index, dataset, runtime, access, submits, broadcast, data_version, self.device)
+        prepared = PreparedRun(run, runtime, access, broadcast, self.device)
         self._prepared = (policy, prepared)
         return prepared
 
@@ -293,53 +280,44 @@ class Trainer:
             prepared.require_memory()
             self._fitting = prepared
 
+    def check_message(self, prepared: PreparedRun, key: TaskKey, msg: State) -> None:
+        """Check what the coordinator sent for a task, before the task is admitted.
+
+        Raises ProtocolError: E-WIRE-06 on a message of another form, E-RUN-33 on another start model than the manifest
+        names; RefusedError on another clip (E-PRIV-15).
+        """
+        self._check_broadcast(prepared, msg)
+        self._check_start(prepared, key, msg)
+        adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
+
     def train(
         self,
         prepared: PreparedRun,
-        key: TaskKey,
-        size: int,
+        access: TaskAccess,
         msg: State,
         state: State | None,
         progress: Progress,
         own: nn.Module | None = None,
         broken: BrokenRecords | None = None,
-        claim: Callable[[State], None] = lambda _: None,
     ) -> TrainingResult:
-        """Do one task. size: the cohort that the offer names; progress: (steps done, steps in all).
+        """Do one admitted task. progress: (steps done, steps in all).
 
         own: the model to be measured beside the one received   broken: what the run does without; records that cannot
-        be read now are added before anything leaves   claim: called with the model received once it is one that the run
-        may send, before any example is read; what it raises ends the task.
+        be read now are added before anything leaves.
 
-        Raises ProtocolError: E-RUN-33 on a round or cohort that the manifest's seed does not give, and on another start
-        model than the manifest names, E-WIRE-06 on a message of another form, E-RUN-47 on sums that are not those to be
-        taken out; RefusedError, before any example is read,
-        on a round that the ledger does not admit (E-BUDGET-..) or another clip (E-PRIV-15); StateError (E-RUN-31) for
-        whatever goes wrong in a private run once examples are read.
+        Raises ProtocolError (E-RUN-47) on sums that are not those to be taken out; as `TaskAccess.open`; StateError
+        (E-RUN-31) for whatever goes wrong in a private run once examples are read.
         Guarantees: equals the silo of a simulation (`consilium/research/engines`), bit for bit on the CPU. Where files
         break in the middle, a round without privacy is made anew without them: a repeated task gives the same update,
         or that without what broke since. In a private round, which is charged once, they add nothing.
         """
-        manifest, broken = prepared.run.manifest, broken or BrokenRecords(set())
-        try:
-            context = self._context(prepared, key, size)
-        except ProtocolError as error:
-            if prepared.ledger is not None:  # a round that the plan does not have would be one more release
-                self._controls.record_refusal(key.run_id, error)
-            raise
-        if not key.kind.census:  # which nothing is sent for
-            self._check_broadcast(prepared, msg)
-            self._check_start(prepared, key, msg)
-            # A clip of the coordinator's own is refused before anything is charged.
-            adaptive_guards.guards_for_round(prepared.runtime.guards, msg)
-            claim(prepared.model_of(msg))
-        if prepared.ledger is not None:
-            prepared.ledger.begin(key.run_id)
+        manifest, broken, key = prepared.run.manifest, broken or BrokenRecords(set()), access.key
+        context = _context_of(prepared, key.round, access.cohort)
         with _cpu_threads(manifest.threads):
             if own is not None:
                 prepared = replace(prepared, runtime=replace(prepared.runtime, own=own.to(self.device)))
             for left in reversed(range(TRIES)):
-                outcome = self._attempt(prepared, key, msg, state, context, progress, broken, left=left)
+                outcome = self._attempt(prepared, access, msg, state, context, progress, broken, left=left)
                 if outcome is not None:
                     break
         assert outcome is not None  # the last attempt raises
@@ -354,17 +332,17 @@ class Trainer:
             fingerprint=prepared.dataset.fingerprint,
         )
 
-    def trained_classes(self, prepared: PreparedRun) -> list[int]:
+    def trained_classes(self, prepared: PreparedRun, access: TaskAccess) -> list[int]:
         """Return the positions of the classes that this silo's records train, as far as no rule here hides them."""
         manifest, dataset = prepared.run.manifest, prepared.dataset
         context = _context_of(prepared, manifest.rounds, len(manifest.members))
-        data = prepared.access.factory(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
+        data = access.open(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
         return torch.nonzero(data.contributes()).flatten().tolist()
 
     def _attempt(
         self,
         prepared: PreparedRun,
-        key: TaskKey,
+        access: TaskAccess,
         msg: State,
         state: State | None,
         context: RoundContext,
@@ -378,22 +356,19 @@ class Trainer:
         with _hide_details(private):
             train, test = self._examples(prepared, progress, broken)
         sent = self._sent_of(prepared, test)
-        try:
-            opened = RoundData(train, test, prepared.run.manifest.train, context, self.device, progress)
-            data = prepared.access.factory(replace(opened, test=sent))
-        except RefusedError as error:
-            self._controls.record_refusal(key.run_id, error)
-            raise
+        opened = RoundData(train, test, prepared.run.manifest.train, context, self.device, progress)
+        data = access.open(replace(opened, test=sent))
         try:
             with _hide_details(private):
-                done = self._run_round(prepared.runtime, msg, state, data, context, key.kind)
+                done = self._run_round(prepared.runtime, msg, state, data, context, access.key.kind)
                 if (private or sent is not test) and METRICS in done.measured:
-                    done = done._replace(measured=measure_exactly(prepared.runtime, msg, opened))
+                    exact = access.open_for_hospital(replace(opened, progress=None))
+                    done = done._replace(measured=measure_exactly(prepared.runtime, msg, exact, context.n_classes))
                 return done
         except DataError as error:
             if private or not left or error.code != UNREADABLE:
                 raise
-            log.warning("%s begins anew, since a file could not be read: %s", key, error.message)
+            log.warning("%s begins anew, since a file could not be read: %s", access.key, error.message)
             self._unreadable = None
             return None
 
@@ -472,7 +447,7 @@ class Trainer:
         request = DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window)
         return FeatureKey(
             origin=str(self._data.reference),
-            data=prepared.data_version,
+            data=prepared.access.data.version,
             request=repr(request),
             split=split.value,
             maker=json.dumps(maker, sort_keys=True),
@@ -481,7 +456,7 @@ class Trainer:
     def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:
         """Tell whether the method of a run keeps anything at a silo between rounds."""
         runtime = prepared.runtime
-        state = runtime.method.init_silo(runtime.reset_model(), self._context(prepared, key, size))
+        state = runtime.method.init_silo(runtime.reset_model(), _context_of(prepared, key.round, size))
         return any(len(group) for group in state.values())
 
     @staticmethod
@@ -510,26 +485,11 @@ class Trainer:
                 "beside it than the manifest names: ask the lead",
             )
 
-    @staticmethod
-    def _context(prepared: PreparedRun, key: TaskKey, size: int) -> RoundContext:
-        manifest = prepared.run.manifest
-        drawn = key.kind.drawn(manifest.cohort)
-        cohort = sampling.sample_cohort(manifest.seed, key.round, len(manifest.members), drawn)
-        asked = key.round in key.kind.rounds(manifest.rounds) and (prepared.run.counts_classes or not key.kind.census)
-        if not asked or size != len(cohort) or prepared.index not in cohort:
-            raise ProtocolError(
-                "E-RUN-33",
-                f"expected a {key.kind.value} task for silos {cohort} in round {key.round + 1} of {manifest.rounds}, "
-                f"found one for silo {prepared.index} in a cohort of {size}: the offer does not follow from the "
-                "manifest",
-            )
-        return _context_of(prepared, key.round, len(cohort))
-
 
 def _context_of(prepared: PreparedRun, round: int, cohort: int) -> RoundContext:
     manifest, index = prepared.run.manifest, prepared.index
     context = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds, round, cohort)
-    return context.for_silo(index, manifest.seed, prepared.submits, manifest.masked_units(index))
+    return context.for_silo(index, manifest.seed, prepared.access.submits, manifest.masked_units(index))
 
 
 def _splits(prepared: PreparedRun) -> list[tuple[Split, Examples]]:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -38,7 +38,7 @@ from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
-from silo.admission.controls import AdmissionRequest, HospitalControls
+from silo.admission.controls import AdmissionRequest, AwaitingDecisionError, HospitalControls
 from silo.admission.run_request import privacy_of, update_contents
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home, Served
@@ -345,7 +345,8 @@ def asks(home: Home, run: RunManifest, run_id: str) -> None:
     """Let a run ask this hospital, as its service does."""
     store = SiloStore(home.database)
     try:
-        HospitalControls(home, store).admit(AdmissionRequest(run_id, run))
+        with suppress(AwaitingDecisionError):
+            HospitalControls(home, store).admit(AdmissionRequest(run_id, run, lambda: run.schema.classes))
     finally:
         store.close_database()
 

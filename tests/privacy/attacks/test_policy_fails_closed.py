@@ -42,12 +42,16 @@ def controls(home: Home):
     store.close_database()
 
 
+def digits() -> tuple[str, ...]:
+    return tuple(manifest().schema.classes)
+
+
 def code_of(controls: HospitalControls, about=None) -> str:
     """Ask for a plain and for a private run; return the one code of both refusals, or that of `about` alone."""
     codes = []
     for asked in (private(), manifest()) if about is None else (about,):
         with pytest.raises(FederationError) as refused:
-            controls.admit(AdmissionRequest("run-1", asked))
+            controls.admit(AdmissionRequest("run-1", asked, digits))
         assert isinstance(refused.value, RefusedError)
         codes.append(refused.value.code)
     (code,) = set(codes)
@@ -64,11 +68,11 @@ def checked(home: Home, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_sound_file_and_a_link_to_one_are_accepted(home, controls, capsys, tmp_path) -> None:
-    assert controls.admit(AdmissionRequest("run-1", private())).decided
+    assert controls.admit(AdmissionRequest("run-1", private(), digits))
     (tmp_path / "etc").mkdir()
     home.policy.rename(tmp_path / "etc/policy.toml")
     home.policy.symlink_to(tmp_path / "etc/policy.toml")
-    assert controls.admit(AdmissionRequest("run-1", private())).decided
+    assert controls.admit(AdmissionRequest("run-1", private(), digits))
     assert checked(home, capsys) == ""
 
 
@@ -121,19 +125,19 @@ def test_a_file_that_cannot_be_opened_allows_nothing_and_does_not_end_the_servic
 
 
 def test_a_file_that_was_there_and_vanished_is_no_policy_of_defaults(home, controls, capsys) -> None:
-    assert controls.admit(AdmissionRequest("run-1", private())).decided
+    assert controls.admit(AdmissionRequest("run-1", private(), digits))
     home.policy.unlink()
     assert code_of(controls) == "E-POLICY-13"
     assert checked(home, capsys) == "E-POLICY-13"
     home.policy.write_text("")  # the operator says that the defaults are meant
-    assert controls.admit(AdmissionRequest("run-1", manifest())).decided
+    assert controls.admit(AdmissionRequest("run-1", manifest()))
     assert checked(home, capsys) == ""
 
 
 def test_a_home_that_never_had_a_policy_has_the_defaults(tmp_path) -> None:
     place = enrolled(tmp_path / "new")
     store = SiloStore(place.database)
-    assert HospitalControls(place, store).admit(AdmissionRequest("run-1", manifest())).decided
+    assert HospitalControls(place, store).admit(AdmissionRequest("run-1", manifest()))
     store.close_database()
 
 
@@ -146,7 +150,7 @@ def test_a_file_that_others_can_write_allows_nothing_and_the_remedy_is_named(hom
     assert checked(home, capsys) == "E-POLICY-10"
     assert checked(home, capsys, str(home.policy)) == "E-POLICY-10"
     home.policy.chmod(mode & ~0o022)
-    assert controls.admit(AdmissionRequest("run-1", private())).decided
+    assert controls.admit(AdmissionRequest("run-1", private(), digits))
 
 
 def test_a_link_to_a_file_that_others_can_write_allows_nothing(home, controls, tmp_path) -> None:
@@ -160,7 +164,7 @@ def test_a_file_in_a_folder_that_everybody_can_write_allows_nothing(home, contro
     (tmp_path / "open").mkdir()
     real = home.policy.rename(tmp_path / "open/policy.toml")
     home.policy.symlink_to(real)
-    assert controls.admit(AdmissionRequest("run-1", private())).decided
+    assert controls.admit(AdmissionRequest("run-1", private(), digits))
     (tmp_path / "open").chmod(0o777)
     assert code_of(controls) == "E-POLICY-10"
 
@@ -229,11 +233,11 @@ def test_a_manifest_that_states_a_smaller_hospital_gets_no_larger_delta() -> Non
 def test_a_budget_for_no_collection_of_the_ledger_closes_the_hospital_to_private_runs(home, controls, capsys) -> None:
     home.policy.write_text(SOUND + "[budget.'center1/trian']\nepsilon = 1.0\ndelta = 1e-5\n")
     with pytest.raises(RefusedError, match=f"E-POLICY-09.*did you mean '{TRAIN}'.*{TEST}"):
-        controls.admit(AdmissionRequest("run-1", private()))
+        controls.admit(AdmissionRequest("run-1", private(), digits))
     assert checked(home, capsys) == "E-POLICY-09"
     assert "E-POLICY-09" in [detail for _, _, state, detail, _ in controls.ledger.events() if state == "REFUSED"]
     home.policy.write_text(SOUND + f"[budget.'{TRAIN}']\nepsilon = 1.0\ndelta = 1e-5\n")
-    assert controls.admit(AdmissionRequest("run-1", private())).decided
+    assert controls.admit(AdmissionRequest("run-1", private(), digits))
     assert checked(home, capsys) == ""
 
 

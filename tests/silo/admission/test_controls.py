@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,17 +12,26 @@ import torch
 from coordinator.cli.survey import survey_words
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
+from fl_core import datasets
+from fl_core.datasets import DataRequest
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest, StartPoint
 from fl_core.training.evaluation import METRICS
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State
 from protos.wire.tasks import TaskKey
-from silo.admission.controls import AdmissionDecision, AdmissionRequest, HospitalControls, TaskQuestion
+from silo.admission.controls import (
+    AdmissionRequest,
+    AwaitingDecisionError,
+    DataQuestion,
+    HospitalControls,
+    TaskQuestion,
+)
 from silo.storage.store import SiloStore
 from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
 from tests.support.headcount import headcounts
 
+Ask = Callable[..., AdmissionRequest]
 MODEL: State = {"w": {"v": torch.ones(2)}}
 
 
@@ -58,58 +68,72 @@ def controls(tmp_path) -> Iterator[HospitalControls]:
     store.close_database()
 
 
-def asked(run: RunManifest, base: str = "a", incarnation: str = "c1", model: State = MODEL) -> AdmissionRequest:
-    task = TaskKind.TRAIN if run.kind.updates else TaskKind.EVALUATE
-    key = TaskKey("run-1", 0, task)
-    return AdmissionRequest("run-1", run, task=TaskQuestion(key, base * 64, model, incarnation))
+@pytest.fixture
+def asked(tmp_path: Path) -> Ask:
+    """Ask about a task of a run whose data were admitted by an open policy."""
+
+    def ask(run: RunManifest, base: str = "a") -> AdmissionRequest:
+        home = enrolled(tmp_path / "open")
+        store = SiloStore(home.database)
+        request = DataRequest(run.schema.classes, run.image_size, run.schema.window)
+        data = DataQuestion(1, datasets.load("digits/p3c4/1", request), "v1")
+        access = HospitalControls(home, store).admit(AdmissionRequest("run-1", run, data=data)).access
+        store.close_database()
+        assert access is not None
+        key = TaskKey("run-1", 0, TaskKind.TRAIN if run.rounds else TaskKind.EVALUATE)
+        return AdmissionRequest("run-1", run, task=TaskQuestion(access, key, len(MEMBERS), base * 64, MODEL, "c1"))
+
+    return ask
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_of_any_kind_is_about_one_model(controls: HospitalControls, kind: str) -> None:
+def test_a_task_of_any_kind_is_about_one_model(controls: HospitalControls, asked: Ask, kind: str) -> None:
     run = of_kind(kind)
     assert run.kind.name == kind
     for _ in range(2):
-        assert controls.admit(asked(run)).decided
+        assert controls.admit(asked(run))
     with pytest.raises(RefusedError, match="E-RUN-33"):
         controls.admit(asked(run, "b"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_of_any_kind_is_held_to_the_policy_as_it_is_when_it_comes(controls: HospitalControls, kind: str) -> None:
+def test_a_task_of_any_kind_is_held_to_the_policy_as_it_is_when_it_comes(
+    controls: HospitalControls, asked: Ask, kind: str
+) -> None:
     run = of_kind(kind)
-    assert controls.admit(AdmissionRequest("run-1", run)).decided
+    assert controls.admit(AdmissionRequest("run-1", run))
     controls.home.policy.write_text('[runs]\nmethods = ["moon"]\n')
     with pytest.raises(RefusedError, match="E-POLICY-02"):
         controls.admit(asked(run))
     controls.home.policy.write_text("")
-    assert controls.admit(asked(run, "b")).decided  # nothing was noted of the refused one
+    assert controls.admit(asked(run, "b"))  # nothing was noted of the refused one
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_task_of_any_kind_waits_for_the_decision_and_is_not_noted_before(
-    controls: HospitalControls, kind: str
+    controls: HospitalControls, asked: Ask, kind: str
 ) -> None:
     run = of_kind(kind)
     controls.home.policy.write_text('[runs]\napprove = "by hand"\n')
-    waiting: AdmissionDecision = controls.admit(asked(run))
-    assert not waiting.decided
+    with pytest.raises(AwaitingDecisionError):
+        controls.admit(asked(run))
     controls.store.approvals.decide("run-1", approved=True)
-    assert controls.admit(asked(run, "b")).decided
+    assert controls.admit(asked(run, "b"))
 
 
 @pytest.mark.parametrize(("kind", "measures"), [(kind, kind in ("training", "evaluation")) for kind in KINDS])
 def test_a_day_is_full_for_runs_that_measure_models_and_for_no_others(
-    controls: HospitalControls, kind: str, measures: bool
+    controls: HospitalControls, asked: Ask, kind: str, measures: bool
 ) -> None:
     controls.home.policy.write_text("[evaluation]\nruns_a_day = 1\n")
-    assert controls.admit(replace_id(asked(manifest()), "earlier")).decided
+    assert controls.admit(replace_id(asked(manifest()), "earlier"))
     run = of_kind(kind)
     for request in (AdmissionRequest("run-1", run), asked(run)):
         if measures:
             with pytest.raises(RefusedError, match="E-POLICY-19"):
                 controls.admit(request)
         else:
-            assert controls.admit(request).decided
+            assert controls.admit(request)
 
 
 def replace_id(request: AdmissionRequest, run_id: str) -> AdmissionRequest:

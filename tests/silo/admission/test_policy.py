@@ -19,9 +19,8 @@ from privacy.ledger.ledger import Ledger
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
-from silo.admission.controls import _warn_of_few
 from silo.admission.policy_in_force import in_force
-from silo.admission.run_request import privacy_of
+from silo.admission.run_request import privacy_of, warn_of_few
 from silo.reports.leaving import leaving
 from silo.reports.spending import unprotected
 from silo.storage.home import Home
@@ -197,7 +196,7 @@ def test_a_warning_of_exact_sums_says_who_reads_them(caplog):
     choice = {"method": NamedOptions("analytic", {}), "model": NamedOptions("random_features", {"width": 600})}
     for run in (manifest(**choice), masked_manifest(**choice)):
         caplog.clear()
-        _warn_of_few(CompiledRun(run), 507)
+        warn_of_few(CompiledRun(run), 507)
         assert ("updates leave under masks" in caplog.text) is (run.secagg is not None)
         assert "507" not in "".join(caplog.messages)
 

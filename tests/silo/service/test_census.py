@@ -31,8 +31,8 @@ from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.tasks import TaskKey
+from silo.admission.census import read_proof
 from silo.cli.main import run as silo
-from silo.service.secagg import _proof
 from silo.storage.home import Home
 from silo.storage.schema import secagg_runs
 from tests.support.masked import (
@@ -179,7 +179,7 @@ def test_whatever_bytes_a_proof_has_it_is_refused_with_a_code(counted: Counted, 
             changed[draw.randrange(len(changed))] = draw.randrange(256)
         file.write_bytes(bytes(changed))
         with suppress(SecaggError):  # another error fails the test; what can be read is held against the seal later
-            _proof(file)
+            read_proof(file)
 
 
 def test_the_census_is_proved_once_and_known_after_a_restart(counted: Counted) -> None:

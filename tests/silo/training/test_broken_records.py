@@ -25,7 +25,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from protos.wire.tasks import TaskKey
-from silo.admission.controls import HospitalControls
+from silo.admission.controls import HospitalControls, TaskQuestion
 from silo.storage.feature_cache import FeatureCache
 from silo.storage.run_data import RunData
 from silo.storage.store import SiloStore
@@ -102,6 +102,7 @@ class Bench:
         loader = ImageLoader(cache_bytes=0, threads=1)
         self.data = DataSource(f"folder:{self.images}", loader=loader, holds=CLASSES, nominal_size=None)
         features = FeatureCache(self.home.features, 1 << 30)
+        self.controls = controls
         self.trainer = Trainer(
             MEMBERS[1],
             self.data,
@@ -118,14 +119,12 @@ class Bench:
     def round(self, number: int = 0) -> tuple[str, float]:
         """Do a round as `TaskRunner` does; return the update's digest and its weight."""
         began = self.store.run_data.find(RUN)
-        prepared = self.trainer.prepare(self.run, lambda _: {}, began)
-        if began is None:
-            self.store.run_data.begin(RUN, self.trainer.data_now())
-        elif began.version != prepared.data_version:
-            raise DataError("E-DATA-10", "other data")
+        prepared = self.trainer.prepare(RUN, self.run, lambda _: {}, began)
         known = BrokenRecords(self.broken, lambda names: self.store.run_data.leave_out(RUN, names) and None)
         key = TaskKey(RUN, number, TaskKind.TRAIN)
-        result = self.trainer.train(prepared, key, len(MEMBERS), self.state, None, lambda *_: None, broken=known)
+        task = TaskQuestion(prepared.access, key, len(MEMBERS), message=self.state, data_now=self.trainer.data_now)
+        access = self.controls.admit(self.trainer.request(RUN, self.run.manifest)._replace(task=task)).task
+        result = self.trainer.train(prepared, access, self.state, None, lambda *_: None, broken=known)
         parts = {f"{name}/{key}": value for name, part in result.bundle.items() for key, value in part.total.items()}
         return tensor_maps.digest(parts), float(result.bundle["delta"].weight)
 

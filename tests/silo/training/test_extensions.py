@@ -15,7 +15,8 @@ from fl_core.errors import ConfigError, FederationError, RefusedError
 from fl_core.extensions import loading, registry
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.admission.controls import AdmissionRequest, HospitalControls, describe_request
+from silo.admission.controls import AdmissionRequest, HospitalControls
+from silo.admission.run_request import describe_request
 from silo.storage.home import Home
 from silo.storage.store import SiloStore
 from silo.training.data_source import DataSource
@@ -76,7 +77,7 @@ def test_code_that_the_policy_names_is_run_and_asked_about_with_its_identity(
     tmp_path: Path, mine: Installed, run: RunManifest
 ) -> None:
     answer = controls(tmp_path, ALLOWED).admit(AdmissionRequest("run-1", run))
-    assert answer.decided
+    assert answer.run.manifest == run
     admitted = answer.run
     assert type(admitted.method).__module__ == "mine_package.method"
     said = describe_request(admitted)

@@ -23,7 +23,7 @@ from fl_core.types.values import Examples
 from privacy.compiled_run import CompiledRun
 from privacy.release_log import InMemoryReleaseLog
 from protos.wire.tasks import TaskKey
-from silo.admission.controls import HospitalControls
+from silo.admission.controls import HospitalControls, TaskQuestion
 from silo.admission.run_request import request_of
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey
 from silo.storage.home import Home
@@ -85,12 +85,16 @@ class Bench:
         self.told: list[tuple[int, int]] = []
 
     def prepared(self):
-        return self.trainer.prepare(self.run, lambda _: {})
+        return self.trainer.prepare("run-1", self.run, lambda _: {})
+
+    def admitted(self, prepared):
+        task = TaskQuestion(prepared.access, TaskKey("run-1", 0, TaskKind.TRAIN), len(MEMBERS), message=self.state)
+        return self.controls.admit(self.trainer.request("run-1", self.run.manifest)._replace(task=task)).task
 
     def round(self):
-        key = TaskKey("run-1", 0, TaskKind.TRAIN)
+        prepared = self.prepared()
         return self.trainer.train(
-            self.prepared(), key, len(MEMBERS), self.state, None, lambda done, total: self.told.append((done, total))
+            prepared, self.admitted(prepared), self.state, None, lambda done, total: self.told.append((done, total))
         )
 
 
@@ -120,7 +124,7 @@ def test_a_cancelled_pass_leaves_nothing_and_the_next_one_ends(bench):
 
     prepared = bench.prepared()
     with pytest.raises(StoppedError):
-        bench.trainer.train(prepared, TaskKey("run-1", 0, TaskKind.TRAIN), len(MEMBERS), bench.state, None, stop)
+        bench.trainer.train(prepared, bench.admitted(prepared), bench.state, None, stop)
     assert bench.features.files() == []
     assert not list(bench.features.folder.glob("*.part"))
     assert bench.round().bundle["delta"].total

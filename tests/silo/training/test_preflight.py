@@ -23,7 +23,7 @@ from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.record import release_plan
 from privacy.profiles.silo import silo_releases
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.admission.controls import describe_request
+from silo.admission.run_request import describe_request
 from silo.training import trainer
 from tests.support import until
 from tests.support.fake_coordinator import manifest

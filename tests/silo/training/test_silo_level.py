@@ -27,7 +27,7 @@ from privacy.mechanisms.silo.guard import silo_level
 from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
 from protos.wire.codec import BundleFile
-from silo.admission.controls import describe_request
+from silo.admission.run_request import describe_request
 from silo.reports.leaving import leaving
 from silo.storage.home import Home
 from tests.support import some, until
