@@ -59,9 +59,9 @@ class UploadSlots:
     def open(self, contribution: str, silo: str, left: int) -> None:
         """Give an upload a slot; raises UnavailableError (E-NET-12) while there is none. left: bytes still to come."""
         now = self._clock()
-        known = self._slots.get(contribution)
-        if known is not None and known.streams:  # of a connection that was cut, perhaps, and is not known to be
-            known.opened_again = True
+        open_slot = self._slots.get(contribution)
+        if open_slot is not None and open_slot.streams:  # of a connection that may have been cut
+            open_slot.opened_again = True
             return
         self._slots = {
             name: slot

@@ -88,22 +88,22 @@ def authorize(
             f"expected a certificate in force, found one of {who} valid from {peer.not_before:%Y-%m-%d %H:%M} to "
             f"{peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol again with a new invitation",
         )
-    found = membership(peer)
-    if found.revoked is not None:
+    status = membership(peer)
+    if status.revoked is not None:
         return RefusedError(
             "E-ID-12",
-            f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({found.revoked}); ask the "
-            "lead",
+            f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({status.revoked}); ask "
+            "the lead",
         )
-    if found.renewed_at is not None:
+    if status.renewed_at is not None:
         return RefusedError(
             "E-ID-28",
             f"expected the newest certificate of {who}, found {peer.serial}: it was renewed, and its successor is in "
-            f"use since {datetime.fromtimestamp(found.renewed_at, UTC):%Y-%m-%d %H:%M} UTC. If that was not you, "
+            f"use since {datetime.fromtimestamp(status.renewed_at, UTC):%Y-%m-%d %H:%M} UTC. If that was not you, "
             f"somebody else has the key: tell the lead at once; `coordinator invite {who.name} --again` and "
             "`silo join --again` shut the other one out (of a lead: coordinator leads revoke, leads add)",
         )
-    if not found.member:
+    if not status.member:
         what = "an open invitation" if who.kind is CertificateRole.INVITE else "a member of the consortium"
         return RefusedError(
             "E-ID-13", f"expected {what}, found {who} (key {peer.fingerprint[:16]}...); ask the lead for an invitation"
@@ -161,8 +161,8 @@ class Authorizer:
         in_force, now = self.members.in_force(), utc_now()
 
         def is_in_force(peer: PeerCertificate) -> bool:
-            known = peer.identity.kind is CertificateRole.SILO and (peer.identity.name, peer.serial) in in_force
-            return known and peer.identity.consortium == self.consortium and peer.not_before <= now <= peer.not_after
+            of_silo = peer.identity.kind is CertificateRole.SILO and (peer.identity.name, peer.serial) in in_force
+            return of_silo and peer.identity.consortium == self.consortium and peer.not_before <= now <= peer.not_after
 
         return is_in_force
 

@@ -102,8 +102,8 @@ class ControlService(rpc.ControlServicer):
     async def _send(self, session: SiloSession, changed: asyncio.Event, context: Context) -> None:
         pulse = self._dispatcher.pulse_s
         hello_due = time.monotonic() + self._limits.hello_s
-        while session.hello is None and not session.over and (left := hello_due - time.monotonic()) > 0:
-            await wait_for(changed, left)
+        while session.hello is None and not session.over and (remaining := hello_due - time.monotonic()) > 0:
+            await wait_for(changed, remaining)
         if session.over and session.error is not None:
             raise session.error
         if session.hello is None:
@@ -193,12 +193,12 @@ def _refusal(error: FederationError) -> pb.Refusal:
     return pb.Refusal(code=error.code, reason=error.message)
 
 
-def session_seconds(asked: float, sessions: int) -> float:
+def session_seconds(limit: float, sessions: int) -> float:
     """Draw how long a session lasts until its silo replaces it; 0: for ever.
 
     Guarantees: however many there are, hardly more than one of them is replaced in a second, up to an hour for each.
     """
-    longest = min(max(asked, _PER_SESSION_S * sessions), _MAX_S) if asked else 0.0
+    longest = min(max(limit, _PER_SESSION_S * sessions), _MAX_S) if limit else 0.0
     return longest * secrets.SystemRandom().uniform(_SOONEST, 1.0)
 
 

@@ -88,18 +88,18 @@ class LeadService(rpc.LeadServicer):
                             raise ProtocolError("E-WIRE-06", "expected one object in a stream, found a second")
                         await self._workers.run(append_chunk, chunk, file, file.size, size)
                         chunk = await stream.next()
-                    have, found = file.size, file.digest()
+                    have, received = file.size, file.digest()
                 if have == size:
-                    await self._workers.run(self._weights.finish, lead, digest, found)
+                    await self._workers.run(self._weights.finish, lead, digest, received)
         return pb.PutReply(have=have)
 
     def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.RunInfo:  # noqa: N802
         """Freeze a run and queue it; the same request id is the same run."""
         if not request.request_id:
             raise ConfigError("E-CFG-02", "expected a request id, found none: choose a new one for each new run")
-        known = self._store.runs.of_request(request.request_id)
-        if known is not None and (known.spec, known.parent) == (request.spec_json, request.start_from):
-            return self._info(known)
+        run = self._store.runs.of_request(request.request_id)
+        if run is not None and (run.spec, run.parent) == (request.spec_json, request.start_from):
+            return self._info(run)
         silos = self._silos(revoked=False)
         if request.start_from:  # before anything is built
             silos = self._may_go_on(request, silos)
@@ -120,13 +120,13 @@ class LeadService(rpc.LeadServicer):
         never = line.not_asked(parent, adds)
         if named or not never:
             return silos
-        left = [silo for silo in silos if silo.name not in never]
-        if not any(silo.state == "online" for silo in left):
+        remaining = [silo for silo in silos if silo.name not in never]
+        if not any(silo.state == "online" for silo in remaining):
             listed = "; ".join(f"{name} {why}" for name, why in never.items())
             raise ConfigError(
                 "E-RUN-05", f"expected a hospital online that can go on from {parent.id}, found none beside: {listed}"
             )
-        return left
+        return remaining
 
     def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
         """List runs, newest first, a page at a time; all of them for a lead that asks for no page."""
@@ -222,15 +222,15 @@ class LeadService(rpc.LeadServicer):
     def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawReply:  # noqa: N802
         """Take a hospital's sums out of the models that can be without them, and name those that cannot."""
         lead = self._authorizer.caller(context).identity.name
-        found = self._withdrawals.withdraw(request.silo, lead, request.preview)
+        withdrawals = self._withdrawals.withdraw(request.silo, lead, request.preview)
         self._dispatcher.changes.notify()
-        return pb.WithdrawReply(withdrawals=self._signed(found))
+        return pb.WithdrawReply(withdrawals=self._signed(withdrawals))
 
-    def _signed(self, found: list[AffectedRun]) -> list[pb.Withdrawal]:
-        if not found:
+    def _signed(self, affected: list[AffectedRun]) -> list[pb.Withdrawal]:
+        if not affected:
             return []
-        own = self._own()
-        return [one.message(own) for one in found]
+        credentials = self._own()
+        return [one.message(credentials) for one in affected]
 
     def Silos(self, request: pb.SilosRequest, context: Context) -> pb.SiloList:  # noqa: ARG002, N802
         invitations = [

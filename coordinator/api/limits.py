@@ -164,10 +164,10 @@ def require_known_fields(message: object) -> None:
     """Raise ProtocolError (E-WIRE-06) on more than 64 KiB of fields that this version does not know."""
     if not isinstance(message, Message) or (size := message.ByteSize()) <= _UNKNOWN_BYTES:
         return
-    known = type(message)()
-    known.CopyFrom(message)
-    known.DiscardUnknownFields()
-    if (unknown := size - known.ByteSize()) > _UNKNOWN_BYTES:
+    parsed = type(message)()
+    parsed.CopyFrom(message)
+    parsed.DiscardUnknownFields()
+    if (unknown := size - parsed.ByteSize()) > _UNKNOWN_BYTES:
         raise ProtocolError(
             "E-WIRE-06", f"expected the fields of this version, found {unknown} bytes of others: upgrade the older side"
         )

@@ -79,8 +79,8 @@ def run_infos(
     noisy = store.runs.evaluations([id for id in ids if noises[id].evaluation is not None])
     messages = []
     for run in runs:
-        own = {"run_id": run.id, "state": run.state.value, "created_unix": run.created, "ended_unix": run.ended}
-        message = pb.RunInfo(**_shared_fields(run, pb.RunInfo) | own, excluded=excluded.get(run.id, ()))
+        stored = {"run_id": run.id, "state": run.state.value, "created_unix": run.created, "ended_unix": run.ended}
+        message = pb.RunInfo(**_shared_fields(run, pb.RunInfo) | stored, excluded=excluded.get(run.id, ()))
         if run.closed and run.state_object:
             message.model_object = run.state_object
         if (awaited := waiting(run.id)) is not None:
@@ -98,12 +98,12 @@ def run_infos(
 
 def _set_coverage(message: pb.RunInfo, run: StoredRun, newest: RoundRecord | None) -> None:
     """Say which classes a run teaches and tests. newest: its newest evaluation; None where there is none, or noise."""
-    found = ClassCoverage() if run.coverage is None else ClassCoverage.of(run.coverage)
+    coverage = ClassCoverage() if run.coverage is None else ClassCoverage.of(run.coverage)
     if newest is not None and run.kind.measures:
         whole = newest.clinical.per_class if newest.several_labels and newest.clinical else newest.examples
-        found = found.with_tested(whole)
-    if found != ClassCoverage():
-        message.coverage.CopyFrom(pb.ClassCoverage(**found.facts()))
+        coverage = coverage.with_tested(whole)
+    if coverage != ClassCoverage():
+        message.coverage.CopyFrom(pb.ClassCoverage(**coverage.facts()))
 
 
 def waiting_info(waiting: Waiting) -> pb.Waiting:
@@ -128,10 +128,10 @@ def arrivals(updates: Iterable[Contribution]) -> list[pb.Arrival]:
 
 def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
     """Return what each silo stated with its newest update of a run, without what is sealed for it alone."""
-    found = []
+    listed = []
     for name, (round, stated) in sorted(store.attestations.newest_of_run(run_id).items()):
-        found.append(pb.Declaration(silo=name, round=round, stated=stated))
-    return found
+        listed.append(pb.Declaration(silo=name, round=round, stated=stated))
+    return listed
 
 
 def round_info(

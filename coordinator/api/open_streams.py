@@ -71,17 +71,17 @@ class OpenStreams:
                     stream.on_refused(error)
 
     def _refused(self, streams: Iterable[_Stream]) -> list[tuple[_Stream, FederationError]]:
-        found, is_in_force = [], self._silos_in_force()
+        refused, is_in_force = [], self._silos_in_force()
         for stream in streams:
             if is_in_force(stream.peer):
                 continue
             try:
                 self._authorizer.authorize_peer(stream.peer, stream.method, stream.address)
             except FederationError as error:
-                found.append((stream, error))
+                refused.append((stream, error))
             except Exception:  # the next attempt may succeed; if this task ended, nobody would be asked for again
                 log.exception("whether %s is still let in could not be looked up", stream.peer.identity)
-        return found
+        return refused
 
     def _silos_in_force(self) -> Callable[[PeerCertificate], bool]:
         try:

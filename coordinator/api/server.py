@@ -181,9 +181,9 @@ class CoordinatorServer:
         from service_core.operations.metrics_endpoint import MetricsEndpoint
 
         self._endpoint = MetricsEndpoint(self.metrics.registry, self._readiness.lives, self._readiness.problems)
-        found = self._endpoint.open(self.settings.metrics)
-        log.info("metrics on http://%s/metrics", found)
-        return found
+        address = self._endpoint.open(self.settings.metrics)
+        log.info("metrics on http://%s/metrics", address)
+        return address
 
     def _close_metrics(self) -> None:
         if self._endpoint is not None:
@@ -295,8 +295,8 @@ def _raise_descriptor_limit() -> int:
 
 def _connections_of(descriptors: int) -> int:
     """Return how many connections there may be, so that the service's own files can always be opened."""
-    own = min(_OWN_DESCRIPTORS, descriptors // 2)
-    return max(1, min(descriptors - own, _MAX_CONNECTIONS))
+    reserved = min(_OWN_DESCRIPTORS, descriptors // 2)
+    return max(1, min(descriptors - reserved, _MAX_CONNECTIONS))
 
 
 def _with_port(bind: str, port: int) -> str:

@@ -79,26 +79,26 @@ class TransferService(rpc.TransferServicer):
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenReply:  # noqa: N802
         """Take the announcement of an update and say how much of it is here."""
         silo = self._authorizer.caller(context).identity.name
-        found, anew = await self._workers.run(self._announce, request, silo)
-        if found.received is not None:
-            return pb.OpenReply(have=found.size, receipt=self._receipt(found))
-        have = self._uploads.size(silo, found.id)
-        if (anew and have) or have > found.size:
-            async with self._uploads.writing(found.id):
-                await self._workers.run(self._uploads.discard, silo, found.id)
+        contribution, anew = await self._workers.run(self._announce, request, silo)
+        if contribution.received is not None:
+            return pb.OpenReply(have=contribution.size, receipt=self._receipt(contribution))
+        have = self._uploads.size(silo, contribution.id)
+        if (anew and have) or have > contribution.size:
+            async with self._uploads.writing(contribution.id):
+                await self._workers.run(self._uploads.discard, silo, contribution.id)
             have = 0
-        await self._workers.run(self._require_room, found, have, self._slots.left)
-        self._slots.open(found.id, silo, found.size - have)
+        await self._workers.run(self._require_room, contribution, have, self._slots.left)
+        self._slots.open(contribution.id, silo, contribution.size - have)
         return pb.OpenReply(have=have)
 
     def _announce(self, request: pb.OpenRequest, silo: str) -> tuple[Contribution, bool]:
-        wanted = _announced(request, silo)
-        known = self._store.contributions.contribution(wanted.id)
-        if known is None or known.received is None:
-            self._check_size(wanted)
+        announced = _announced(request, silo)
+        stored = self._store.contributions.contribution(announced.id)
+        if stored is None or stored.received is None:
+            self._check_size(announced)
             _require_digests(request)
         stated = request.attestation if request.HasField("attestation") else None
-        return self._store.contributions.announce(wanted, stated, request.ledger_sealed)
+        return self._store.contributions.announce(announced, stated, request.ledger_sealed)
 
     def _require_room(self, c: Contribution, have: int, coming: int) -> None:
         """Raise UnavailableError: E-NET-12 above a silo's quota, E-RUN-38 when the disk's reserve would be used."""
@@ -172,12 +172,12 @@ class TransferService(rpc.TransferServicer):
         have, partial = self._uploads.size(c.silo, c.id), self._uploads.path(c.silo, c.id)
         if have != c.size:
             raise ProtocolError("E-WIRE-04", f"expected {c.size} bytes before a commit, found {have}: send the rest")
-        found = upload.digest or file_digest(partial)
-        if found == c.object_digest:  # else the commit below says that bytes were damaged on the way
+        digest = upload.digest or file_digest(partial)
+        if digest == c.object_digest:  # else the commit below says that bytes were damaged on the way
             self._check(c, partial)
         receipt = self._sign(c, time.time())
         with self._objects.lock:
-            self._objects.commit(partial, c.object_digest, found)
+            self._objects.commit(partial, c.object_digest, digest)
             try:
                 self._store.contributions.commit(c, receipt.at_unix)
             except FederationError:
@@ -193,16 +193,16 @@ class TransferService(rpc.TransferServicer):
         except ProtocolError as error:
             self._uploads.discard(c.silo, c.id)
             # Names in the file are the silo's, and as long as it likes; the reason goes to every lead.
-            told = ProtocolError(error.code, error.message[: 2 * REASON_CHARS])
-            self._dispatcher.reject(c, told)
-            raise told from error
+            shortened = ProtocolError(error.code, error.message[: 2 * REASON_CHARS])
+            self._dispatcher.reject(c, shortened)
+            raise shortened from error
 
     def _receipt(self, c: Contribution) -> pb.Receipt:
         """Return the receipt of a committed update, which is signed again: all that it says is stored."""
         return self._sign(c, c.received or 0.0)
 
     def _sign(self, c: Contribution, at: float) -> pb.Receipt:
-        own = self._certificate.current()
+        credentials = self._certificate.current()
         plain = pb.Receipt(
             contribution_id=c.id,
             run_id=c.run_id,
@@ -215,7 +215,7 @@ class TransferService(rpc.TransferServicer):
             at_unix=at,
             attestation=self._store.attestations.of(c.id),
         )
-        return receipts.sign(plain, own.key_pem, own.cert_pem)
+        return receipts.sign(plain, credentials.key_pem, credentials.cert_pem)
 
     async def Get(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
         self, request: pb.GetRequest, context: Context
@@ -293,9 +293,9 @@ def _forgotten(c: Contribution) -> StateError:
 
 def _require_digests(request: pb.OpenRequest) -> None:
     """Raise ProtocolError (E-WIRE-12) when an attestation holds something else than SHA-256 in hex."""
-    for found in (request.attestation.policy_digest, request.attestation.ledger_head):
-        if found and (len(found) != 64 or not set(found) <= set("0123456789abcdef")):
-            raise ProtocolError("E-WIRE-12", f"expected a SHA-256 in lower-case hex, found {found[:80]!r}")
+    for digest in (request.attestation.policy_digest, request.attestation.ledger_head):
+        if digest and (len(digest) != 64 or not set(digest) <= set("0123456789abcdef")):
+            raise ProtocolError("E-WIRE-12", f"expected a SHA-256 in lower-case hex, found {digest[:80]!r}")
     if (size := max(len(request.attestation.ledger_sealed), len(request.ledger_sealed))) > SEALED:
         raise ProtocolError("E-WIRE-12", f"expected at most {SEALED} bytes of sealed figures, found {size}")
 

@@ -195,10 +195,10 @@ def revoke(
 ) -> Reply:
     """Exclude a lead: what it is watching ends within seconds, and its runs go on."""
     with _opened(home) as store:
-        found = Leads(home, store)
-        found.revoke(name, reason)
-        left = [lead for lead in found.all() if lead.revoked is None]
-    notes = [] if left else ["no lead is left: coordinator leads add NAME"]
+        of_home = Leads(home, store)
+        of_home.revoke(name, reason)
+        remaining = [lead for lead in of_home.all() if lead.revoked is None]
+    notes = [] if remaining else ["no lead is left: coordinator leads add NAME"]
     return Reply({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"], notes)
 
 

@@ -159,8 +159,8 @@ def serve(
     checks.host_and_port(bind)
     Authority.open(home).unlock()
     logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, home)
-    for found in loading.load_distributions(extension):
-        log.info("runs may use the %s %s", found.kind, found)
+    for package in loading.load_distributions(extension):
+        log.info("runs may use the %s %s", package.kind, package)
     with ShutdownSignals(service=True) as signals:
         server = CoordinatorServer(home, bind, build_manifest, Settings(metrics=metrics_at))
         port = server.start()

@@ -79,9 +79,9 @@ def evaluate(
         else:
             parent, taken = _measurable(client, model), None
             spec = of_run(parent, overrides or [])
-        own = "" if beside is None else client.show(beside).info.run_id
+        other = "" if beside is None else client.show(beside).info.run_id
         require_no_path(spec)
-        spec = replace(spec, silos=silos, by_hospital=by_hospital, own=own)
+        spec = replace(spec, silos=silos, by_hospital=by_hospital, own=other)
         if by_hospital and not _sets("secagg", overrides):  # else what was asked for is refused, with both
             spec = replace(spec, secagg=SecaggSpec())
         if taken is not None:
@@ -91,8 +91,8 @@ def evaluate(
         followed = follow_submitted(client, info, "" if parent is None else parent.manifest_json, detach, as_json)
         if detach:
             return followed
-        found = client.show(info.run_id)
-        return Reply(detail_json(found), detail_lines(found), status=followed.status)
+        detail = client.show(info.run_id)
+        return Reply(detail_json(detail), detail_lines(detail), status=followed.status)
 
 
 def _named(on: str) -> tuple[str, ...] | None:
@@ -120,14 +120,14 @@ def _measurable(client: LeadClient, run: str) -> pb.RunDetail:
 
     Raises ConfigError (E-RUN-10; E-CFG-02 on an evaluation of a file).
     """
-    found = client.show(run)
-    if found.info.rounds:
-        return found
-    start = start_json(found.manifest_json) or {}
+    detail = client.show(run)
+    if detail.info.rounds:
+        return detail
+    start = start_json(detail.manifest_json) or {}
     if not start.get("run"):
         raise ConfigError(
             "E-CFG-02",
-            f"expected a run with a model of its own, found {found.info.run_id}, which measured a file: name the file",
+            f"expected a run with a model of its own, found {detail.info.run_id}, which measured a file: name the file",
         )
     return client.show(str(start["run"]))
 
@@ -179,18 +179,18 @@ def of_file(file: Path, words: Sequence[str]) -> RunSpec:
     from fl_core.methods.shared.class_vectors import CLASSIFIER
     from fl_core.models import pretrained
 
-    found = pretrained.read_file(file)
-    if CLASSIFIER in found.tensors:
+    model = pretrained.read_file(file)
+    if CLASSIFIER in model.tensors:
         raise ConfigError(
             "E-CFG-08",
             f"expected a model that is its tensors alone in {file}, found one of method "
-            f"{found.facts.get('method')}, which classifies by fixed vectors: evaluate its run instead (coordinator "
+            f"{model.facts.get('method')}, which classifies by fixed vectors: evaluate its run instead (coordinator "
             "evaluate RUN)",
         )
     keys = {word.partition("=")[0] for word in words}
-    own = [f"{key}={written(value)}" for key, value in _stated(found.facts, keys).items() if key not in keys]
+    settings = [f"{key}={written(value)}" for key, value in _stated(model.facts, keys).items() if key not in keys]
     weights = f"model.weights={written(str(file))}"
-    return compose_spec(["method=fedavg", "aggregator=mean", *own, *words, weights, "rounds=0"])
+    return compose_spec(["method=fedavg", "aggregator=mean", *settings, *words, weights, "rounds=0"])
 
 
 def _stated(facts: Mapping[str, object], keys: Collection[str]) -> dict[str, object]:

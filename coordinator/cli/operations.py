@@ -142,8 +142,8 @@ def health(client: Client) -> Reply:
     """Ask the service on this machine whether it can do its work: status 0 if so, else 1."""
     answer = client.health()
     value = {"serving": answer.serving, "problems": list(answer.problems), "software": answer.software}
-    said = "serving" if answer.serving else f"not ready: {', '.join(answer.problems)}"
-    return Reply(value, [said], status=int(not answer.serving))
+    state = "serving" if answer.serving else f"not ready: {', '.join(answer.problems)}"
+    return Reply(value, [state], status=int(not answer.serving))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +192,11 @@ class _Coordinator:
     def _certificates(self) -> Iterator[Finding]:
         authority = Authority.open(self.home)
         ca = certificates.load_certificate(authority.ca_pem, "ca.crt")
-        left = ca.not_valid_after_utc - certificates.utc_now()
+        validity = ca.not_valid_after_utc - certificates.utc_now()
         remedy = "plan a new consortium: all members join it anew"
-        make = checks.problem if left.days < 0 else checks.warning
-        found = f"authority: {authority.consortium}, {left.days} days left"
-        yield make("certificate", found, remedy) if left.days < 180 else checks.ok("certificate", found)
+        make = checks.problem if validity.days < 0 else checks.warning
+        text = f"authority: {authority.consortium}, {validity.days} days left"
+        yield make("certificate", text, remedy) if validity.days < 180 else checks.ok("certificate", text)
         for path in self._pems():
             own = certificates.read_bundle(path, authority.ca_pem)
             by_itself = "a running service renews it by itself: coordinator serve"

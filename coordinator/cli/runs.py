@@ -173,8 +173,8 @@ def _reply(info: pb.RunInfo, status: int = 0) -> Reply:
 
 
 def _shown(info: pb.RunInfo) -> list[str | Table]:
-    said = (*accuracy.coverage(info).lines(), *info.reason.splitlines(), *tables.waiting_lines(info))
-    return [tables.runs_table([info]), *filter(None, said)]
+    notes = (*accuracy.coverage(info).lines(), *info.reason.splitlines(), *tables.waiting_lines(info))
+    return [tables.runs_table([info]), *filter(None, notes)]
 
 
 @command
@@ -190,9 +190,9 @@ def status(client: Client) -> Reply:
 @command
 def runs(client: Client) -> Reply:
     """List all runs, newest first."""
-    found = client.runs()
-    shown = tables.runs_table(found) if found else "no run yet: coordinator run method=fedmr ..."
-    return Reply([run_json(r) for r in found], [shown])
+    infos = client.runs()
+    shown = tables.runs_table(infos) if infos else "no run yet: coordinator run method=fedmr ..."
+    return Reply([run_json(r) for r in infos], [shown])
 
 
 @command
@@ -273,21 +273,21 @@ def withdraw(
     The sums of `analytic` are exact, so that what is left is the model of a run that never had the hospital. It sends
     its sums once more for that, from the same records. Say it again to see how far that is.
     """
-    found = [(one, anew(one)) for one in client.withdraw(silo, preview)]
-    told = [{**withdrawal_json(one), "retrain": command or None} for one, command in found]
-    return Reply(told, [line for one, command in found for line in withdrawal_lines(one, command)])
+    retrained = [(one, anew(one)) for one in client.withdraw(silo, preview)]
+    replies = [{**withdrawal_json(one), "retrain": command or None} for one, command in retrained]
+    return Reply(replies, [line for one, command in retrained for line in withdrawal_lines(one, command)])
 
 
-def anew(found: pb.Withdrawal) -> str:
+def anew(withdrawal: pb.Withdrawal) -> str:
     """Return the command that trains a run anew without a hospital; empty where no words say its configuration."""
     from coordinator.config.hydra_config import words_of
     from coordinator.config.run_spec import RunSpec
 
     try:
-        words = words_of(replace(RunSpec.from_json(found.spec_json), silos=tuple(found.left)))
+        words = words_of(replace(RunSpec.from_json(withdrawal.spec_json), silos=tuple(withdrawal.left)))
     except ConfigError:
         return ""
-    return shlex.join(["coordinator", "run", *words]) if words and found.left else ""
+    return shlex.join(["coordinator", "run", *words]) if words and withdrawal.left else ""
 
 
 @command
@@ -299,6 +299,6 @@ def extend(run: Run, hours: Annotated[float, typer.Option(help="How much longer.
 @command
 def silos(client: Client) -> Reply:
     """List the enrolled hospitals, who is here, and open invitations."""
-    found = client.silos()
-    invited = [f"{i.name} is invited until {local_time(i.expires_unix)}" for i in found.invitations]
-    return Reply(silos_json(found), [tables.silos_table(found.silos), *tables.alarms(found.silos), *invited])
+    reply = client.silos()
+    invited = [f"{i.name} is invited until {local_time(i.expires_unix)}" for i in reply.invitations]
+    return Reply(silos_json(reply), [tables.silos_table(reply.silos), *tables.alarms(reply.silos), *invited])

@@ -62,12 +62,12 @@ def survey(
                 f"expected answers, found that {detail.info.run_id} is {detail.info.state}: "
                 f"{detail.info.reason or 'it gave no reason'}",
             )
-        found = fetched(client, detail)
+        answers = fetched(client, detail)
     if draw is not None:
-        draw(found)
-    value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **found.as_json()}
+        draw(answers)
+    value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **answers.as_json()}
     notes = [f"wrote {picture}"] if picture is not None else []
-    return Reply(value, found.lines(), notes)
+    return Reply(value, answers.lines(), notes)
 
 
 def _asked(client: LeadClient, words: list[str], by_hospital: bool, as_json: bool) -> str:
@@ -87,11 +87,11 @@ def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
 
     A run has a model, which a survey never trains or sends: of images a small one stands for it.
     """
-    asked = parse_questions(",".join(word for word in words if "=" not in word))
+    questions = parse_questions(",".join(word for word in words if "=" not in word))
     more = [word for word in words if "=" in word]
     keys = {word.lstrip("+").partition("=")[0] for word in more}
     data = next((word.partition("=")[2] for word in more if word.startswith("data=")), "")
     small = ["model=simple_cnn", "data.image_size=32"] if data in _IMAGES else []
-    own = ["method=survey", f"method.questions='{','.join(map(str, asked))}'", "aggregator=mean", *small]
-    own += ["method.by_hospital=true", "secagg=off"] if by_hospital else []
-    return [word for word in own if word.partition("=")[0] not in keys] + more
+    settings = ["method=survey", f"method.questions='{','.join(map(str, questions))}'", "aggregator=mean", *small]
+    settings += ["method.by_hospital=true", "secagg=off"] if by_hospital else []
+    return [word for word in settings if word.partition("=")[0] not in keys] + more

@@ -75,8 +75,8 @@ def _store_dataclasses() -> None:
 
 
 def _defaults(kind: type[DataclassInstance]) -> dict[str, object]:
-    found = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
 
 
 _store_dataclasses()
@@ -165,14 +165,14 @@ def _composed_spec(
 
 def _merged(below: Mapping[str, object], above: Mapping[str, object], where: str = "") -> dict[str, object]:
     """Put values over others of the same keys, nests key by key; raises ConfigError (E-CFG-01) on another key."""
-    found = dict(below)
+    merged = dict(below)
     for key, value in above.items():
         if key not in below:
             raise ConfigError("E-CFG-01", f"there is no key {f'{where}{key}'!r}: {suggest(key, below)}")
-        known = below[key]
-        both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        found[key] = _merged(known, value, f"{where}{key}.") if both else value  # type: ignore[arg-type]
-    return found
+        default = below[key]
+        both = isinstance(default, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(default, value, f"{where}{key}.") if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
@@ -226,12 +226,12 @@ def _plain(value: object) -> Any:  # noqa: ANN401
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _different(known: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> dict[str, object]:
+def _different(defaults: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in wanted.items():
-        if isinstance(value, Mapping) and isinstance(known.get(key), Mapping):
-            found |= _different(known[key], value, f"{where}{key}.")
-        elif key not in known or known[key] != value:
+        if isinstance(value, Mapping) and isinstance(defaults.get(key), Mapping):
+            found |= _different(defaults[key], value, f"{where}{key}.")
+        elif key not in defaults or defaults[key] != value:
             found[f"{where}{key}"] = value
     return found
 
@@ -303,8 +303,8 @@ def _check_config_dir(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError("E-CFG-02", f"--config-dir: expected a folder of configurations, found none at {folder}")
     for group in GROUPS:
-        own = {file.stem for file in (folder / group).glob("*.yaml")}
-        if taken := sorted(own & set(choices(group))):
+        names = {file.stem for file in (folder / group).glob("*.yaml")}
+        if taken := sorted(names & set(choices(group))):
             raise ConfigError(
                 "E-CFG-02",
                 f"--config-dir: expected names of your own in {folder / group}, found {taken[0]}.yaml, which is one of "
@@ -327,8 +327,8 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
         return [f"{key}={value}"]  # each group is chosen already: there is nothing that a + could add
     if key == "federation" and (short := _federation(value)):
         return short
-    if key in _EXTENSIBLE and (own := _load_choice(key, value)):
-        return [f"{key}={own}"]
+    if key in _EXTENSIBLE and (loaded := _load_choice(key, value)):
+        return [f"{key}={loaded}"]
     near = difflib.get_close_matches(value, valid, n=1)
     hint = f"did you mean {key}={near[0]}? " if near else ""
     raise ConfigError("E-CFG-01", f"there is no {key}={value}: {hint}valid: {', '.join(valid)}")
@@ -337,8 +337,8 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
 def _check_first_key(key: str, first: str) -> None:
     if first in WEIGHTS:
         raise ConfigError("E-CFG-01", f"there is no key {key!r}: write model.weights=FILE")
-    if first not in (known := {*GROUPS, *(f.name for f in fields(RunSpec))}):
-        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, known)}")
+    if first not in (keys := {*GROUPS, *(f.name for f in fields(RunSpec))}):
+        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, keys)}")
 
 
 def _federation(value: str) -> list[str]:
@@ -346,23 +346,23 @@ def _federation(value: str) -> list[str]:
     if match := re.fullmatch(r"centers((?:-\d)+)", value):
         return ["federation=centers", f"federation.centers=[{','.join(match[1].split('-')[1:])}]"]
     if re.fullmatch(r"(p\d+c\d+|clients\d+|(dirichlet|persilo|label|iid|map|users)-\d)[\w.+-]*(@\d+)?", value):
-        known = value.partition("@")[0]  # another draw of a partition with a file of its own keeps what suits that
-        return [f"federation={known if known in choices('federation') else 'hospitals6'}", f"federation.name={value}"]
+        base = value.partition("@")[0]  # another draw of a partition with a file of its own keeps what suits that
+        return [f"federation={base if base in choices('federation') else 'hospitals6'}", f"federation.name={value}"]
     return []
 
 
 def unreadable_word(error: Exception) -> str:
     """Say what Hydra's grammar did not take, and how such a value is written."""
-    said = " ".join(str(error.__cause__ or error).split("\n")[0].split())
-    ambiguous = re.match(r"Ambiguous value for argument '(.*)'", said)
+    message = " ".join(str(error.__cause__ or error).split("\n")[0].split())
+    ambiguous = re.match(r"Ambiguous value for argument '(.*)'", message)
     if ambiguous is not None:
         return f"expected one value, found {ambiguous[1]!r}: a list is written [A,B], and a number with a point, 0.1"
-    grammar = re.match(r"(?:Lexer\w+Exception|mismatched input|no viable alternative|extraneous input)", said)
+    grammar = re.match(r"(?:Lexer\w+Exception|mismatched input|no viable alternative|extraneous input)", message)
     if grammar is None:
-        return said
-    found = said.partition("Exception: ")[2] or said
+        return message
+    word = message.partition("Exception: ")[2] or message
     how = "put quotes around a name with accents or signs, as in 'data.classes=[\"A (b)\",c]'"
-    return f"expected KEY=VALUE, found {found!r}: {how}"
+    return f"expected KEY=VALUE, found {word!r}: {how}"
 
 
 def _explain(error: Exception, root: str, words: Sequence[str], config_dir: Path | None) -> str:
@@ -389,10 +389,10 @@ def with_schema(data: Mapping[str, object]) -> Mapping[str, object]:
     file = data.get("schema")
     if not isinstance(file, str):
         return data
-    found = read_schema(Path(file).expanduser())
+    schema = read_schema(Path(file).expanduser())
     return {
         **data,
-        "classes": data.get("classes") or list(found.space),
-        **({"multi_label": True} if found.multi_label else {}),
-        "schema": [asdict(column) for column in found.columns],
+        "classes": data.get("classes") or list(schema.space),
+        **({"multi_label": True} if schema.multi_label else {}),
+        "schema": [asdict(column) for column in schema.columns],
     }

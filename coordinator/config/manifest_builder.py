@@ -133,8 +133,8 @@ def manifest_from(
         terms.require_quorum(spec.quorum, spec.cohort or len(names))
     evaluation = EvaluationTerms(metrics, spec.by_hospital, spec.own)
     closing = closing_layout(len(schema.classes), evaluation, masked)
-    own = derive_layout(built, *trained, spec.personal, metrics, updates=spec.kind.updates, closing=closing)
-    check_shared(built, own, spec.train)
+    layout = derive_layout(built, *trained, spec.personal, metrics, updates=spec.kind.updates, closing=closing)
+    check_shared(built, layout, spec.train)
     if max(spec.cohort, spec.quorum) > len(names):
         raise ConfigError(
             "E-CFG-02",
@@ -147,7 +147,7 @@ def manifest_from(
         data=str(spec.data["name"]),
         schema=schema,
         members=_members(spec, names, sizes, examples, dictionaries),
-        layout={**own, **profiles.extra_parts(privacy)},
+        layout={**layout, **profiles.extra_parts(privacy)},
         grid=FixedPointFormat("ring64", len(names)),
         privacy=privacy,
         image_size=request_of(spec).image_size,
@@ -169,15 +169,15 @@ def manifest_from(
 
 def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
     """Return the terms of masks, None without; raises ConfigError (E-CFG-02) on what does not go together."""
-    asked = spec.secagg
-    if asked.name == OFF:
-        if asked != SecaggSpec():
+    terms = spec.secagg
+    if terms.name == OFF:
+        if terms != SecaggSpec():
             raise ConfigError(
                 "E-CFG-02", "expected secagg=on beside its terms, found secagg=off: set it, or leave them out"
             )
         return None
     if silos < MIN_MASKED:
-        if asked.name != ON:
+        if terms.name != ON:
             return None
         raise ConfigError(
             "E-CFG-02",
@@ -185,17 +185,17 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             f"found {silos}: ask more, or set secagg=off",
         )
     private = profiles.is_private(_choice(spec.privacy))
-    if private and asked.min_contributors > 1:
+    if private and terms.min_contributors > 1:
         raise ConfigError(
             "E-CFG-08",
             f"expected secagg.min_contributors=1 in a private run, whose counts no census reads, found "
-            f"{asked.min_contributors}: leave it out; noise covers what a class of one hospital shows",
+            f"{terms.min_contributors}: leave it out; noise covers what a class of one hospital shows",
         )
     census = spec.kind.trains and not private
-    return Secagg(max(1, asked.min_contributors), asked.class_sums, asked.collusion, asked.min_sum, census)
+    return Secagg(max(1, terms.min_contributors), terms.class_sums, terms.collusion, terms.min_sum, census)
 
 
-def _with_grid(run: CompiledRun, asked: SecaggSpec, examples: Sequence[DeclaredSize]) -> RunManifest:
+def _with_grid(run: CompiledRun, terms: SecaggSpec, examples: Sequence[DeclaredSize]) -> RunManifest:
     """Complete a masked run by what its guards send and by the grid of its sums.
 
     Raises ConfigError (E-CFG-08) on a part without a bound.
@@ -203,7 +203,7 @@ def _with_grid(run: CompiledRun, asked: SecaggSpec, examples: Sequence[DeclaredS
     manifest = replace(run.manifest, layout={**run.manifest.layout, **run.guard_parts})
     run = CompiledRun(manifest)
     exact = run.method.exact
-    if asked.ring == "ring32" and exact:
+    if terms.ring == "ring32" and exact:
         raise ConfigError(
             "E-CFG-08",
             f"expected secagg.ring=ring64 with method {run.method.name}, whose sums are exact in words of 64 bits "
@@ -211,7 +211,7 @@ def _with_grid(run: CompiledRun, asked: SecaggSpec, examples: Sequence[DeclaredS
         )
     declared = [m.units for m in manifest.members] + [int(e.train) for e in examples]
     largest = DeclaredSize(_largest(declared), _largest([int(e.test) for e in examples]))
-    ring: Ring = asked.ring if asked.ring != "auto" else "ring64" if exact else "ring32"
+    ring: Ring = terms.ring if terms.ring != "auto" else "ring64" if exact else "ring32"
     grid = bounded_grid(ring, len(manifest.members), run.update_check(), largest, run.profile.clipped)
     return replace(manifest, grid=grid)
 
@@ -265,8 +265,8 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
 
 def _extensions(method: NamedOptions, model: NamedOptions) -> tuple[Extension, ...]:
     """Say what of a run is no code of ours: each hospital decides about it."""
-    found = (registry.identity("method", method.name), registry.identity("model", model.name))
-    return tuple(extension for extension in found if extension is not None)
+    identities = (registry.identity("method", method.name), registry.identity("model", model.name))
+    return tuple(extension for extension in identities if extension is not None)
 
 
 def _model_choice(spec: RunSpec) -> NamedOptions:
@@ -335,8 +335,8 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
         )
     sizes = [data[name].nominal_size for name in names]
     examples = [DeclaredSize(data[n].train_examples or data[n].nominal_size, data[n].test_examples) for n in names]
-    told = {n: Dictionary(data[n].labels_digest, data[n].coarse_labels) for n in names if data[n].labels_digest}
-    return manifest_from(spec, names, sizes, older, examples, told)
+    dictionaries = {n: Dictionary(data[n].labels_digest, data[n].coarse_labels) for n in names if data[n].labels_digest}
+    return manifest_from(spec, names, sizes, older, examples, dictionaries)
 
 
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:

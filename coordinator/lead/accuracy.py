@@ -101,16 +101,16 @@ def result_of(info: pb.RoundInfo) -> EvaluationResult:
     )
 
 
-def clinical_message(found: ClinicalMetrics) -> pb.ClinicalMetrics:
+def clinical_message(clinical: ClinicalMetrics) -> pb.ClinicalMetrics:
     nothing = BinnedRange(math.nan, math.nan)
     return pb.ClinicalMetrics(
-        confusion=[n for row in found.confusion for n in row],
-        auc_low=[(r or nothing).low for r in found.auc],
-        auc_high=[(r or nothing).high for r in found.auc],
-        bin_examples=[b.examples for b in found.bins],
-        bin_correct=[b.correct for b in found.bins],
-        bin_confidence=[b.confidence for b in found.bins],
-        labels=[n for table in found.labels for n in table],
+        confusion=[n for row in clinical.confusion for n in row],
+        auc_low=[(r or nothing).low for r in clinical.auc],
+        auc_high=[(r or nothing).high for r in clinical.auc],
+        bin_examples=[b.examples for b in clinical.bins],
+        bin_correct=[b.correct for b in clinical.bins],
+        bin_confidence=[b.confidence for b in clinical.bins],
+        labels=[n for table in clinical.labels for n in table],
     )
 
 
@@ -122,13 +122,14 @@ def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
 def _clinical(info: pb.RoundInfo | pb.HospitalResult, several_labels: bool) -> ClinicalMetrics | None:
     if not info.HasField("clinical"):
         return None
-    found, c = info.clinical, len(info.correct)
-    auc = [None if math.isnan(low) else BinnedRange(low, high) for low, high in zip(found.auc_low, found.auc_high)]  # noqa: B905
-    bins = tuple(map(ReliabilityBin, found.bin_examples, found.bin_correct, found.bin_confidence))
+    clinical, c = info.clinical, len(info.correct)
+    areas = zip(clinical.auc_low, clinical.auc_high, strict=False)
+    auc = [None if math.isnan(low) else BinnedRange(low, high) for low, high in areas]
+    bins = tuple(map(ReliabilityBin, clinical.bin_examples, clinical.bin_correct, clinical.bin_confidence))
     sound = (
-        (len(found.confusion), len(found.labels)) == ((0, 4 * c) if several_labels else (c * c, 0))
-        and len(found.auc_low) == len(found.auc_high) == c
-        and len(found.bin_examples) == len(found.bin_correct) == len(found.bin_confidence) == CALIBRATION_BINS
+        (len(clinical.confusion), len(clinical.labels)) == ((0, 4 * c) if several_labels else (c * c, 0))
+        and len(clinical.auc_low) == len(clinical.auc_high) == c
+        and len(clinical.bin_examples) == len(clinical.bin_correct) == len(clinical.bin_confidence) == CALIBRATION_BINS
         and all(r is None or 0 <= r.low <= r.high <= 1 for r in auc)
         and all(b.correct <= b.examples and 0 <= b.confidence <= b.examples * (1 + 1e-6) for b in bins)
     )
@@ -138,35 +139,35 @@ def _clinical(info: pb.RoundInfo | pb.HospitalResult, several_labels: bool) -> C
             f"expected clinical metrics of {c} classes, found numbers that no evaluation gives: both sides must run "
             "one version",
         )
-    confusion = tuple(tuple(found.confusion[k : k + c]) for k in range(0, len(found.confusion), c))
-    labels = tuple(TwoByTwo(*found.labels[k : k + 4]) for k in range(0, len(found.labels), 4))
+    confusion = tuple(tuple(clinical.confusion[k : k + c]) for k in range(0, len(clinical.confusion), c))
+    labels = tuple(TwoByTwo(*clinical.labels[k : k + 4]) for k in range(0, len(clinical.labels), 4))
     return ClinicalMetrics(confusion, tuple(auc), bins, labels)
 
 
-def own_message(found: OwnModels) -> pb.OwnModels:
-    return pb.OwnModels(**asdict(found))
+def own_message(models: OwnModels) -> pb.OwnModels:
+    return pb.OwnModels(**asdict(models))
 
 
 def own_of(info: pb.RoundInfo | pb.HospitalResult) -> OwnModels | None:
     """Read what is known of hospitals' own models; raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
     if not info.HasField("own"):
         return None
-    found = info.own
-    own, measured, examples = (tuple(v) for v in (found.own, found.measured, found.examples))
+    counts = info.own
+    own, measured, examples = (tuple(v) for v in (counts.own, counts.measured, counts.examples))
     sound = len(own) == len(measured) == len(examples) == len(info.correct) and all(
         0 <= right <= of < math.inf for rights in (own, measured) for right, of in zip(rights, examples, strict=True)
     )
-    areas = abs(found.difference) <= found.images < math.inf and 0 <= found.square <= found.images**2
+    areas = abs(counts.difference) <= counts.images < math.inf and 0 <= counts.square <= counts.images**2
     if not (sound and areas):
         raise ProtocolError(
             "E-WIRE-06",
             f"expected two models' counts of {len(info.correct)} classes, found numbers that no evaluation gives: both "
             "sides must run one version",
         )
-    return OwnModels(own, measured, examples, found.images, found.difference, found.square)
+    return OwnModels(own, measured, examples, counts.images, counts.difference, counts.square)
 
 
-def result_messages(found: Mapping[str, HospitalResult]) -> list[pb.HospitalResult]:
+def result_messages(results: Mapping[str, HospitalResult]) -> list[pb.HospitalResult]:
     return [
         pb.HospitalResult(
             silo=name,
@@ -175,24 +176,24 @@ def result_messages(found: Mapping[str, HospitalResult]) -> list[pb.HospitalResu
             clinical=None if result.clinical is None else clinical_message(result.clinical),
             own=None if result.own is None else own_message(result.own),
         )
-        for name, result in sorted(found.items())
+        for name, result in sorted(results.items())
     ]
 
 
 def results_of(info: pb.RoundInfo) -> dict[str, HospitalResult]:
     """Read what hospitals let be shown of their own; raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
     results = {}
-    for found in info.by_hospital:
-        counts = list(zip(found.correct, found.examples, strict=False))
-        width = len(found.correct) == len(found.examples) == len(info.correct)
+    for result in info.by_hospital:
+        counts = list(zip(result.correct, result.examples, strict=False))
+        width = len(result.correct) == len(result.examples) == len(info.correct)
         if not width or not all(0 <= right <= of < math.inf for right, of in counts):
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected counts of {len(info.correct)} classes of {found.silo[:60]!r}, found numbers that no "
+                f"expected counts of {len(info.correct)} classes of {result.silo[:60]!r}, found numbers that no "
                 "evaluation gives: both sides must run one version",
             )
-        results[found.silo] = HospitalResult(
-            tuple(found.correct), tuple(found.examples), _clinical(found, info.several_labels), own_of(found)
+        results[result.silo] = HospitalResult(
+            tuple(result.correct), tuple(result.examples), _clinical(result, info.several_labels), own_of(result)
         )
     return results
 

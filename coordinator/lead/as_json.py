@@ -89,16 +89,16 @@ def _plain(value: Any) -> object:  # noqa: ANN401 - of a message
 
 
 def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:
-    found = accuracy.clinical_of(info)
-    return None if found is None else intervals.facts(found)
+    clinical = accuracy.clinical_of(info)
+    return None if clinical is None else intervals.facts(clinical)
 
 
 def by_hospital_json(info: pb.RoundInfo) -> Mapping[str, object]:
     """Convert what is known of single hospitals, and of their own models; empty in runs that ask for neither."""
-    found = accuracy.results_of(info)
+    results = accuracy.results_of(info)
     own = accuracy.own_of(info)
     return {
-        **({"by_hospital": hospital_results.facts(found, several_labels=info.several_labels)} if found else {}),
+        **({"by_hospital": hospital_results.facts(results, several_labels=info.several_labels)} if results else {}),
         **({"own_models": hospital_results.own_facts(own)} if own is not None else {}),
     }
 
@@ -121,18 +121,18 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
 
 def activity(silo: pb.SiloInfo) -> str:
     """Return the word for what a silo does; one that a later version knows counts as not said."""
-    known = silo.activity if silo.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
-    return pb.Activity.Name(known).lower()
+    activity = silo.activity if silo.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
+    return pb.Activity.Name(activity).lower()
 
 
-def software_json(found: Mapping[str, str]) -> Mapping[str, object]:
-    """Convert what sides a run had, by software. found: as in `RunDetail`."""
-    return {"coordinator": found.get(""), "silos": {name: text for name, text in sorted(found.items()) if name}}
+def software_json(builds: Mapping[str, str]) -> Mapping[str, object]:
+    """Convert what sides a run had, by software. builds: as in `RunDetail`."""
+    return {"coordinator": builds.get(""), "silos": {name: text for name, text in sorted(builds.items()) if name}}
 
 
-def silos_json(found: pb.SiloList) -> dict[str, object]:
-    invitations = [{"name": i.name, "expires": i.expires_unix} for i in found.invitations]
-    return {"silos": [silo_json(s) for s in found.silos], "invitations": invitations}
+def silos_json(listed: pb.SiloList) -> dict[str, object]:
+    invitations = [{"name": i.name, "expires": i.expires_unix} for i in listed.invitations]
+    return {"silos": [silo_json(s) for s in listed.silos], "invitations": invitations}
 
 
 def detail_json(detail: pb.RunDetail) -> Mapping[str, object]:

@@ -190,17 +190,17 @@ class LeadClient:
 
     def events(self, run: str, after: int = 0) -> list[pb.Event]:
         """Return what has happened in a run so far, from an event number on."""
-        found = []
+        events = []
         with self._errors():
             call = self._lead.Watch(pb.WatchRequest(run_id=run, after=after), timeout=_DEADLINE_S)
             try:
                 for event in call:
                     if is_live(event):  # what is stored has come
                         break
-                    found.append(event)
+                    events.append(event)
             finally:
                 call.cancel()
-        return found
+        return events
 
     def fetch(self, digest: str, path: Path, limit: int) -> None:
         """Write an object to a file; raises ProtocolError (E-WIRE-04) when other bytes arrive, or more than `limit`."""
@@ -239,6 +239,6 @@ class LeadClient:
             answer = ConfigError(answer.code, answer.message)  # the same status on the wire; what the caller asked for
         if answer.code != "E-NET-01" or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return answer
-        own = self._credentials
-        diagnosis = connect.diagnose(self.address.host, self.address.port, own.ca_pem, own.cert_pem, own.key_pem)
+        mine, address = self._credentials, self.address
+        diagnosis = connect.diagnose(address.host, address.port, mine.ca_pem, mine.cert_pem, mine.key_pem)
         return answer if diagnosis.ok else diagnosis.error()

@@ -65,20 +65,20 @@ class ComparableHospitals:
 
 def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> ComparableHospitals:
     """Hold hospitals against each other; see the module for when they are ranked."""
-    enough = {name: found for name, found in results.items() if sum(found.examples) >= FEW}
+    enough = {name: result for name, result in results.items() if sum(result.examples) >= FEW}
     if several_labels:  # of which right answers say little: most are right where nothing is
-        enough = {name: found for name, found in enough.items() if found.clinical is not None}
+        enough = {name: result for name, result in enough.items() if result.clinical is not None}
     if len(enough) < 2:
         few = f" ({len(results) - len(enough)} with fewer)" if len(enough) < len(results) else ""
-        found = f"{counted(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
-        return ComparableHospitals({}, (), cannot_rank=f"{found}, and it takes two")
-    width = min(len(found.examples) for found in enough.values())
+        shows = f"{counted(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
+        return ComparableHospitals({}, (), cannot_rank=f"{shows}, and it takes two")
+    width = min(len(result.examples) for result in enough.values())
     common = tuple(c for c in range(width) if all(of > 0 for f in enough.values() for _, of in _counts(f, c)))
     if not common:
         return ComparableHospitals(
             {}, (), cannot_rank="no class has test images at all of them, so they tell of different diseases"
         )
-    scores = {name: _balanced(found, common) for name, found in enough.items()}
+    scores = {name: _balanced(result, common) for name, result in enough.items()}
     lowest, highest = (choose(scores, key=lambda name: scores[name]) for choose in (min, max))
     pairs = math.comb(len(scores), 2)
     level = 1 - (1 - LEVEL) / pairs
@@ -88,19 +88,19 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
     return ComparableHospitals(scores, common, lowest, scores[highest] - scores[lowest], interval, chance)
 
 
-def _counts(found: HospitalResult, c: int) -> list[tuple[float, float]]:
+def _counts(result: HospitalResult, c: int) -> list[tuple[float, float]]:
     """Return right answers, and of how many, of a class, or of a label where it was found and where not."""
-    if found.clinical is not None and (labels := found.clinical.labels):
+    if result.clinical is not None and (labels := result.clinical.labels):
         return [(labels[c].tp, labels[c].there), (labels[c].tn, labels[c].absent)]
-    return [(found.correct[c], found.examples[c])]
+    return [(result.correct[c], result.examples[c])]
 
 
-def _balanced(found: HospitalResult, classes: Sequence[int]) -> float:
-    return fmean(right / of for c in classes for right, of in _counts(found, c))
+def _balanced(result: HospitalResult, classes: Sequence[int]) -> float:
+    return fmean(right / of for c in classes for right, of in _counts(result, c))
 
 
-def _interval(found: HospitalResult, classes: Sequence[int], level: float) -> Interval:
-    rights, ofs = zip(*(counts for c in classes for counts in _counts(found, c)), strict=True)
+def _interval(result: HospitalResult, classes: Sequence[int], level: float) -> Interval:
+    rights, ofs = zip(*(counts for c in classes for counts in _counts(result, c)), strict=True)
     interval = intervals.mean_of_shares(rights, ofs, level)
     assert interval is not None
     return interval
@@ -129,8 +129,8 @@ def rows(results: Mapping[str, HospitalResult], *, several_labels: bool = False)
         )
 
 
-def _result(found: HospitalResult, several_labels: bool) -> EvaluationResult:
-    return EvaluationResult(found.correct, found.examples, None, found.clinical, several_labels)
+def _result(result: HospitalResult, several_labels: bool) -> EvaluationResult:
+    return EvaluationResult(result.correct, result.examples, None, result.clinical, several_labels)
 
 
 def _shares(right: Sequence[float], of: Sequence[float]) -> str:
@@ -138,32 +138,32 @@ def _shares(right: Sequence[float], of: Sequence[float]) -> str:
     return clinical_report.with_interval(mean, intervals.mean_of_shares(right, of))
 
 
-def own_sentence(found: OwnModels, tested: float, other: str = "", *, several_labels: bool = False) -> str:
+def own_sentence(models: OwnModels, tested: float, other: str = "", *, several_labels: bool = False) -> str:
     """Say how hospitals' own models do, each at home, and the measured one on the same images.
 
     tested: the test images of the evaluation, of which some hospitals may have no model of their own   other: the run
     whose model was measured beside, in place of own ones   several_labels: whether they are answers about labels
     """
-    on = f"{sum(found.examples):.0f} of {tested:.0f} {'answers about labels' if several_labels else 'test images'}"
+    on = f"{sum(models.examples):.0f} of {tested:.0f} {'answers about labels' if several_labels else 'test images'}"
     measure = "right answers, label by label," if several_labels else "balanced accuracy"
     where, theirs = (", where hospitals have models that they trained alone", "those") if not other else ("", other)
     text = (
-        f"on {on}{where}: {measure} of {theirs} {_shares(found.own, found.examples)}, of the measured model "
-        f"{_shares(found.measured, found.examples)}"
+        f"on {on}{where}: {measure} of {theirs} {_shares(models.own, models.examples)}, of the measured model "
+        f"{_shares(models.measured, models.examples)}"
     )
-    if (ahead := found.auc_ahead) is None:
+    if (ahead := models.auc_ahead) is None:
         return text
     point, error = ahead
     low, high = point - _Z * error, point + _Z * error
-    told = "" if low > 0 or high < 0 else ", not told apart"
-    return f"{text}; macro AUC within hospitals {point:+.3f} (95 %: {low:+.3f} to {high:+.3f}, DeLong{told})"
+    note = "" if low > 0 or high < 0 else ", not told apart"
+    return f"{text}; macro AUC within hospitals {point:+.3f} (95 %: {low:+.3f} to {high:+.3f}, DeLong{note})"
 
 
-def own_facts(found: OwnModels) -> dict[str, object]:
+def own_facts(models: OwnModels) -> dict[str, object]:
     """Write it for machines."""
-    ahead = found.auc_ahead
+    ahead = models.auc_ahead
     return {
-        **asdict(found),
+        **asdict(models),
         "auc_ahead": ahead and ahead[0],
         "auc_ahead_interval": ahead and [ahead[0] - _Z * ahead[1], ahead[0] + _Z * ahead[1]],
     }

@@ -89,15 +89,15 @@ def _followed(client: LeadClient, run_id: str, last: int, tail: AuditTail) -> It
     over = False
     while not over:
         try:
-            found = arrived.get(timeout=_LOOK_S)
+            news = arrived.get(timeout=_LOOK_S)
         except queue.Empty:
             pass
         else:
-            if isinstance(found, FederationError):
-                raise found
-            over = found is None
-            if found is not None and not is_live(found):
-                yield RunLine(found.at_unix, event=found)
+            if isinstance(news, FederationError):
+                raise news
+            over = news is None
+            if news is not None and not is_live(news):
+                yield RunLine(news.at_unix, event=news)
         yield from (RunLine(line.at, audit=line) for line in tail.fresh())
 
 

@@ -100,8 +100,7 @@ class SurveyAnswers:
             yield AnswerTable(title, ("", *images, counts, "held back by"), rows)
             if answer.quantiles:
                 shares = sorted(answer.quantiles.items(), key=lambda each: float(each[0].rstrip(" %")))
-                said = ", ".join(f"{name} {text}" for name, text in shares)
-                yield f"quantiles, to a bin: {said}"
+                yield f"quantiles, to a bin: {', '.join(f'{name} {text}' for name, text in shares)}"
 
 
 def _number(value: float | None) -> str:

@@ -65,22 +65,21 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
     method = build_written(manifest.method.name, manifest.method.options)
     assert isinstance(method, SurveyProgram)
     classes = manifest.schema.classes
-    found = _checked(state, method, len(classes))
-    together, each = found, dict[str, Mapping[str, Tensor]]()
+    sums, each = _checked(state, method, len(classes)), dict[str, Mapping[str, Tensor]]()
     if method.by_hospital:
-        there = [member.name for member in manifest.members if member.name in set(included)]
-        n = len(found[HOSPITALS])
-        names = there if len(there) == n else [f"hospital {k + 1}" for k in range(n)]
-        each = {name: {key: value[k] for key, value in found.items()} for k, name in enumerate(names)}
-        together = {key: value.sum(0) for key, value in found.items()}
+        names, n = [member.name for member in manifest.members if member.name in set(included)], len(sums[HOSPITALS])
+        if len(names) != n:
+            names = [f"hospital {k + 1}" for k in range(n)]
+        each = {name: {key: value[k] for key, value in sums.items()} for k, name in enumerate(names)}
+        sums = {key: value.sum(0) for key, value in sums.items()}
     terms = None
     if profiles.is_private(manifest.privacy):
         terms = RecordDpConfig.of(manifest.privacy.options)
     records = records_word(manifest.schema.columns)
-    answers = tuple(_answers(method, classes, together, records))
+    answers = tuple(_answers(method, classes, sums, records))
     return SurveyAnswers(
         document_digest(method.asked),
-        round(float(together[HOSPITALS])),
+        round(float(sums[HOSPITALS])),
         None if terms is None else terms.epsilon,
         None if terms is None else terms.delta,
         answers,
@@ -100,38 +99,38 @@ def answer_lines(manifest: RunManifest, state: State) -> Iterator[str | Table]:
 
 
 def _checked(state: State, method: SurveyProgram, n_classes: int) -> Mapping[str, Tensor]:
-    blank, found = blank_answers(method.query(n_classes)), state.get(method.name, {})
-    lead = (len(found.get(HOSPITALS, ())),) if method.by_hospital and found else ()
+    blank, answers = blank_answers(method.query(n_classes)), state.get(method.name, {})
+    lead = (len(answers.get(HOSPITALS, ())),) if method.by_hospital and answers else ()
     shapes = {name: (*lead, *value.shape) for name, value in blank.items()} | {HOSPITALS: lead}
-    if UNNAMED not in found:  # 0.1.0 did not say what its numbers are of
+    if UNNAMED not in answers:  # 0.1.0 did not say what its numbers are of
         del shapes[UNNAMED]
-    if {name: tuple(value.shape) for name, value in found.items()} != shapes or not tensor_maps.all_finite(found):
+    if {name: tuple(value.shape) for name, value in answers.items()} != shapes or not tensor_maps.all_finite(answers):
         raise ProtocolError("E-WIRE-06", "expected the answers to a survey, found a state of another form: update")
-    return found
+    return answers
 
 
 def _answers(
-    method: SurveyProgram, classes: Sequence[str], found: Mapping[str, Tensor], records: str
+    method: SurveyProgram, classes: Sequence[str], sums: Mapping[str, Tensor], records: str
 ) -> Iterator[SurveyAnswer]:
-    hospitals = round(float(found[HOSPITALS]))
+    hospitals = round(float(sums[HOSPITALS]))
     for question, place in places(method.asked, len(classes)):
         cells = []
         for name, k in zip(question.cells(classes), range(place.start, place.stop), strict=True):
-            held = round(float(found[HELD][k]))
-            told = hospitals - held
-            variance = float(found[VARIANCE]) / max(1, hospitals) * told if VARIANCE in found else 0.0
+            withheld = round(float(sums[HELD][k]))
+            answered = hospitals - withheld
+            variance = float(sums[VARIANCE]) / max(1, hospitals) * answered if VARIANCE in sums else 0.0
             cells.append(
                 Cell(
                     name,
-                    float(found[IMAGES][k]) if IMAGES in found and told > 0 else None,
-                    float(found[PATIENTS][k]) if told > 0 else None,
+                    float(sums[IMAGES][k]) if IMAGES in sums and answered > 0 else None,
+                    float(sums[PATIENTS][k]) if answered > 0 else None,
                     _NORMAL_95 * math.sqrt(max(0.0, variance)),
-                    held,
-                    round(float(found[UNNAMED][k])) if UNNAMED in found else 0,
+                    withheld,
+                    round(float(sums[UNNAMED][k])) if UNNAMED in sums else 0,
                 )
             )
-        unnamed, told = sum(cell.unnamed for cell in cells), sum(hospitals - cell.held for cell in cells)
-        same = {0: "patients", told: records} if UNNAMED in found else {}
+        unnamed, answered = sum(cell.unnamed for cell in cells), sum(hospitals - cell.held for cell in cells)
+        same = {0: "patients", answered: records} if UNNAMED in sums else {}
         counts = same.get(unnamed, f"patients or {records}")
         kind, quantiles = question.kind, _quantiles(question, cells)
         yield SurveyAnswer(str(question), kind.title, kind.unit, tuple(cells), quantiles, counts)
@@ -144,7 +143,7 @@ def _quantiles(question: SurveyQuestion, cells: Sequence[Cell]) -> Mapping[str, 
     numbers = [
         (c.name, max(0.0, c.patients or 0.0) if c.images is None else c.images) for c in cells if c.name != NOT_STATED
     ]
-    total, found = sum(n for _, n in numbers), dict[str, str]()
+    total, quantiles = sum(n for _, n in numbers), dict[str, str]()
     if not total > 0:
         return {}
     for share in QUANTILES:
@@ -152,9 +151,9 @@ def _quantiles(question: SurveyQuestion, cells: Sequence[Cell]) -> Mapping[str, 
         for name, number in numbers:
             below += number
             if number and below >= share * total * (1 - 1e-9):
-                found[f"{100 * share:.0f} %"] = name
+                quantiles[f"{100 * share:.0f} %"] = name
                 break
-    return found
+    return quantiles
 
 
 def _implausible(answers: Sequence[SurveyAnswer]) -> Iterator[str]:

@@ -126,18 +126,18 @@ def _over(measure: Measure, result: EvaluationResult) -> str:
     if measure is BALANCED and result.noise is None and not result.several_labels:
         present = sum(of > 0 for of in result.examples)
         return f" over {present} of {len(result.examples)} classes" if present < len(result.examples) else ""
-    tested, found = sum(result.examples), result.clinical
-    if measure is MACRO_AUC and found is not None and found.examples < tested:
-        return f" on {found.examples} of {tested:.0f} test images"
+    tested, clinical = sum(result.examples), result.clinical
+    if measure is MACRO_AUC and clinical is not None and clinical.examples < tested:
+        return f" on {clinical.examples} of {tested:.0f} test images"
     return ""
 
 
-def software_text(found: Mapping[str, str]) -> str:
+def software_text(builds: Mapping[str, str]) -> str:
     """Say with which software a run was done: the coordinator's, and who had another; empty where nobody knows."""
-    if "" not in found:
+    if "" not in builds:
         return ""
-    ours, silos = found[""], sorted(name for name in found if name)
-    others = [f"{name} {found[name] or 'no version given'}" for name in silos if found[name] != ours]
+    ours, silos = builds[""], sorted(name for name in builds if name)
+    others = [f"{name} {builds[name] or 'no version given'}" for name in silos if builds[name] != ours]
     same = f"{ours} (coordinator and {counted(len(silos) - len(others), 'silo')})"
     return ", ".join([same, *others])
 
@@ -249,11 +249,12 @@ def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = B
 
     metrics: of the run's manifest.
     """
-    found = accuracy.clinical_of(info)
-    if found is None:
+    clinical = accuracy.clinical_of(info)
+    if clinical is None:
         return [said] if (said := accuracy.no_clinical(info, metrics)) else []
-    by_class = make_table("By class", clinical_report.class_head(found), clinical_report.class_rows(found, classes))
-    return [by_class, clinical_report.sentence(found, sum(info.examples))]
+    head, rows = clinical_report.class_head(clinical), clinical_report.class_rows(clinical, classes)
+    by_class = make_table("By class", head, rows)
+    return [by_class, clinical_report.sentence(clinical, sum(info.examples))]
 
 
 def other_run(manifest: str) -> str:
@@ -270,16 +271,16 @@ def hospital_facts(detail: pb.RunDetail) -> tuple[list[tuple[str, ...]], list[st
     if not detail.rounds:
         return [], []
     info = detail.rounds[-1]
-    found, own = accuracy.results_of(info), accuracy.own_of(info)
+    results, own = accuracy.results_of(info), accuracy.own_of(info)
     said = []
-    if found:
-        hidden = len(info.included) - len(found)
+    if results:
+        hidden = len(info.included) - len(results)
         rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
-        said.append(f"{hospital_results.standing(found, several_labels=info.several_labels).sentence()}{rest}")
+        said.append(f"{hospital_results.standing(results, several_labels=info.several_labels).sentence()}{rest}")
     if own is not None:
         other, tested = other_run(detail.manifest_json), sum(info.examples)
         said.append(hospital_results.own_sentence(own, tested, other, several_labels=info.several_labels))
-    return list(hospital_results.rows(found, several_labels=info.several_labels)), said
+    return list(hospital_results.rows(results, several_labels=info.several_labels)), said
 
 
 def hospital_tables(detail: pb.RunDetail) -> list[Table | str]:

@@ -157,11 +157,11 @@ def chart(values: Sequence[float | None], width: int = 60, height: int = 6, asci
     values: None leaves a gap. Where there are more values than columns, a column is the mean of its values.
     """
     shares = [v if v is not None and math.isfinite(v) and 0 <= v <= 1 else None for v in values]
-    known = [v for v in shares if v is not None]
-    if len(known) < 2 or width < 1 or height < 1:
+    measured = [v for v in shares if v is not None]
+    if len(measured) < 2 or width < 1 or height < 1:
         return []
-    bottom = _STEP * math.floor(100 * min(known) / _STEP)
-    top = max(_STEP * math.ceil(100 * max(known) / _STEP), bottom + _STEP)
+    bottom = _STEP * math.floor(100 * min(measured) / _STEP)
+    top = max(_STEP * math.ceil(100 * max(measured) / _STEP), bottom + _STEP)
     columns, blocks = _columns(shares, width), _ASCII if ascii_only else _EIGHTHS
     lines = []
     for row in reversed(range(height)):
@@ -185,6 +185,6 @@ def _columns(shares: Sequence[float | None], width: int) -> list[float | None]:
     ends = [len(shares) * k // width for k in range(width + 1)]
     found: list[float | None] = []
     for begin, end in pairwise(ends):
-        known = [v for v in shares[begin:end] if v is not None]
-        found.append(sum(known) / len(known) if known else None)
+        measured = [v for v in shares[begin:end] if v is not None]
+        found.append(sum(measured) / len(measured) if measured else None)
     return found

@@ -65,8 +65,8 @@ class CallAuditTrail:
 
     @classmethod
     def of(cls, home: Path, consortium: str) -> CallAuditTrail:
-        own = Identity(CertificateRole.COORDINATOR, consortium).uri
-        return cls(Recorder(AuditLog(home / FOLDER), own), ServerCertificate(home))
+        uri = Identity(CertificateRole.COORDINATOR, consortium).uri
+        return cls(Recorder(AuditLog(home / FOLDER), uri), ServerCertificate(home))
 
     @contextmanager
     def call(self, method: str, context: Any, request: object) -> Iterator[None]:  # noqa: ANN401
@@ -97,9 +97,8 @@ class CallAuditTrail:
                 self.recorder.record(LogEntry(who, "head", outcome=REFUSED, code=error.code))
         receipt = reply.receipt if isinstance(reply, pb.OpenReply) and reply.HasField("receipt") else reply
         if isinstance(receipt, pb.Receipt):
-            own = self.recorder.signed_head(self.certificate.current())
-            if own is not None:
-                receipt.log_head.CopyFrom(log_heads.to_message(own))
+            if (signed := self.recorder.signed_head(self.certificate.current())) is not None:
+                receipt.log_head.CopyFrom(log_heads.to_message(signed))
             self.recorder.record(
                 LogEntry(
                     receipt.silo, "update taken", f"run={receipt.run_id} round={receipt.round + 1}", bytes=receipt.size

@@ -94,27 +94,27 @@ class HealthService(health_pb2_grpc.HealthServicer):
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
         """Tell each change within a second."""
-        told = None
+        last = None
         while True:
-            if (status := self._status(request.service)) != told:
+            if (status := self._status(request.service)) != last:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
-                told = status
+                last = status
             await asyncio.sleep(_LOOK_S)
 
     def _status(self, name: str) -> int:
-        known = health_pb2.HealthCheckResponse
+        statuses = health_pb2.HealthCheckResponse
         if name not in self._names:
-            return known.SERVICE_UNKNOWN
-        return known.NOT_SERVING if self._readiness.problems() else known.SERVING
+            return statuses.SERVICE_UNKNOWN
+        return statuses.NOT_SERVING if self._readiness.problems() else statuses.SERVING
 
 
 def ask(channel: grpc.Channel) -> HealthAnswer:
     """Ask a coordinator how it is; raises grpc.RpcError where it does not answer."""
-    stub, asked = health_pb2_grpc.HealthStub(channel), time.time()
+    stub, begun = health_pb2_grpc.HealthStub(channel), time.time()
     check = stub.Check  # type: ignore[attr-defined]  # set in __init__, which the stub does not show
     answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=_ASK_S)
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    return HealthAnswer.of(serving, call.trailing_metadata() or (), asked, time.time())
+    return HealthAnswer.of(serving, call.trailing_metadata() or (), begun, time.time())
 
 
 def _holds(check: Callable[[], bool]) -> bool:

@@ -150,9 +150,9 @@ class _Looks:
         self._store, self._dispatcher, self._readiness = store, dispatcher, readiness
 
     def readiness(self) -> Iterable[Metric]:
-        found = self._readiness.problems()
-        yield _COMMON["ready"].one(float(not found))
-        yield PROBLEM.samples(((word,), float(word in found)) for word in PROBLEMS)
+        problems = self._readiness.problems()
+        yield _COMMON["ready"].one(float(not problems))
+        yield PROBLEM.samples(((word,), float(word in problems)) for word in PROBLEMS)
 
     def silos(self) -> Iterable[Metric]:
         members = [silo for silo in self._store.members.silos() if not silo.revoked]
@@ -170,6 +170,6 @@ class _Looks:
 
     def runs(self) -> Iterable[Metric]:
         yield RUNS.samples(((state.value,), count) for state, count in self._store.runs.counts().items())
-        found = self._store.runs.progress(LIVE, metrics.MAX_VALUES)
-        yield RUN_CLOSED.samples(((run_id,), closed) for run_id, closed, _ in found)
-        yield RUN_PLANNED.samples(((run_id,), planned) for run_id, _, planned in found)
+        progress = self._store.runs.progress(LIVE, metrics.MAX_VALUES)
+        yield RUN_CLOSED.samples(((run_id,), closed) for run_id, closed, _ in progress)
+        yield RUN_PLANNED.samples(((run_id,), planned) for run_id, _, planned in progress)

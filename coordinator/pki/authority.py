@@ -123,8 +123,8 @@ class Authority:
         about = home / FOLDER / "authority.json"
         try:
             raw = json.loads(about.read_text())
-            known = {f.name for f in fields(Lifetimes)}
-            limits = Lifetimes(**{k: float(v) for k, v in raw["lifetimes"].items() if k in known})
+            names = {f.name for f in fields(Lifetimes)}
+            limits = Lifetimes(**{k: float(v) for k, v in raw["lifetimes"].items() if k in names})
             where = tuple(Address.parse(a) for a in raw["addresses"])
             authority = cls(home, check_name(raw["consortium"]), where, limits, clock)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -71,8 +71,8 @@ class Leads:
     def _require(self, name: str) -> None:
         leads = self.store.members.leads
         if not leads.is_lead(check_name(name)):
-            known = ", ".join(sorted({lead.name for lead in leads.all() if lead.revoked is None})) or "none"
-            raise ConfigError("E-RUN-10", f"expected the name of a lead, found {name!r}; leads: {known}")
+            names = ", ".join(sorted({lead.name for lead in leads.all() if lead.revoked is None})) or "none"
+            raise ConfigError("E-RUN-10", f"expected the name of a lead, found {name!r}; leads: {names}")
 
     def _certify(self, name: str) -> Lead:
         """List the certificate before it is written: one that is in no list opens nothing, the old one still does."""

@@ -63,9 +63,9 @@ class Membership:
         What the silo has open ends within seconds.
         """
         if not self.store.members.revoke(name, reason):
-            known = ", ".join(s.name for s in self.store.members.silos()) or "none"
+            names = ", ".join(s.name for s in self.store.members.silos()) or "none"
             raise ConfigError(
-                "E-RUN-10", f"expected the name of an enrolled hospital, found {name!r}; enrolled: {known}"
+                "E-RUN-10", f"expected the name of an enrolled hospital, found {name!r}; enrolled: {names}"
             )
 
     def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
@@ -100,7 +100,7 @@ class Membership:
         old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
         message = certificates.renewal_message(identity_of(old).identity, public)
         if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
-            if any(_signed_by(held, message, proof) for held in self.store.members.certificates_of(name)):
+            if any(_signed_by(certificate, message, proof) for certificate in self.store.members.certificates_of(name)):
                 log.warning(
                     "%s enrols with an older key: its newest one is not trusted, the silos ask for consent", name
                 )
@@ -169,10 +169,10 @@ class Membership:
         self.store.members.renew(made, proofs)
         return made
 
-    def roster(self, known: int = 0) -> bytes:
+    def roster(self, seen: int = 0) -> bytes:
         """Return the newest signed roster, packed; empty when the other side has this version."""
         version = self.store.members.version()
-        if version <= known:
+        if version <= seen:
             return b""
         signed = self._signed(version)
         return b"" if signed is None else signed.pack()
@@ -204,8 +204,8 @@ class Membership:
         return Authority.open(self.home, self.clock)
 
 
-def _signed_by(held: IssuedCertificate, message: bytes, proof: bytes) -> bool:
-    public = certificates.public_key(certificates.load_certificate(held.pem.encode(), "the store"))
+def _signed_by(certificate: IssuedCertificate, message: bytes, proof: bytes) -> bool:
+    public = certificates.public_key(certificates.load_certificate(certificate.pem.encode(), "the store"))
     return certificates.verify(public, certificates.RENEWAL, message, proof)
 
 

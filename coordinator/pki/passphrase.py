@@ -69,9 +69,9 @@ def unlock(pem: bytes, where: Path) -> ec.EllipticCurvePrivateKey:
     """Read the authority's key; raises StateError (E-STATE-47) without its passphrase, as `load_key` otherwise."""
     if b"ENCRYPTED" not in pem:
         return certificates.load_key(pem, str(where))
-    given = SOURCE.read(f"passphrase of {where}")
+    passphrase = SOURCE.read(f"passphrase of {where}")
     try:
-        key = serialization.load_pem_private_key(pem, given or None)
+        key = serialization.load_pem_private_key(pem, passphrase or None)
     except (ValueError, TypeError):
         SOURCE.forget()
         raise StateError(

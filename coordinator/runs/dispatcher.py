@@ -48,8 +48,8 @@ class SiloActivity:
     def update(self, pulse: pb.Pulse) -> bool:
         """Take over a pulse; return whether anything has changed."""
         before = (self.activity, self.run_id, self.round, self.done, self.total)
-        known = pulse.activity if pulse.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
-        now = (known, pulse.run_id[:_RUN_CHARS], pulse.round, pulse.done, pulse.total)
+        activity = pulse.activity if pulse.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
+        now = (activity, pulse.run_id[:_RUN_CHARS], pulse.round, pulse.done, pulse.total)
         self.activity, self.run_id, self.round, self.done, self.total = now
         return before != now
 
@@ -111,10 +111,10 @@ class SiloSession:
     def close_and_drain(self) -> list[pb.CoordinatorMessage]:
         """End the session and return the messages that were not sent."""
         with self._lock:
-            left = list(self._out)
+            queued = list(self._out)
             self._out.clear()
             self.finish()
-            return left
+            return queued
 
     def next(self) -> pb.CoordinatorMessage | None:
         """Take the next message to send; None: there is none, or the session is over."""
@@ -229,7 +229,7 @@ class Dispatcher:
             if session.activity.activity == pb.TRAINING:
                 self._left_training.add(session.name)
         why = "" if session.error is None else f": {session.error}"
-        gone = f", {said}" if (said := self.last_word(session.name)) else ""
+        gone = f", {word}" if (word := self.last_word(session.name)) else ""
         self._note(session.name, f"away{gone}{why}")
         self.changes.notify()
 

@@ -45,23 +45,23 @@ class RunLineage:
 
     def updates_in(self, run: StoredRun) -> dict[str, list[GivenModel]]:
         """Return by silo the updates that a run's model depends on; whose sums were taken out has none."""
-        found: dict[str, list[GivenModel]] = {}
+        updates: dict[str, list[GivenModel]] = {}
         summed = False
         for one in reversed([run, *self.before(run)]):
             if adds(one) and not summed:
-                found = {}  # sums begin with nothing, whatever the model was
+                updates = {}  # sums begin with nothing, whatever the model was
             summed = adds(one)
             rows = [row.record for row in self.runs.rounds(one.id) if row.record.kind.trains]
             if taken_out(one):
                 if is_complete(one):
                     for name in one.members:
-                        found.pop(name, None)
+                        updates.pop(name, None)
                 continue
             most = exchanges(one) if adds(one) else len(rows)
             for record in rows[:most]:  # sums are complete then: what comes later is nothing
                 for name in record.included:
-                    found.setdefault(name, []).append(GivenModel(one.id, record.round, record.added.get(name, "")))
-        return found
+                    updates.setdefault(name, []).append(GivenModel(one.id, record.round, record.added.get(name, "")))
+        return updates
 
     def withdrawn(self, run: StoredRun) -> dict[str, list[str]]:
         """Return who has withdrawn from a run or those before it, with the runs."""
@@ -73,10 +73,10 @@ class RunLineage:
 
     def not_asked(self, parent: StoredRun, adds_up: bool) -> dict[str, str]:
         """Return who may not be a member of a run that goes on from another, and why."""
-        found = {name: f"withdrew from {', '.join(ids)}" for name, ids in self.withdrawn(parent).items()}
+        reasons = {name: f"withdrew from {', '.join(ids)}" for name, ids in self.withdrawn(parent).items()}
         if adds_up and adds(parent):
-            found = dict.fromkeys(self.updates_in(parent), "is in its sums already") | found
-        return found
+            reasons = dict.fromkeys(self.updates_in(parent), "is in its sums already") | reasons
+        return reasons
 
     def require_fits(self, parent: StoredRun | None, manifest: RunManifest) -> None:
         """Refuse a run that would count a hospital twice, or one that has withdrawn, or the sums of other features.
@@ -121,8 +121,8 @@ class RunLineage:
     def _require_taken_out(self, parent: StoredRun | None, manifest: RunManifest, digests: Sequence[str]) -> None:
         """Refuse to take out of a run's sums what was never added to them, or was taken out already."""
         name = manifest.members[0].name
-        given = self.updates_in(parent).get(name, []) if parent is not None and adds(parent) else []
-        if len(manifest.members) != 1 or [g.fingerprint for g in given] != list(digests):
+        models = self.updates_in(parent).get(name, []) if parent is not None and adds(parent) else []
+        if len(manifest.members) != 1 or [g.fingerprint for g in models] != list(digests):
             raise ConfigError(
                 "E-CFG-08",
                 f"expected method.withdraws to name what {name} added to the sums of a run, found other digests: leave "

@@ -98,8 +98,8 @@ class MaskedRounds:
         store = self.services.store.secagg
         while store.keys(self.run.id) is None:
             roster = self.services.roster()
-            asked = self.run, self.compiled.manifest, self.services.dispatcher, self.tasks
-            ready = ask_preflight(*asked, check=self._check_keys, roster=roster)
+            arguments = self.run, self.compiled.manifest, self.services.dispatcher, self.tasks
+            ready = ask_preflight(*arguments, check=self._check_keys, roster=roster)
             if self.services.roster() == roster:
                 self.keep_keys({name: pending.entry for name, pending in ready.items() if pending.entry is not None})
         self._keys = self._stored_keys()
@@ -196,15 +196,15 @@ class MaskedRounds:
             self.services.dispatcher.send(name, census_closed(run.id))
         return counted
 
-    def _keep_census(self, asked: SetOpening, sums: Mapping[str, Tensor], updates: Mapping[str, Contribution]) -> None:
+    def _keep_census(self, opened: SetOpening, sums: Mapping[str, Tensor], updates: Mapping[str, Contribution]) -> None:
         """Store what proves how many hospitals each class has: every silo finds it the same."""
-        state, objects = asked.state, self.services.objects
-        assert asked.opened is not None
+        state, objects = opened.state, self.services.objects
+        assert opened.opened is not None
         proof = pb.SecaggCensus(
-            seal=asked.seal,
+            seal=opened.seal,
             confirmations=[pb.Confirmed(index=u, signature=signature) for u, signature in state.confirmations],
             uploads=[objects.path(updates[self.run.members[u]].object_digest).read_bytes() for u in state.inside],
-            seeds=[pb.OpenedSeed(block=b, member=u, seed=s) for (b, u), s in asked.opened.own_seeds.items()],
+            seeds=[pb.OpenedSeed(block=b, member=u, seed=s) for (b, u), s in opened.opened.own_seeds.items()],
             hospitals=[int(n) for n in sums[CLASSES][CHECK_WORDS:]],
         )
         raw, text = proof.SerializeToString(deterministic=True), "all hospitals are counted, class by class"
@@ -261,12 +261,12 @@ class MaskedRounds:
         if {BLOCKS[block] for block, _, _ in round.opened(state.inside)} != set(blocks):
             raise ValueError(f"expected to open what the members answer for, found {sorted(blocks)}")
         deadline_s = self.compiled.manifest.deadline_s
-        asked = SetOpening(self.services, self.tasks, round, kind, state, message, deadline_s)
-        self._open.set_fixed(asked.waiting)
-        with self.tasks.asking(asked):
-            asked.open()
+        opening = SetOpening(self.services, self.tasks, round, kind, state, message, deadline_s)
+        self._open.set_fixed(opening.waiting)
+        with self.tasks.asking(opening):
+            opening.open()
         if kind.census:
-            self._keep_census(asked, sums, updates)
+            self._keep_census(opening, sums, updates)
 
     def _envelope(self, update: Contribution) -> tuple[bytes, Bytes, Bytes, Bytes]:
         """Read what an upload holds beside its words: its digest, salt, commitments and packages."""
@@ -279,13 +279,13 @@ class MaskedRounds:
         services, number = self.services, total.round.number
         message = services.store.secagg.seal(self.run.id, number, kind)
         if message is None:
-            own = services.signer()
-            key = certificates.load_key(own.key_pem, "the key in force")
+            credentials = services.signer()
+            key = certificates.load_key(credentials.key_pem, "the key in force")
             seal = total.seal(lambda text: certificates.sign(key, Seal.CONTEXT, text))
             text = f"{len(members)} of {total.round.n} updates received; waiting for {total.round.t} confirmations"
-            made = _message_of(seal, kind, own.cert_pem)
+            made = _message_of(seal, kind, credentials.cert_pem)
             message = unless_over(lambda: services.store.secagg.keep_seal(made, kind, text))
-            own_name = identity_of(own.cert_pem).identity.uri
+            own_name = identity_of(credentials.cert_pem).identity.uri
             about = f"run={self.run.id} round={number + 1} set={', '.join(sorted(members))}"
             services.record(AuditEntry(own_name, "sealed", about))
         inside = {self.run.members[update.index] for update in message.updates}
@@ -367,10 +367,10 @@ class SetOpening:
             if member is None or self._joins or member not in self.state.unanswered:
                 return []
             unconfirmed = member in self.state.unconfirmed
-            asked = [pb.CoordinatorMessage(secagg_seal=self.seal)] if unconfirmed else []
+            messages = [pb.CoordinatorMessage(secagg_seal=self.seal)] if unconfirmed else []
             if self._opens:
-                asked.append(pb.CoordinatorMessage(secagg_open=self._opening(member)))
-            return asked
+                messages.append(pb.CoordinatorMessage(secagg_open=self._opening(member)))
+            return messages
 
     def receive(self, silo: str, message: FromMember) -> None:
         """Take what a silo says; what does not fit is noted once, and changes nothing."""
@@ -417,14 +417,14 @@ class SetOpening:
         return index if index in self.round.cohort else None
 
     def _opening(self, member: int) -> pb.SecaggOpen:
-        found = self.state.opening(member)
+        opening = self.state.opening(member)
         return pb.SecaggOpen(
-            run_id=found.run_id,
-            round=found.round,
+            run_id=opening.run_id,
+            round=opening.round,
             kind=TO_WIRE[self.kind],
-            seal_hash=found.seal_hash,
-            confirmations=[pb.Confirmed(index=u, signature=signature) for u, signature in found.confirmations],
-            packages=[pb.SealedPackage(index=u, salt=salt, package=p) for u, salt, p in found.packages],
+            seal_hash=opening.seal_hash,
+            confirmations=[pb.Confirmed(index=u, signature=signature) for u, signature in opening.confirmations],
+            packages=[pb.SealedPackage(index=u, salt=salt, package=p) for u, salt, p in opening.packages],
         )
 
     def _because(self, refusal: pb.SecaggRefusal) -> str:
@@ -525,10 +525,10 @@ class SetOpening:
         """Say how many confirmed or, once enough have, answered, and who may still."""
         with self._changed:
             silent = self._silent()
-            there = self.round.n - len(silent)
+            present = self.round.n - len(silent)
         left, offline = max(0.0, self._left()), self.services.dispatcher.offline_for
         awaited = tuple(AwaitedSilo(name, left, offline(name), ()) for name in silent)
-        return Waiting(self.round.number, there, self.round.t, awaited, sealed=True)
+        return Waiting(self.round.number, present, self.round.t, awaited, sealed=True)
 
 
 # ---- after a restoration ---------------------------------------------------------------------------------------------

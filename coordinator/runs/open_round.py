@@ -213,10 +213,10 @@ def excluded_error() -> FederationError:
 
 def missed_in_a_row(rounds: Sequence[RoundRow], names: Sequence[str]) -> dict[str, int]:
     """Count the newest rounds that each silo was asked for and missed. rounds: closed ones, in order."""
-    found = dict.fromkeys(names, 0)
+    missed = dict.fromkeys(names, 0)
     for name in names:
         for row in reversed([r for r in rounds if name in r.cohort]):
             if name in row.record.included:
                 break
-            found[name] += 1
-    return found
+            missed[name] += 1
+    return missed

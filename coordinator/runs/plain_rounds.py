@@ -48,8 +48,8 @@ class PlainRounds:
         if run.closed:
             return None
         quorum = 0 if compiled.private else steering.quorum or compiled.manifest.quorum
-        asked = run, compiled.manifest, self.services.dispatcher, self.tasks
-        ready = ask_preflight(*asked, excluded=steering.excluded, all_answer=compiled.private, quorum=quorum)
+        arguments = run, compiled.manifest, self.services.dispatcher, self.tasks
+        ready = ask_preflight(*arguments, excluded=steering.excluded, all_answer=compiled.private, quorum=quorum)
         if not compiled.counts_classes:
             return None
         trains = [set(pending.trains) for pending in ready.values() if pending.trains]
@@ -93,7 +93,7 @@ def classes_in(update: Mapping[str, Part], manifest: RunManifest) -> frozenset[s
 
     Counted are the weights per class of the run's layout; what has another shape is refused elsewhere.
     """
-    names, found = manifest.schema.classes, set[str]()
+    names, classes = manifest.schema.classes, set[str]()
     for part, spec in manifest.layout.items():
         if spec.weight_shape != (len(names),) or part not in update:
             continue
@@ -101,5 +101,5 @@ def classes_in(update: Mapping[str, Part], manifest: RunManifest) -> frozenset[s
         if tuple(weight.shape) != spec.weight_shape:
             continue
         counts = weight if weight.is_floating_point() else manifest.grid.decode(f"{part}.weight", weight)
-        found.update(name for name, count in zip(names, counts.tolist(), strict=True) if count >= 0.5)
-    return frozenset(found) or None
+        classes.update(name for name, count in zip(names, counts.tolist(), strict=True) if count >= 0.5)
+    return frozenset(classes) or None

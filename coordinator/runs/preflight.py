@@ -53,31 +53,31 @@ def ask_preflight(
     text = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
     tasks.event("preflight", text=text)
     with ExitStack() as stack:
-        asked = {
+        pending_tasks = {
             name: stack.enter_context(tasks.pending_task(Preflight(run.id, name, run.manifest_digest, due, roster)))
             for name in names
         }
-        for pending in asked.values():
+        for pending in pending_tasks.values():
             tasks.offer(pending)
-        failures = _failures(asked, lambda name: all_answer or _works_on_it(dispatcher, name, run.id), check)
-    found = {name: pending for name, pending in asked.items() if name not in failures}
+        failures = _failures(pending_tasks, lambda name: all_answer or _works_on_it(dispatcher, name, run.id), check)
+    ready = {name: pending for name, pending in pending_tasks.items() if name not in failures}
     if not all_answer:
         failures = {name: error for name, error in failures.items() if error.code != _NO_ANSWER}
     if not failures:
-        return found
+        return ready
     error = _combined_error(failures, len(names), run.id)
     if not 0 < quorum <= len(run.members) - len(excluded) - len(failures):
         raise error
     text = f"begun with the quorum of {quorum} that was named, although {len(failures)} refused: {error}"
     tasks.event("warning", text=text)
-    return found
+    return ready
 
 
 def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:
     """Tell whether a silo may answer soon: it is connected, and its hospital has nothing to decide first."""
-    if (found := dispatcher.activity_of(name)) is None:
+    if (activity := dispatcher.activity_of(name)) is None:
         return False
-    return (found[0].activity, found[0].run_id) != (pb.AWAITING_APPROVAL, run_id)
+    return (activity[0].activity, activity[0].run_id) != (pb.AWAITING_APPROVAL, run_id)
 
 
 def _failures(

@@ -154,8 +154,8 @@ class RunScheduler:
             validate.between("E-CFG-02", "", 1, len(run.members), quorum=quorum)
             compiled = CompiledRun.of(manifest)
             compiled.updates.require_quorum(quorum)
-            asked = capabilities.required_capabilities(manifest.train, len(run.members), manifest.cohort, quorum)
-            capabilities.check_supported(compiled.method, asked)
+            required = capabilities.required_capabilities(manifest.train, len(run.members), manifest.cohort, quorum)
+            capabilities.check_supported(compiled.method, required)
         run = self.store.runs.resume(run.id, quorum)
         self.dispatcher.changes.notify()
         self._enqueue(run)
@@ -172,13 +172,13 @@ class RunScheduler:
             raise ConfigError(
                 "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
             )
-        left = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
+        remaining = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
         least = max(1, CompiledRun(RunManifest.from_json(run.manifest)).updates.sums_of)
-        if len(left) < least and not readmit:
+        if len(remaining) < least and not readmit:
             raise ConfigError(
                 "E-CFG-02",
                 f"expected {counted(least, 'hospital')} or more to stay, since no smaller sum is opened, found "
-                f"{len(left)} without {silo!r}: abort the run instead",
+                f"{len(remaining)} without {silo!r}: abort the run instead",
             )
         if self.store.steering.exclude(run.id, silo, readmit):
             kind, text = ("readmitted", "asked again") if readmit else ("excluded", "by the lead: it is asked no more")

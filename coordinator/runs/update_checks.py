@@ -38,8 +38,8 @@ def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
     """
     for name in bundle:
         if not bundle.dtypes(name) <= allowed:
-            kinds, found = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
-            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected some of {kinds}, found {found}")
+            kinds, sent = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
+            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected some of {kinds}, found {sent}")
     return bundle
 
 
@@ -53,8 +53,8 @@ def _check_masked(update: BundleFile, layout: Layout) -> None:
 
 def declared_sizes(store: CoordinatorStore, run_id: str) -> dict[str, DeclaredSize]:
     """Return what silos had declared when the run was submitted; who declares nothing counts as the largest does."""
-    found = store.runs.declared_sizes(run_id)
-    return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in found})
+    declared = store.runs.declared_sizes(run_id)
+    return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in declared})
 
 
 class _RunChecks(NamedTuple):

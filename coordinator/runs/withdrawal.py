@@ -63,9 +63,9 @@ class AffectedRun:
             about |= {"taken_out": done, "by": self.by.id, "model": self.by.model_digest if done else ""}
         return json.dumps(about, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
-    def message(self, own: Credentials) -> pb.Withdrawal:
+    def message(self, credentials: Credentials) -> pb.Withdrawal:
         """Write it for a lead, signed by the coordinator where it is noted."""
-        found = pb.Withdrawal(
+        withdrawal = pb.Withdrawal(
             silo=self.silo,
             run_id=self.run.id,
             run_name=self.run.name,
@@ -80,11 +80,11 @@ class AffectedRun:
             spec_json=self.run.spec,
         )
         if self.at:
-            key = certificates.load_key(own.key_pem, "the key in force")
-            found.statement = self.statement()
-            found.signature = certificates.sign(key, CONTEXT, found.statement.encode())
-            found.certificate = own.cert_pem
-        return found
+            key = certificates.load_key(credentials.key_pem, "the key in force")
+            withdrawal.statement = self.statement()
+            withdrawal.signature = certificates.sign(key, CONTEXT, withdrawal.statement.encode())
+            withdrawal.certificate = credentials.cert_pem
+        return withdrawal
 
 
 @dataclass(slots=True)
@@ -117,12 +117,12 @@ class Withdrawals:
             )
         if preview:
             return affected
-        for found in affected:
-            self.store.runs.withdraw(found.run.id, silo, f"{silo} has withdrawn, as {lead} ordered")
+        for one in affected:
+            self.store.runs.withdraw(one.run.id, silo, f"{silo} has withdrawn, as {lead} ordered")
         self._drop_halves(silo)
-        for found in affected:
-            if not found.reason and found.by is None:
-                self._begin(found, lead)
+        for one in affected:
+            if not one.reason and one.by is None:
+                self._begin(one, lead)
         return self._affected(silo)
 
     def of(self, run: StoredRun) -> list[AffectedRun]:
@@ -142,30 +142,30 @@ class Withdrawals:
                 self.delete_unused(run.id)
 
     def _affected(self, silo: str) -> list[AffectedRun]:
-        line, found = self._line, list[AffectedRun]()
+        line, affected = self._line, list[AffectedRun]()
         for run in reversed(self.store.runs.all()):
             if _is_half(run) or (lineage.taken_out(run) and silo in run.members):
                 continue
-            given = line.updates_in(run).get(silo, [])
-            if given or (silo in run.members and not run.state.ended):
-                found.append(self._about(run, silo, given))
-        return found
+            updates = line.updates_in(run).get(silo, [])
+            if updates or (silo in run.members and not run.state.ended):
+                affected.append(self._about(run, silo, updates))
+        return affected
 
-    def _about(self, run: StoredRun, silo: str, given: Sequence[GivenModel]) -> AffectedRun:
+    def _about(self, run: StoredRun, silo: str, updates: Sequence[GivenModel]) -> AffectedRun:
         read = self.store.runs.events_of(run.id, FETCHED)
         noted = next((e for e in self.store.runs.events_of(run.id, WITHDRAWN) if e.silo == silo), None)
-        left = sorted(set(self._line.updates_in(run)) - {silo})
+        others = sorted(set(self._line.updates_in(run)) - {silo})
         by = self._taking_out(run, silo)
-        reason = "" if by is not None else self._obstacle(run, silo, given, left)
+        reason = "" if by is not None else self._obstacle(run, silo, updates, others)
         fetched = [f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(e.at))} UTC {e.text}" for e in read]
-        return AffectedRun(silo, run, 0.0 if noted is None else noted.at, given, by, reason, left, fetched)
+        return AffectedRun(silo, run, 0.0 if noted is None else noted.at, updates, by, reason, others, fetched)
 
     def _taking_out(self, run: StoredRun, silo: str = "") -> StoredRun | None:
         """Return the run that takes a hospital's sums, or any one's, out of those of a run, unless it was aborted."""
         others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.taken_out(o))
         return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
 
-    def _obstacle(self, run: StoredRun, silo: str, given: Sequence[GivenModel], left: Sequence[str]) -> str:
+    def _obstacle(self, run: StoredRun, silo: str, updates: Sequence[GivenModel], others: Sequence[str]) -> str:
         """Say why a hospital's updates cannot be taken out of a model exactly; empty where they can."""
         if not lineage.adds(run):
             return "trained by gradients, or of class means alone: one hospital's part cannot be told from the rest"
@@ -182,9 +182,9 @@ class Withdrawals:
             return "its model is deleted here: another hospital's sums were taken out of it"
         if run.state not in _OVER or not lineage.is_complete(run):
             return f"it is {run.state.value} after {run.closed} of {run.rounds} rounds: abort it or let it end"
-        if not all(g.fingerprint for g in given):
+        if not all(g.fingerprint for g in updates):
             return "nothing was noted of what the hospital added: a part was cut, or the version was an earlier one"
-        if not left:
+        if not others:
             return "nobody else is in its sums: there is no model without the hospital"
         if silo not in self.store.members.member_names():
             return "the hospital is no member any more, so that it cannot send its sums once more"
@@ -192,34 +192,34 @@ class Withdrawals:
             return f"{other.id} is taking out another hospital's sums: once it has ended, ask again"
         return ""
 
-    def _begin(self, found: AffectedRun, lead: str) -> None:
-        manifest, spec = self._manifest(found, lead), found.run.spec
+    def _begin(self, affected: AffectedRun, lead: str) -> None:
+        manifest, spec = self._manifest(affected, lead), affected.run.spec
         attempt = 0
         while True:
-            request = f"withdraw {found.silo} from {found.run.id}, attempt {attempt}"
-            known = self.store.runs.of_request(request)
-            if known is None:
-                self.submit(manifest, spec, request, found.run.id)
+            request = f"withdraw {affected.silo} from {affected.run.id}, attempt {attempt}"
+            existing = self.store.runs.of_request(request)
+            if existing is None:
+                self.submit(manifest, spec, request, affected.run.id)
                 return
-            if known.state is not RunState.ABORTED:
+            if existing.state is not RunState.ABORTED:
                 return
             attempt += 1
 
-    def _manifest(self, found: AffectedRun, lead: str) -> RunManifest:
+    def _manifest(self, affected: AffectedRun, lead: str) -> RunManifest:
         """Describe the run that takes a hospital's sums out: they come alone, on the grid on which they were added."""
-        manifest = RunManifest.from_json(found.run.manifest)
-        origin = RunManifest.from_json(self.store.runs.get(found.given[0].run).manifest)
+        manifest = RunManifest.from_json(affected.run.manifest)
+        origin = RunManifest.from_json(self.store.runs.get(affected.given[0].run).manifest)
         options = dict(manifest.method.options)
-        options |= {"withdraws": ",".join(g.fingerprint for g in found.given), "personal_head": False}
+        options |= {"withdraws": ",".join(g.fingerprint for g in affected.given), "personal_head": False}
         weights = None if manifest.start is None else manifest.start.weights
         return replace(
             manifest,
-            name=f"withdraw-{found.silo}-{manifest.name}"[:MAX_NAME_CHARS],
+            name=f"withdraw-{affected.silo}-{manifest.name}"[:MAX_NAME_CHARS],
             method=NamedOptions(manifest.method.name, options),
-            members=(origin.members[origin.index(found.silo)],),
+            members=(origin.members[origin.index(affected.silo)],),
             layout={n: spec for n, spec in manifest.layout.items() if n == METRICS or n not in METRIC_PARTS},
             grid=origin.grid,
-            rounds=len(found.given),
+            rounds=len(affected.given),
             cohort=0,
             quorum=0,
             personal=False,

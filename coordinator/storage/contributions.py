@@ -48,23 +48,23 @@ class ContributionStore:
         the round is not open.
         """
         with self._db.write() as db:
-            known = _contribution(db, wanted.id)
-            if known is not None and known.received is not None:
-                if (known.object_digest, known.size) != (wanted.object_digest, wanted.size):
+            existing = _contribution(db, wanted.id)
+            if existing is not None and existing.received is not None:
+                if (existing.object_digest, existing.size) != (wanted.object_digest, wanted.size):
                     raise ProtocolError(
                         "E-WIRE-07",
-                        f"expected the object {known.object_digest[:16]} that was taken under this contribution, found "
-                        f"{wanted.object_digest[:16]}: a task has one update",
+                        f"expected the object {existing.object_digest[:16]} that was taken under this contribution, "
+                        f"found {wanted.object_digest[:16]}: a task has one update",
                     )
-                return known, False
+                return existing, False
             _expect_open(db, wanted)
-            if known is None:
+            if existing is None:
                 values = asdict(wanted) | {"kind": wanted.kind.value} | attested(stated, sealed)
                 db.execute(insert(contributions).values(values))
                 return wanted, True
             _change(db, wanted.id, **attested(stated, sealed))
-            if (known.object_digest, known.size) == (wanted.object_digest, wanted.size):
-                return known, False
+            if (existing.object_digest, existing.size) == (wanted.object_digest, wanted.size):
+                return existing, False
             _change(db, wanted.id, object_digest=wanted.object_digest, size=wanted.size)
             return wanted, True
 
@@ -92,12 +92,12 @@ class ContributionStore:
 
     def arrivals(self, run_id: str, round: int | None = None) -> list[Contribution]:
         """Return the committed updates of a run in the order in which they came, of one round or of all."""
-        wanted = select(*_COLUMNS).where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
+        query = select(*_COLUMNS).where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
         if round is not None:
-            wanted = wanted.where(contributions.c.round == round)
+            query = query.where(contributions.c.round == round)
         with self._db.read() as db:
-            found = db.execute(wanted.order_by(contributions.c.received))
-            return [Contribution(**{**row._mapping, "kind": TaskKind(row.kind)}) for row in found]
+            rows = db.execute(query.order_by(contributions.c.received))
+            return [Contribution(**{**row._mapping, "kind": TaskKind(row.kind)}) for row in rows]
 
     def received(self, run_id: str, round: int) -> dict[str, float]:
         """Return when the committed updates of a round came, by silo."""
@@ -107,17 +107,17 @@ class ContributionStore:
             contributions.c.received.is_not(None),
         )
         with self._db.read() as db:
-            found = db.execute(select(contributions.c.silo, contributions.c.received).where(*of_round))
-            return {row.silo: row.received for row in found}
+            rows = db.execute(select(contributions.c.silo, contributions.c.received).where(*of_round))
+            return {row.silo: row.received for row in rows}
 
     def is_open(self, contribution_id: str) -> bool:
         """Return whether an unfinished upload still belongs to an open round of a run that goes on."""
         with self._db.read() as db:
-            found = _contribution(db, contribution_id)
-            if found is None or found.received is not None:
+            row = _contribution(db, contribution_id)
+            if row is None or row.received is not None:
                 return False
             try:
-                _expect_open(db, found)
+                _expect_open(db, row)
             except (StateError, ProtocolError):  # closed, or open with another base than was announced
                 return False
             return True

@@ -60,18 +60,18 @@ class MemberStore:
         with self._db.read() as db:
             reason = why_revoked(db, serial)
             mine = (certificates.c.serial == serial, certificates.c.name == name, silos.c.state == "member")
-            held = db.execute(
+            row = db.execute(
                 select(certificates.c.first_used, certificates.c.enrolled)
                 .join(silos, silos.c.name == certificates.c.name)
                 .where(*mine)
             ).first()
-            renewed = None if held is None else renewed_at(db, certificates, serial, name, self._clock())
-        if reason is not None or held is None:
+            renewed = None if row is None else renewed_at(db, certificates, serial, name, self._clock())
+        if reason is not None or row is None:
             return MembershipStatus(reason, member=False)
         if renewed is not None:
             return MembershipStatus(None, member=True, renewed_at=renewed)
-        if held.first_used is None:
-            self._first_use(serial, name, bool(held.enrolled))
+        if row.first_used is None:
+            self._first_use(serial, name, bool(row.enrolled))
         return MembershipStatus(None, member=True)
 
     def in_force(self) -> Set[tuple[str, str]]:
@@ -87,13 +87,13 @@ class MemberStore:
                 .where(silos.c.state == "member")
                 .order_by(literal_column("certificates.rowid", Integer).desc())
             ).all()
-        found, superseded = set[tuple[str, str]](), set[str]()
+        certified, superseded = set[tuple[str, str]](), set[str]()
         for row in rows:  # the newest first
             if row.name not in superseded and row.serial not in revoked:
-                found.add((row.name, row.serial))
+                certified.add((row.name, row.serial))
             if row.first_used is not None:
                 superseded.add(row.name)
-        return found
+        return certified
 
     def _first_use(self, serial: str, name: str, enrolled: bool) -> None:
         now = self._clock()
@@ -164,13 +164,13 @@ class MemberStore:
         """Return all silos, revoked ones included, by name."""
         with self._db.read() as db:
             now = self._clock()
-            found = [_to_silo(row, now) for row in db.execute(_SILOS).mappings()]
-        return sorted(found, key=lambda silo: silo.name)
+            listed = [_to_silo(row, now) for row in db.execute(_SILOS).mappings()]
+        return sorted(listed, key=lambda silo: silo.name)
 
     def introduce(self, name: str, software: str, data: DataOffer) -> None:
         """Store what a silo declares when a session begins; what it declared before is not written again."""
-        known = self.silo(name)
-        if known is not None and (known.software, known.data) == (software, data) and known.last_seen:
+        silo = self.silo(name)
+        if silo is not None and (silo.software, silo.data) == (software, data) and silo.last_seen:
             return
         with self._db.write() as db:
             values = {"software": software, "data": asdict(data), "last_seen": self._clock()}
@@ -223,15 +223,15 @@ class MemberStore:
                     "E-ID-13", f"expected an invitation for {name!r} in force, found none: ask the lead for a new one"
                 )
             if row.used is not None:
-                held = db.execute(select(certificates).where(certificates.c.serial == row.certificate)).first()
-                if row.fingerprint != fingerprint or held is None or held.first_used is not None:
+                certificate = db.execute(select(certificates).where(certificates.c.serial == row.certificate)).first()
+                if row.fingerprint != fingerprint or certificate is None or certificate.first_used is not None:
                     raise RefusedError(
                         "E-ID-24",
                         f"the invitation for {name!r} was used already: if that was not this hospital, tell the lead "
                         "at once (coordinator revoke); otherwise ask for a new one",
                     )
-                if held.issued <= now + CLOCK_SKEW_S:  # else it is from a clock that was ahead: not valid for long
-                    return IssuedCertificate(**held._mapping)
+                if certificate.issued <= now + CLOCK_SKEW_S:  # else a clock was ahead: not valid for long
+                    return IssuedCertificate(**certificate._mapping)
             made = sign()
             used = {"used": now, "fingerprint": fingerprint, "certificate": made.serial}
             db.execute(update(invitations).where(invitations.c.serial == invitation).values(**used))
@@ -266,8 +266,8 @@ class MemberStore:
             _bump(db)
             return True
 
-    def adopt(self, roster: Roster, signed: SignedRoster, held: Sequence[IssuedCertificate]) -> None:
-        """Store a roster that was signed on another machine. held: the certificates of its members.
+    def adopt(self, roster: Roster, signed: SignedRoster, issued: Sequence[IssuedCertificate]) -> None:
+        """Store a roster that was signed on another machine. issued: the certificates of its members.
 
         A member whose certificate was revoked here stays revoked, and a silo that is not in the roster is revoked.
         Raises RefusedError (E-ID-14) when a later roster, or another of this version, is known.
@@ -285,7 +285,7 @@ class MemberStore:
                 at = datetime.fromisoformat(gone.at).timestamp()
                 _revoke_certificate(db, gone.serial, gone.name, gone.reason, at)
             out = set(db.scalars(select(revocations.c.serial)).all())
-            for member, made in zip(roster.members, held, strict=True):
+            for member, made in zip(roster.members, issued, strict=True):
                 db.execute(upsert(certificates).values(row_values(certificates, made)).on_conflict_do_nothing())
                 state = "revoked" if made.serial in out else "member"
                 since = datetime.fromisoformat(member.since).timestamp()
@@ -301,12 +301,12 @@ class MemberStore:
     def membership(self) -> tuple[int, list[Silo], list[Revocation]]:
         """Return the version of the membership, the silos in force and everything revoked, as of one moment."""
         with self._db.read() as db:
-            found = [_to_silo(row, self._clock()) for row in db.execute(_SILOS.order_by(silos.c.name)).mappings()]
+            listed = [_to_silo(row, self._clock()) for row in db.execute(_SILOS.order_by(silos.c.name)).mappings()]
             gone = [
                 Revocation(r.name, r.serial, r.reason, time.strftime(_ISO, time.gmtime(r.at)))
                 for r in db.execute(select(revocations))
             ]
-            return _version(db), [s for s in found if not s.revoked], gone
+            return _version(db), [s for s in listed if not s.revoked], gone
 
     def roster(self) -> tuple[int, SignedRoster] | None:
         """Return the newest roster that was signed, with its version."""
@@ -374,13 +374,13 @@ def _to_silo(row: RowMapping, now: float) -> Silo:
     raw = row["data"]
     lists = ("shape", "classes", "holds", "metrics")  # the first rows of 0.1.0 lack the last two
     data = DataOffer(**raw | {name: tuple(raw.get(name, ())) for name in lists}) if raw else DataOffer()
-    held = IssuedCertificate(**{c.name: row[f"certificate_{c.name}"] for c in certificates.c})
+    certificate = IssuedCertificate(**{c.name: row[f"certificate_{c.name}"] for c in certificates.c})
     proofs = tuple((previous, signature) for previous, signature in row["proofs"])
-    own = {name: row[name] for name in ("name", "since", "software", "last_seen")}
-    if own["last_seen"] > now + CLOCK_SKEW_S:
-        own["last_seen"] = 0.0
-    own["validation_only"] = bool(row["validation_only"])
-    return Silo(revoked=row["state"] == "revoked", certificate=held, proofs=proofs, data=data, **own)
+    facts = {name: row[name] for name in ("name", "since", "software", "last_seen")}
+    if facts["last_seen"] > now + CLOCK_SKEW_S:
+        facts["last_seen"] = 0.0
+    facts["validation_only"] = bool(row["validation_only"])
+    return Silo(revoked=row["state"] == "revoked", certificate=certificate, proofs=proofs, data=data, **facts)
 
 
 def _certify(db: Connection, made: IssuedCertificate, proofs: tuple[tuple[str, str], ...], now: float) -> None:
@@ -429,17 +429,17 @@ class LeadStore:
         name, now = peer.identity.name, self._clock()
         with self._db.read() as db:
             reason = why_revoked(db, peer.serial)
-            held = db.execute(select(leads.c.first_used).where(leads.c.serial == peer.serial)).first()
+            row = db.execute(select(leads.c.first_used).where(leads.c.serial == peer.serial)).first()
             listed = db.execute(select(leads.c.serial).where(leads.c.name == name)).first() is not None
             unlisted_before = db.scalar(select(counters.c.value).where(counters.c.name == UNLISTED_BEFORE))
-            renewed = None if held is None else renewed_at(db, leads, peer.serial, name, now)
+            renewed = None if row is None else renewed_at(db, leads, peer.serial, name, now)
         if reason is not None or renewed is not None:
-            return MembershipStatus(reason, member=held is not None, renewed_at=renewed)
-        if held is None:
+            return MembershipStatus(reason, member=row is not None, renewed_at=renewed)
+        if row is None:
             if listed or unlisted_before is None or peer.not_before.timestamp() > unlisted_before:
                 return MembershipStatus(None, member=False)
             self.add(Lead.of(peer))
-        if held is None or held.first_used is None:
+        if row is None or row.first_used is None:
             with self._db.write() as db:
                 db.execute(update(leads).where(leads.c.serial == peer.serial).values(first_used=now))
         return MembershipStatus(None, member=True)

@@ -68,15 +68,15 @@ class RunStore:
         other: the model that is measured beside, needed until the closing evaluation is closed.
         """
         with self._db.write() as db:
-            known = _of_request(db, run.request_id)
-            if known is not None:
-                if known.spec != run.spec or known.parent != run.parent:
+            existing = _of_request(db, run.request_id)
+            if existing is not None:
+                if existing.spec != run.spec or existing.parent != run.parent:
                     raise ConfigError(
                         "E-CFG-02",
                         f"expected the request {run.request_id!r} to ask for what it asked for when it made "
-                        f"{known.id}, found another configuration: use a new request id for a new run",
+                        f"{existing.id}, found another configuration: use a new request id for a new run",
                     )
-                return known
+                return existing
             while db.execute(select(runs.c.id).where(runs.c.id == run.id)).first():
                 run = replace(run, id=f"{run.id[:-5]}-{secrets.token_hex(2)}")
             values = row_values(runs, run) | {"state": run.state.value, "created": self._clock()}
@@ -99,8 +99,8 @@ class RunStore:
     def declared_sizes(self, run_id: str) -> list[tuple[str, float, float]]:
         """Return (silo, training examples, test examples) as they were declared when the run was submitted."""
         with self._db.read() as db:
-            found = db.execute(select(declared_sizes).where(declared_sizes.c.run_id == run_id))
-            return [(row.silo, row.train, row.test) for row in found]
+            rows = db.execute(select(declared_sizes).where(declared_sizes.c.run_id == run_id))
+            return [(row.silo, row.train, row.test) for row in rows]
 
     def of_request(self, request_id: str) -> StoredRun | None:
         with self._db.read() as db:
@@ -165,14 +165,14 @@ class RunStore:
     def counts(self) -> dict[RunState, int]:
         """Count the runs in each state."""
         with self._db.read() as db:
-            found = {row.state: row.number for row in db.execute(_COUNTS)}
-        return {state: found.get(state.value, 0) for state in RunState}
+            numbers = {row.state: row.number for row in db.execute(_COUNTS)}
+        return {state: numbers.get(state.value, 0) for state in RunState}
 
     def progress(self, states: Iterable[RunState], most: int) -> list[tuple[str, int, int]]:
         """Return (id, closed rounds, planned rounds) of the newest runs in these states."""
-        wanted = runs.c.state.in_([state.value for state in states])
+        condition = runs.c.state.in_([state.value for state in states])
         newest = (
-            select(runs.c.id, runs.c.closed, runs.c.rounds).where(wanted).order_by(runs.c.created.desc(), runs.c.id)
+            select(runs.c.id, runs.c.closed, runs.c.rounds).where(condition).order_by(runs.c.created.desc(), runs.c.id)
         )
         with self._db.read() as db:
             return [(row.id, row.closed, row.rounds) for row in db.execute(newest.limit(most))]
@@ -355,8 +355,8 @@ class RunStore:
     def events_of(self, run_id: str, kind: str) -> list[EventRow]:
         """Return the events of a run that are of one kind."""
         with self._db.read() as db:
-            wanted = select(events).where(events.c.run_id == run_id, events.c.kind == kind).order_by(events.c.number)
-            return [EventRow(**row._mapping) for row in db.execute(wanted)]
+            query = select(events).where(events.c.run_id == run_id, events.c.kind == kind).order_by(events.c.number)
+            return [EventRow(**row._mapping) for row in db.execute(query)]
 
     def events(self, run_id: str, after: int) -> list[EventRow]:
         """Return the events of a run whose number is higher than `after`."""
@@ -440,6 +440,6 @@ def _to_run(row: Row[tuple[object, ...]]) -> StoredRun:
 
 def _to_round(row: Row[tuple[object, ...]]) -> RoundRow:
     raw = dict(row._mapping)
-    number, kind, found = raw.pop("round"), TaskKind(raw.pop("kind")), raw.pop("record")
-    record = RoundRecord(number, kind, (), (), ()) if found is None else RoundRecord.of(found)
+    number, kind, stored = raw.pop("round"), TaskKind(raw.pop("kind")), raw.pop("record")
+    record = RoundRecord(number, kind, (), (), ()) if stored is None else RoundRecord.of(stored)
     return RoundRow(**raw | {"record": record, "is_open": bool(raw["is_open"]), "cohort": tuple(raw["cohort"])})

@@ -295,9 +295,9 @@ WHERE is_open = 0"""
 def _one_record_of_a_round(db: sqlite3.Connection) -> None:
     """Bring into the row of a round what columns and the tables of scores, judgements and metrics said of it."""
     db.execute("ALTER TABLE rounds ADD COLUMN record JSON")
-    found = db.execute(_CLOSED)
-    names = [column[0] for column in found.description]
-    for row in found.fetchall():
+    rows = db.execute(_CLOSED)
+    names = [column[0] for column in rows.description]
+    for row in rows.fetchall():
         raw = dict(zip(names, row, strict=True))
         run_id, kind = raw.pop("run_id"), raw.pop("kind")
         record = {name: json.loads(value) if isinstance(value, str) else value for name, value in raw.items()}
@@ -319,8 +319,8 @@ CREATE TABLE secagg_seals (
 
 
 def _validation_only_members(db: sqlite3.Connection) -> None:
-    known = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
-    for table in {"silos", "invitations"} & known:  # a file without them is refused, as another one
+    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    for table in {"silos", "invitations"} & tables:  # a file without them is refused, as another one
         db.execute(f"ALTER TABLE {table} ADD COLUMN validation_only INTEGER NOT NULL DEFAULT 0")
 
 

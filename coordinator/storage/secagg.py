@@ -35,13 +35,13 @@ class MaskedRunStore:
         """Keep how many answers in masked runs a silo knows of; return the most that it has stated before."""
         name = f"masked answers {silo}"
         with self._db.read() as db:
-            known = db.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
-        if number > known:
+            before = db.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
+        if number > before:
             with self._db.write() as db:
                 raised = {"value": func.max(counters.c.value, min(number, _MOST_ANSWERS))}
                 row = upsert(counters).values(name=name, value=min(number, _MOST_ANSWERS))
                 db.execute(row.on_conflict_do_update(index_elements=["name"], set_=raised))
-        return known
+        return before
 
     def keys(self, run_id: str) -> str | None:
         """Return the digest of the object with everybody's keys; None before it is stored."""
@@ -76,8 +76,8 @@ class MaskedRunStore:
         """
         with self._db.write() as db:
             live_run(db, run_id)
-            if (known := _object(db, run_id, ObjectKind.KEYS)) is not None:
-                return known
+            if (stored := _object(db, run_id, ObjectKind.KEYS)) is not None:
+                return stored
             note_object(db, digest, run_id, ObjectKind.KEYS, 0, size)
             add_event(db, self._clock(), run_id, "keys", text=text)
             return digest
@@ -100,8 +100,8 @@ class MaskedRunStore:
         """
         with self._db.write() as db:
             live_run(db, seal.run_id)
-            if (known := sealed(db, seal.run_id, seal.round, kind)) is not None:
-                return known
+            if (stored := sealed(db, seal.run_id, seal.round, kind)) is not None:
+                return stored
             this = (rounds.c.run_id == seal.run_id, rounds.c.round == seal.round, rounds.c.kind == kind.value)
             if not db.scalar(select(rounds.c.is_open).where(*this)):
                 raise StateError("E-RUN-50", f"expected round {seal.round + 1} of {seal.run_id} open, found it closed")

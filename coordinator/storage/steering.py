@@ -46,9 +46,9 @@ class SteeringStore:
     def note_classes(self, run_id: str, holds: Mapping[str, Sequence[str]]) -> None:
         """Keep which classes silos hold, by their newest updates."""
         with self._db.write() as db:
-            known = read(db, run_id).holds
-            if any(list(known.get(name, ())) != list(classes) for name, classes in holds.items()):
-                change(db, run_id, holds={**known, **{name: list(classes) for name, classes in holds.items()}})
+            before = read(db, run_id).holds
+            if any(list(before.get(name, ())) != list(classes) for name, classes in holds.items()):
+                change(db, run_id, holds={**before, **{name: list(classes) for name, classes in holds.items()}})
 
 
 def read(db: Connection, run_id: str) -> Steering:

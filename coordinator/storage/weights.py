@@ -96,20 +96,20 @@ class WeightsUploads:
         finally:
             self._streams -= 1
 
-    def finish(self, lead: str, digest: str, found: str | None) -> None:
-        """Turn a whole upload into an object. found: the digest of its bytes, computed here when it is None.
+    def finish(self, lead: str, digest: str, received: str | None) -> None:
+        """Turn a whole upload into an object. received: the digest of its bytes, computed here when it is None.
 
         Raises ProtocolError (E-WIRE-04) and forgets the bytes when they have another digest.
         """
         with self._lock:
-            self._finish(lead, digest, found)
+            self._finish(lead, digest, received)
 
-    def _finish(self, lead: str, digest: str, found: str | None) -> None:
+    def _finish(self, lead: str, digest: str, received: str | None) -> None:
         with self._objects.lock:
             if self._objects.holds(digest):  # another lead was done before
                 self.uploads.discard(lead, digest)
             else:
-                self._objects.commit(self.uploads.path(lead, digest), digest, found)
+                self._objects.commit(self.uploads.path(lead, digest), digest, received)
         self._announced.pop((lead, digest), None)
         self.uploads.forget(f"{lead}/{digest}")
         self._unused = [d for d in self._unused if d != digest] + [digest]

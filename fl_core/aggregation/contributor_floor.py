@@ -34,8 +34,8 @@ def census(data: LocalData, context: RoundContext, rows: bool = True) -> Bundle:
     rows: whether updates of the run have rows of classes; of one without, which classes the silo trains.
     Guarantees: a class is counted here only where no rule of the hospital keeps its rows back.
     """
-    there = data.contributes().float()
-    return {HOSPITALS: Part({}, there if context.prototypes or not rows else torch.zeros_like(there))}
+    contributed = data.contributes().float()
+    return {HOSPITALS: Part({}, contributed if context.prototypes or not rows else torch.zeros_like(contributed))}
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class ContributorFloor(Guard):
 
     def with_setting(self, setting: Tensors | None) -> ContributorFloor:
         """Take the answer of the census; raises RefusedError (E-RUN-51) where it is none."""
-        found = None if setting is None else setting.get(HOSPITALS)
-        if found is None or found.shape != (self.n_classes,):
+        counts = None if setting is None else setting.get(HOSPITALS)
+        if counts is None or counts.shape != (self.n_classes,):
             raise RefusedError(
                 "E-RUN-51", f"expected how many hospitals have each of {self.n_classes} classes beside the model"
             )
-        return replace(self, hospitals=found)
+        return replace(self, hospitals=counts)
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
         return {name: self._kept(part) if name in self.parts else part for name, part in bundle.items()}

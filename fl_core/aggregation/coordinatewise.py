@@ -67,18 +67,18 @@ class CoordinatewiseSum(RoundSum):
         return AggregationDecision()
 
     def _part(self, name: str, updates: Sequence[Bundle]) -> None:
-        there = [u for u in updates if float(u[name].weight) > 0]
-        if not there:
+        contributing = [u for u in updates if float(u[name].weight) > 0]
+        if not contributing:
             return
-        weights = np.array([float(u[name].weight) for u in there])
-        shares = self._shares(name, there, weights)
+        weights = np.array([float(u[name].weight) for u in contributing])
+        shares = self._shares(name, contributing, weights)
         grid = self.sums.grid
-        for key, start, values in self._blocks(name, there, weights):
-            found = self._combine(values) if shares is None else shares @ values
+        for key, start, values in self._blocks(name, contributing, weights):
+            combined = self._combine(values) if shares is None else shares @ values
             scale = float(weights.sum()) * 2.0 ** grid.frac_bits(grid.segment(name, key))
-            units = np.rint(np.clip(found * scale, -_MAX_UNITS, _MAX_UNITS)).astype(np.int64)
+            units = np.rint(np.clip(combined * scale, -_MAX_UNITS, _MAX_UNITS)).astype(np.int64)
             self.sums.put(name, key, start, torch.from_numpy(units))
-        for update in there:
+        for update in contributing:
             self.sums.add_weight(name, update[name].weight)
 
     @staticmethod

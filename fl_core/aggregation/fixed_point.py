@@ -68,8 +68,8 @@ class FixedPointFormat:
         """Name the segment of one of a part's tensors; None: of its weight."""
         if key is None:
             return f"{part}.weight"
-        own = f"{part}.buffers"
-        return own if key.endswith(BUFFERS) and own in self.bounds else part
+        buffers = f"{part}.buffers"
+        return buffers if key.endswith(BUFFERS) and buffers in self.bounds else part
 
     def bound(self, segment: str) -> float:
         """Return B_s, rounded down to what the grid can hold."""
@@ -109,8 +109,8 @@ class FixedPointFormat:
 
 
 def _numpy(value: Tensor) -> NDArray[np.generic]:
-    known = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
-    return known.cpu().numpy()
+    numbers = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
+    return numbers.cpu().numpy()
 
 
 @cache
@@ -162,5 +162,5 @@ def check_layout(bundle: Bundle, layout: Layout) -> None:
     if set(bundle) != set(layout):
         raise ProtocolError("E-WIRE-06", f"expected the parts {sorted(layout)}, found {sorted(bundle)}")
     for name, part in bundle.items():
-        if (found := PartSpec.of(part)) != layout[name]:
-            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected {layout[name]}, found {found}")
+        if (spec := PartSpec.of(part)) != layout[name]:
+            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected {layout[name]}, found {spec}")

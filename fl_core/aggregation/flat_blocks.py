@@ -68,9 +68,9 @@ class FlatLayout:
             if self.block_of(part) != block:
                 continue
             for key, shape in (*sorted(spec.shapes.items()), (None, spec.weight_shape)):
-                found = Segment(part, key, tuple(shape), start)
-                yield found
-                start = found.stop
+                segment = Segment(part, key, tuple(shape), start)
+                yield segment
+                start = segment.stop
 
     def words(self, block: str) -> int:
         """Count the words of a block, check words included."""
@@ -88,14 +88,14 @@ class FlatLayout:
 
     def flatten(self, units: Bundle) -> Bundle:
         """Lay out an update that is on the grid, in integer units; each number is within its ring."""
-        found = {}
+        blocks = {}
         for block, segments in self.segments.items():
             words = torch.empty(self.words(block), dtype=self.dtype)
             words[:CHECK_WORDS] = 1
             for s in segments:
                 words[s.start : s.stop] = _tensor(units[s.part], s.key).reshape(-1)
-            found[block] = Part({WORDS: words}, torch.zeros((), dtype=self.dtype))
-        return found
+            blocks[block] = Part({WORDS: words}, torch.zeros((), dtype=self.dtype))
+        return blocks
 
     def unflatten(self, sums: Mapping[str, Tensor]) -> Bundle:
         """Read sums of blocks (words,) back as parts in integer units; a block that is not there is all zeros."""

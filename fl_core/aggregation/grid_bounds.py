@@ -51,8 +51,8 @@ def bounded_grid(
     if ring == "ring64":
         return FixedPointFormat(ring, silos, census)
     made = _Bounds(check, _size(largest.train), _size(largest.test), clipped)
-    found = {segment: bound for part, spec in check.layout.items() for segment, bound in made.of(part, spec)}
-    return FixedPointFormat(ring, silos, found | census)
+    bounds = {segment: bound for part, spec in check.layout.items() for segment, bound in made.of(part, spec)}
+    return FixedPointFormat(ring, silos, bounds | census)
 
 
 def _size(declared: float) -> float:
@@ -102,20 +102,20 @@ class _Bounds:
             return weight
         if part in PERSONAL_PARTS:
             return 1.0
-        rule, rows, found = self._check.rule(part, bool(spec.weight_shape)), self._check.noisy_rows, [0.0]
+        rule, rows, bounds = self._check.rule(part, bool(spec.weight_shape)), self._check.noisy_rows, [0.0]
         for key in spec.shapes:
             if key == rule.steps:
-                found.append(weight * most_steps(self._check.train, self._train))
+                bounds.append(weight * most_steps(self._check.train, self._train))
             elif key == rule.counts:
                 per_class = spec.shapes[key] == self._check.layout[METRICS].weight_shape  # else it is the declared size
                 noise = NOISE_STDS * self._check.noise.get(part, 0.0) if per_class else 0.0
-                found.append(self._train * (1.0 if rule.weight is Weighing.ONCE else weight) + noise)
+                bounds.append(self._train * (1.0 if rule.weight is Weighing.ONCE else weight) + noise)
             elif spec.weight_shape:
                 length, noise = (rows.length, rows.value) if rows is not None else (FEATURE, 0.0)
-                found.append(length * weight + NOISE_STDS * noise)
+                bounds.append(length * weight + NOISE_STDS * noise)
             else:
-                found.append(VALUE * weight)
-        return max(found)
+                bounds.append(VALUE * weight)
+        return max(bounds)
 
 
 def _unbounded(part: str, why: str) -> ConfigError:

@@ -54,8 +54,8 @@ class MaskedSum(RoundSum):
     def measure(self, update: Bundle, name: str) -> UpdateNorms:  # noqa: ARG002
         """Check what can be seen of an update: kind and number of its words."""
         for block, words in self._words.items():
-            found = update[block].total[WORDS] if block in update else None
-            if found is None or found.shape != words.shape or found.dtype != words.dtype:
+            sent = update[block].total[WORDS] if block in update else None
+            if sent is None or sent.shape != words.shape or sent.dtype != words.dtype:
                 raise ProtocolError(
                     "E-WIRE-06", f"expected {len(words)} words of {words.dtype} as {block!r}, found something else"
                 )

@@ -89,12 +89,12 @@ class NormGuard(Guard):
 
     def with_setting(self, setting: Tensors | None) -> NormGuard:
         """Take the medians of earlier rounds; raises ProtocolError (E-WIRE-06) on what are none."""
-        found = {} if setting is None else dict(setting)
-        if set(found) != {_FIRST, _LARGEST} or not all(_are_norms(v, len(self.blocks)) for v in found.values()):
+        medians = {} if setting is None else dict(setting)
+        if set(medians) != {_FIRST, _LARGEST} or not all(_are_norms(v, len(self.blocks)) for v in medians.values()):
             raise ProtocolError(
                 "E-WIRE-06", f"expected the median norms of {len(self.blocks)} blocks beside the model, found others"
             )
-        return replace(self, history=NormHistory(*(self._known(found[name]) for name in (_FIRST, _LARGEST))))
+        return replace(self, history=NormHistory(*(self._known(medians[name]) for name in (_FIRST, _LARGEST))))
 
     def _known(self, values: Tensor) -> dict[str, float]:
         return {block: v for block, v in zip(self.blocks, values.tolist(), strict=True) if v > 0}
@@ -106,25 +106,25 @@ class NormGuard(Guard):
         """
         if not any(part in bundle for keys in self.blocks.values() for part, _ in keys):
             return bundle
-        found, histograms = {name: dict(part.total) for name, part in bundle.items()}, dict[str, Tensor]()
+        parts, histograms = {name: dict(part.total) for name, part in bundle.items()}, dict[str, Tensor]()
         for block, keys in self.blocks.items():
             norm = self._norm(bundle, block)
             histograms[block] = torch.zeros(BINS)
             if norm is None or not math.isfinite(norm):
                 continue
             histograms[block][bin_of(norm)] = 1.0
-            known = self.history.reference(block, self.options.ceiling)
-            if known is None or norm <= self.options.clip_at * known:
+            reference = self.history.reference(block, self.options.ceiling)
+            if reference is None or norm <= self.options.clip_at * reference:
                 continue
-            if norm > self.options.refuse_above * known:
+            if norm > self.options.refuse_above * reference:
                 raise RefusedError(
                     "E-RUN-44",
                     f"this hospital's update is more than {self.options.refuse_above:g} times as long as is usual in "
                     "the run: it stays here; look for another scale of the images, or training that diverged",
                 )
             for part, key in keys:
-                found[part][key] = bundle[part].total[key].double() * (self.options.clip_at * known / norm)
-        cut = {name: Part(total, bundle[name].weight) for name, total in found.items()}
+                parts[part][key] = bundle[part].total[key].double() * (self.options.clip_at * reference / norm)
+        cut = {name: Part(total, bundle[name].weight) for name, total in parts.items()}
         return {**cut, NORMS: Part(histograms, torch.tensor(1.0))}
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
@@ -134,9 +134,9 @@ class NormGuard(Guard):
         if any(bool((v < 0).any()) or float(v.sum()) > cohort for v in total[NORMS].total.values()):
             raise _impossible("counts of norms that no silos have")
         for block in self.blocks:
-            norm, known = self._norm(total, block), self.history.reference(block, self.options.ceiling)
-            if norm is not None and known is not None:
-                most = self.options.clip_at * known * (1 + _ROUNDING) + self._rounding(total, block, cohort)
+            norm, reference = self._norm(total, block), self.history.reference(block, self.options.ceiling)
+            if norm is not None and reference is not None:
+                most = self.options.clip_at * reference * (1 + _ROUNDING) + self._rounding(total, block, cohort)
                 if norm > most:
                     raise _impossible(f"a mean of {block!r} that is longer than any update may be")
         return total

@@ -101,16 +101,16 @@ AGGREGATORS: dict[str, type[Options]] = {
 }
 
 
-def warning(found: Options, holds: Collection[Collection[str]] = ()) -> str:
+def warning(options: Options, holds: Collection[Collection[str]] = ()) -> str:
     """Say what an aggregator costs; empty for the default, and where all silos declare the same classes.
 
     holds: the classes that each silo declares, empty where it does not say. What is said was measured on digits
     (docs/research.md).
     """
     alike = bool(holds) and all(holds) and len({frozenset(classes) for classes in holds}) == 1
-    if not found.warning or (alike and not isinstance(found, Mean)):
+    if not options.warning or (alike and not isinstance(options, Mean)):
         return ""
-    return f"aggregator={found.name}: {found.warning}"
+    return f"aggregator={options.name}: {options.warning}"
 
 
 _WRITTEN: Mapping[str, Mapping[str, object]] = {

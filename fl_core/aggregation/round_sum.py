@@ -40,16 +40,16 @@ class NormHistory:
         cls, rounds: Iterable[Mapping[str, float]], initial: Mapping[str, float] = MappingProxyType({})
     ) -> NormHistory:
         """Read the medians off the records of a run's closed rounds, in order."""
-        found = cls(initial=initial)
+        history = cls(initial=initial)
         for medians in rounds:
-            found = found.after(medians)
-        return found
+            history = history.after(medians)
+        return history
 
     def after(self, medians: Mapping[str, float]) -> NormHistory:
         """Return the history after one more round."""
-        found = {block: m for block, m in medians.items() if m > 0}
-        largest = {block: max(m, self.largest.get(block, 0.0)) for block, m in found.items()}
-        return NormHistory({**found, **self.first}, {**self.largest, **largest}, self.initial)
+        positive = {block: m for block, m in medians.items() if m > 0}
+        largest = {block: max(m, self.largest.get(block, 0.0)) for block, m in positive.items()}
+        return NormHistory({**positive, **self.first}, {**self.largest, **largest}, self.initial)
 
     def reference(self, block: str, ceiling: float) -> float | None:
         """Return the largest median so far, at most ceiling M_0; None before there is one."""
@@ -181,8 +181,8 @@ class NormClippedSum(RoundSum):
         return self.check.rule(part, False).level
 
     def _is_within(self, block: str, norm: float) -> bool:
-        known = self._history.reference(block, self._options.ceiling)
-        return known is not None and norm <= self._options.clip_at * known
+        reference = self._history.reference(block, self._options.ceiling)
+        return reference is not None and norm <= self._options.clip_at * reference
 
     def _differences(self, name: str) -> dict[str, float]:
         return {block: norm for block, norm in self._norms[name].items() if not self._is_level(block)}
@@ -191,9 +191,9 @@ class NormClippedSum(RoundSum):
         """Return R_t by block: of earlier rounds, else this round's median of at least three, else the manifest's."""
         found: dict[str, float] = {}
         for block, norms in self._by_block().items():
-            known, initial = self._history.reference(block, self._options.ceiling), self._history.initial.get(block)
-            if known is not None:
-                found[block] = known
+            reference, initial = self._history.reference(block, self._options.ceiling), self._history.initial.get(block)
+            if reference is not None:
+                found[block] = reference
             elif len(norms) >= MIN_UPDATES_FOR_MEDIAN:
                 found[block] = lower_median(norms) or initial or 0.0
             elif initial:
@@ -211,11 +211,11 @@ class NormClippedSum(RoundSum):
 
         All of them are cut then and none is refused: the bound holds, and the run goes on.
         """
-        found = set[str]()
+        moved = set[str]()
         for block, norms in self._by_block().items():
             if 2 * sum(self._is_absurd(block, n, references) for n in norms) >= len(norms):
-                found.add(block)
-        return frozenset(found)
+                moved.add(block)
+        return frozenset(moved)
 
     def _is_absurd(self, block: str, norm: float, references: Mapping[str, float]) -> bool:
         """Tell whether neither the other updates nor the manifest explain a norm."""
@@ -243,31 +243,31 @@ class NormClippedSum(RoundSum):
         )
         return str(error)
 
-    def _add_cut(self, held: _Update, name: str, references: Mapping[str, float], decided: AggregationDecision) -> None:
+    def _add_cut(self, late: _Update, name: str, references: Mapping[str, float], decided: AggregationDecision) -> None:
         factors: dict[tuple[str, str], float | Tensor] = {}
         for block, norm in self._differences(name).items():
             if block in references and norm > (bound := self._options.clip_at * references[block]):
                 part = block.removesuffix(".buffers")
                 own = block != part
                 factors |= {
-                    (part, key): bound / norm for key in held.update[part].total if key.endswith(BUFFERS) is own
+                    (part, key): bound / norm for key in late.update[part].total if key.endswith(BUFFERS) is own
                 }
         if factors:
             decided.cut[name] = f"update cut to {self._options.clip_at:g} times the usual length"
-        self.sums.add(held.update, held.silo, factors)
+        self.sums.add(late.update, late.silo, factors)
 
     # ---- rows and levels -------------------------------------------------------------------------------------------
 
     def _add_late(self, decided: AggregationDecision) -> None:
         """Add the parts that are judged by this round's medians."""
-        left = {name: late for name, late in sorted(self._late.items()) if name not in decided.refused}
-        factors: dict[str, dict[tuple[str, str], float | Tensor]] = {name: {} for name in left}
-        for part in sorted({part for late in left.values() for part in late.update}):
-            rows = {name: late.measured.rows[part] for name, late in left.items() if part in late.measured.rows}
-            norms = {name: late.measured.norms.get(part, 0.0) for name, late in left.items()}
-            found = self._row_factors(rows) if rows else self._level_factors(norms)
-            for name, factor in found.items():
-                keys = self._values(part, left[name].update[part])
+        remaining = {name: late for name, late in sorted(self._late.items()) if name not in decided.refused}
+        factors: dict[str, dict[tuple[str, str], float | Tensor]] = {name: {} for name in remaining}
+        for part in sorted({part for late in remaining.values() for part in late.update}):
+            rows = {name: late.measured.rows[part] for name, late in remaining.items() if part in late.measured.rows}
+            norms = {name: late.measured.norms.get(part, 0.0) for name, late in remaining.items()}
+            of_part = self._row_factors(rows) if rows else self._level_factors(norms)
+            for name, factor in of_part.items():
+                keys = self._values(part, remaining[name].update[part])
                 factors[name] |= {(part, key): factor for key in keys}
                 shortened = int((factor < 1).sum()) if isinstance(factor, Tensor) else 0
                 decided.cut_rows += shortened
@@ -275,12 +275,12 @@ class NormClippedSum(RoundSum):
                 times = self._options.rows if isinstance(factor, Tensor) else self._options.clip_at
                 before = f"{decided.cut[name]}, " if name in decided.cut else ""
                 decided.cut[name] = f"{before}{what} cut to {times:g} times the median"
-        for name, late in left.items():
+        for name, late in remaining.items():
             self.sums.add(late.update, late.silo, factors[name])
 
-    def _values(self, part: str, found: Part) -> list[str]:
-        rule = self.check.rule(part, bool(found.weight.dim()))
-        return [key for key in found.total if key not in (rule.counts, rule.steps)]
+    def _values(self, name: str, part: Part) -> list[str]:
+        rule = self.check.rule(name, bool(part.weight.dim()))
+        return [key for key in part.total if key not in (rule.counts, rule.steps)]
 
     def _level_factors(self, norms: Mapping[str, float]) -> dict[str, float]:
         if len(norms) < MIN_UPDATES_FOR_MEDIAN:
@@ -298,17 +298,15 @@ class NormClippedSum(RoundSum):
             return {}
         overall, bounds = lower_median(every), list[float]()
         for row in norms.T:
-            there = row[~row.isnan()].tolist()
-            bounds.append(
-                self._options.rows * (lower_median(there) if len(there) >= MIN_UPDATES_FOR_MEDIAN else overall)
-            )
+            sent = row[~row.isnan()].tolist()
+            bounds.append(self._options.rows * (lower_median(sent) if len(sent) >= MIN_UPDATES_FOR_MEDIAN else overall))
         bound = torch.tensor(bounds, dtype=torch.float64)
-        found = {}
+        factors = {}
         for name, row in rows.items():
             factor = torch.where(row > bound, bound / row, 1.0).nan_to_num(1.0)
             if bool((factor < 1).any()):
-                found[name] = factor
-        return found
+                factors[name] = factor
+        return factors
 
 
 def require_direction(measured: UpdateNorms, name: str, bias: Tensor | None) -> None:

@@ -64,8 +64,8 @@ class DeclaredSize:
 def with_undeclared(sizes: Mapping[str, DeclaredSize]) -> dict[str, DeclaredSize]:
     """Let who declares no size count as much as the largest that does, and nobody more than the grid holds."""
 
-    def largest(found: Sequence[float]) -> float:
-        return max((n for n in found if n < math.inf), default=RING64_BOUND)
+    def largest(values: Sequence[float]) -> float:
+        return max((n for n in values if n < math.inf), default=RING64_BOUND)
 
     train, test = largest([s.train for s in sizes.values()]), largest([s.test for s in sizes.values()])
     return {name: DeclaredSize(min(s.train, train), min(s.test, test)) for name, s in sizes.items()}
@@ -118,10 +118,10 @@ class UpdateNorms:
         if not self.bias:
             return 0.0
         bias, tested = (torch.tensor(v, dtype=torch.float64) for v in (self.bias, self.tested))
-        found = _sign(bias, tested)
-        if found < 0 and received is not None and received.shape == bias.shape:
-            found = max(found, _sign(bias + self.decay * received.double(), tested))
-        return found
+        sign = _sign(bias, tested)
+        if sign < 0 and received is not None and received.shape == bias.shape:
+            sign = max(sign, _sign(bias + self.decay * received.double(), tested))
+        return sign
 
 
 class MeasuredUpdate(dict[str, Part]):
@@ -253,11 +253,11 @@ class UpdateCheck:
 
     def _numbers(self, segment: str, value: Tensor) -> Tensor:
         """Read a few numbers in float64; raises ProtocolError (E-WIRE-05) unless they are finite."""
-        found = value.detach().cpu()
-        found = found.double() if found.is_floating_point() else self.grid.decode(segment, found)
-        if not bool(torch.isfinite(found).all()):
+        numbers = value.detach().cpu()
+        numbers = numbers.double() if numbers.is_floating_point() else self.grid.decode(segment, numbers)
+        if not bool(torch.isfinite(numbers).all()):
             raise _not_finite(segment)
-        return found
+        return numbers
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
@@ -343,15 +343,15 @@ def _sign(bias: Tensor, counts: Tensor) -> float:
     it is 0 where they are fewer than 20 or fewer than a fifth of the classes lack one, and below 0 only if the
     covariance with the classes' shares is, too, in which a class of few examples hardly counts.
     """
-    held = counts > 0
-    lacked = len(counts) - int(held.sum())
+    present = counts > 0
+    lacked = len(counts) - int(present.sum())
     if bias.shape != counts.shape or not _MIN_LACKED * len(counts) <= lacked < len(counts):
         return 0.0
     if float(counts.sum()) < _MIN_TESTED:
         return 0.0
     share, change = counts.double() / counts.double().sum(), bias.double()
     covariance = ((change - change.mean()) * (share - share.mean())).mean()
-    return float(torch.maximum(covariance, change[held].mean() - change[~held].mean()))
+    return float(torch.maximum(covariance, change[present].mean() - change[~present].mean()))
 
 
 def norms(part: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:

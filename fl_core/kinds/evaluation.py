@@ -33,9 +33,9 @@ class EvaluationRun(RunKind):
         start = manifest.start
         fresh = () if start is None or start.run or start.weights is None else start.weights.fresh
         if start is None or fresh:
-            found = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
+            what = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
             raise ConfigError(
                 "E-CFG-02",
-                f"expected a whole model beside rounds=0, which measures one and trains nothing, found {found}: name a "
+                f"expected a whole model beside rounds=0, which measures one and trains nothing, found {what}: name a "
                 "run (coordinator evaluate RUN), or a file that has all of it (model.weights=FILE)",
             )

@@ -80,8 +80,8 @@ class OneAnswer(Traits):
         return {"w": {}}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:  # noqa: ARG002
-        found = self.blank(context.n_classes) if context.round else self.answer(data, context)
-        return LocalResult({self.name: Part(found, next(iter(found.values())).new_ones(()))}, silo)
+        answer = self.blank(context.n_classes) if context.round else self.answer(data, context)
+        return LocalResult({self.name: Part(answer, next(iter(answer.values())).new_ones(()))}, silo)
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         part = total[self.name]

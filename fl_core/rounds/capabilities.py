@@ -14,12 +14,12 @@ from fl_core.types.records import TrainConfig
 
 
 def required_capabilities(train: TrainConfig, silos: int, cohort: int, quorum: int) -> set[Capability]:
-    asked = set[Capability]()
+    required = set[Capability]()
     if train.optimizer != "sgd":
-        asked.add(Capability.ADAPTIVE_OPTIMIZER)
+        required.add(Capability.ADAPTIVE_OPTIMIZER)
     if 0 < cohort < silos or 0 < quorum < silos:
-        asked.add(Capability.PARTIAL_PARTICIPATION)
-    return asked
+        required.add(Capability.PARTIAL_PARTICIPATION)
+    return required
 
 
 def check_multi_label(method: Method) -> None:
@@ -33,9 +33,9 @@ def check_multi_label(method: Method) -> None:
         )
 
 
-def check_supported(method: Method, asked: Collection[Capability]) -> None:
+def check_supported(method: Method, required: Collection[Capability]) -> None:
     """Raise ConfigError (E-CFG-08) that names the method, what it lacks and the remedy."""
-    for capability in sorted(asked, key=lambda c: c.value):
+    for capability in sorted(required, key=lambda c: c.value):
         remedy = method.unsupported.get(capability)
         if capability in ANY_TARGET and capability not in getattr(method, "targets", ()):  # it may be another package's
             remedy = (

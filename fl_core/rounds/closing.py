@@ -88,12 +88,12 @@ class ClosingRule:
 
     def decide(self, silos: Sequence[Attendance], now: float) -> Decision:
         """Decide about a cohort. now: seconds since the round was opened."""
-        there = [s for s in silos if s.answered is not None]
+        answered = [s for s in silos if s.answered is not None]
         waiting = [s for s in silos if s.is_open]
-        brought = frozenset[str]().union(*(s.classes or () for s in there))
+        brought = frozenset[str]().union(*(s.classes or () for s in answered))
         end = self.deadline + self.extension
-        if len(there) < self.needed:
-            if len(there) + len(waiting) < self.needed or now >= end:
+        if len(answered) < self.needed:
+            if len(answered) + len(waiting) < self.needed or now >= end:
                 return Decision(ClosingVerdict.PAUSE)
             return Decision(ClosingVerdict.WAIT, tuple(PendingSilo(s.name, end, _alone(s, brought)) for s in waiting))
         h = max(self._half(silos), self.patience / 2)

@@ -162,8 +162,9 @@ class RoundLoop:
         names = [self.ports[k].name for k in ids]
         observer.opened(context, kind, names)
         check = self.check.of(round_layout(self.method, self.check.layout, kind))
-        own, now = adaptive_guards.groups(self.incoming), adaptive_guards.current_settings(self.incoming, server, t)
-        model = adaptive_guards.method_state(server, own)
+        guard_parts = adaptive_guards.groups(self.incoming)
+        now = adaptive_guards.current_settings(self.incoming, server, t)
+        model = adaptive_guards.method_state(server, guard_parts)
         server = {**model, **now}
         msg = {**self.method.broadcast(model), **now}
         sums = self.sums.of_round(check, history, msg, context, kind)
@@ -199,7 +200,7 @@ class RoundLoop:
             self.check.multi_label,
         )
         if train:
-            rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | own}
+            rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | guard_parts}
             following = adaptive_guards.next_settings(self.incoming, now, total)
             server = {**self.method.merge(model, rest, context), **following}
             del rest
@@ -255,8 +256,8 @@ class RoundLoop:
                 continue
             # An error here is fatal for the round: the sum may hold half of the update.
             sums.add(update, name, index[name], measured)
-            if own := {part: update[part] for part in PERSONAL_PARTS if part in update}:
-                observer.scored(name, own)
+            if personal := {part: update[part] for part in PERSONAL_PARTS if part in update}:
+                observer.scored(name, personal)
             del update
             included.append(name)
             observer.arrived(name)

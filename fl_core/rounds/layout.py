@@ -83,10 +83,10 @@ def closing_layout(n_classes: int, terms: EvaluationTerms, masked: bool) -> Layo
 
     Areas are compared where the run measures scores and sums have no masks.
     """
-    found = dict[str, PartSpec]()
+    layout = dict[str, PartSpec]()
     if terms.by_hospital:
-        found |= _layout({BY_HOSPITAL: consent()})
-    return found | (_layout(no_own_parts(n_classes, terms.metrics == CLINICAL and not masked)) if terms.beside else {})
+        layout |= _layout({BY_HOSPITAL: consent()})
+    return layout | (_layout(no_own_parts(n_classes, terms.metrics == CLINICAL and not masked)) if terms.beside else {})
 
 
 def _layout(bundle: Bundle) -> dict[str, PartSpec]:

@@ -391,5 +391,5 @@ def make_members(
         raise ConfigError("E-CFG-02", f"expected at least one silo and each once, found {list(names)}")
     drawn = sampling.prototype_submitters(seed, names, prototype_share)
     sizes = [0] * len(names) if units is None else units
-    told = dictionaries or {}
-    return tuple(RunMember(*m, *told.get(m[0], ())) for m in zip(names, drawn, sizes, strict=True))
+    of_silo = dictionaries or {}
+    return tuple(RunMember(*m, *of_silo.get(m[0], ())) for m in zip(names, drawn, sizes, strict=True))

@@ -54,9 +54,10 @@ def require_memory(
     facts = describe(model.name, schema, model.options)
     gradients = _FLOAT * facts.parameters if train.freeze != FEATURES else 0  # a head's are few
     kept = {"adam": 2 * gradients}.get(train.optimizer, gradients if train.momentum else 0)
-    own = _FLOAT * build_written(method.name, method.options).own_numbers(len(schema.classes), facts.feature_dim)
+    built = build_written(method.name, method.options)
+    method_bytes = _FLOAT * built.own_numbers(len(schema.classes), facts.feature_dim)
     sent = 0 if train.freeze == FEATURES else 2 * facts.state_bytes
-    training, carried = facts.state_bytes + gradients + kept, sent + own
+    training, carried = facts.state_bytes + gradients + kept, sent + method_bytes
     on = {device: training, memory.CPU: carried} if device.type == "cuda" else {memory.CPU: training + carried}
     what = f"{model.name} with {facts.parameters:,} parameters, trained by {method.name} (data and activations apart)"
     for place, need in on.items():

@@ -84,35 +84,35 @@ class RunSetup:
     def guards(self) -> Guards:
         return self._with_masked(Guards((), (FixedPoint(self.manifest.grid),)))
 
-    def _with_masked(self, found: Guards) -> Guards:
+    def _with_masked(self, guards: Guards) -> Guards:
         """Add the guards of a masked run; on a sum that of norms comes last, when numbers are off the grid."""
         floor = () if self.updates.floor is None else (self.updates.floor,)
         bound = () if self.norm_guard is None else (self.norm_guard,)
-        return Guards((*found.silo, *floor, *bound), (*bound, *found.incoming, *floor))
+        return Guards((*guards.silo, *floor, *bound), (*bound, *guards.incoming, *floor))
 
     def with_weights(self, weights: Tensors) -> Self:
         """Return the run with the weights that its start names.
 
         Raises ProtocolError (E-WIRE-06) unless they fit the model and leave out what the manifest says that they do.
         """
-        found = copy.copy(self)
-        found.__dict__.update(weights=weights, network=copy.deepcopy(self.network))
-        found.__dict__.pop("_trained", None)
-        if unfit := pretrained.problem(weights, found.network):
+        run = copy.copy(self)
+        run.__dict__.update(weights=weights, network=copy.deepcopy(self.network))
+        run.__dict__.pop("_trained", None)
+        if unfit := pretrained.problem(weights, run.network):
             raise ProtocolError("E-WIRE-06", f"expected weights of {self.manifest.model.name}, found {unfit}")
-        start, fresh = self.manifest.start, pretrained.fresh_modules(weights, found.network)
+        start, fresh = self.manifest.start, pretrained.fresh_modules(weights, run.network)
         if start is None or start.weights is None or start.weights.fresh != fresh:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected weights that leave out what the manifest says, found {len(fresh)} modules without any "
                 f"({', '.join(fresh[:3])}): ask the lead",
             )
-        tensor_maps.load_state(found.network, weights)
-        if not pretrained.answers_numbers(found.network, self.manifest.schema.shape):
+        tensor_maps.load_state(run.network, weights)
+        if not pretrained.answers_numbers(run.network, self.manifest.schema.shape):
             raise ProtocolError(
                 "E-WIRE-06", "expected a model that answers images with numbers, found NaN or infinity: ask the lead"
             )
-        return found
+        return run
 
     def beside(self, other: OtherModel) -> Self:
         """Return a run on the same data with another one's method and model, neither trained nor sent.
@@ -182,19 +182,19 @@ class RunSetup:
 
     def classifier(self, server: State) -> nn.Module:
         """Make the global model of a server state, for examples as they are; raises as `Method.global_model`."""
-        found = self.method.global_model(self.new_model(), self.method.broadcast(server))
+        classifier = self.method.global_model(self.new_model(), self.method.broadcast(server))
         if not self.frozen:
-            return found
+            return classifier
         self._require_weights()
-        return on_body(copy.deepcopy(self.network.body).cpu(), found)
+        return on_body(copy.deepcopy(self.network.body).cpu(), classifier)
 
     def exported(self, server: State) -> Tensors:
         """Choose the tensors of an exported model: `Method.exported`, and those of a frozen body."""
-        found = self.method.exported(server)
+        exported = self.method.exported(server)
         if not self.frozen:
-            return found
+            return exported
         self._require_weights()
-        return {**tensor_maps.select(tensor_maps.copy_state(self.network), lambda n: n.startswith("body.")), **found}
+        return {**tensor_maps.select(tensor_maps.copy_state(self.network), lambda n: n.startswith("body.")), **exported}
 
     def own_layout(self) -> Layout:
         """Derive the layout of updates from what the manifest asks, without what a profile or masks add."""
@@ -218,11 +218,11 @@ class RunSetup:
     def training_rounds(self) -> list[list[int]]:
         """The rounds in which each silo trains: cohorts follow from the seed."""
         manifest = self.manifest
-        found = [list[int]() for _ in manifest.members]
+        rounds = [list[int]() for _ in manifest.members]
         for t in range(manifest.rounds):
-            for k in sampling.sample_cohort(manifest.seed, t, len(found), manifest.cohort):
-                found[k].append(t)
-        return found
+            for k in sampling.sample_cohort(manifest.seed, t, len(rounds), manifest.cohort):
+                rounds[k].append(t)
+        return rounds
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -299,11 +299,11 @@ class RunSetup:
         Raises ConfigError (E-CFG-08) where the method or masks do not go with it.
         """
         chosen = self.manifest.aggregator
-        found = aggregators.read_written(chosen.name, chosen.options)
-        self.updates.require_rule(found)
-        if isinstance(found, aggregators.NormClipped) and not self.method.even_norms:
-            return replace(found, refuse_above=math.inf)
-        return found
+        limits = aggregators.read_written(chosen.name, chosen.options)
+        self.updates.require_rule(limits)
+        if isinstance(limits, aggregators.NormClipped) and not self.method.even_norms:
+            return replace(limits, refuse_above=math.inf)
+        return limits
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
         """Make the check of single updates; sizes: what silos declared of their data, none in a simulation.
@@ -353,13 +353,13 @@ class RunSetup:
         A part that is not "delta" holds gradients: it may be longer by the learning rate's inverse.
         """
         drawn = self._trained if self.weights is None else self._trained_of(self._drawn())  # with weights or without
-        tensors, found = tensor_maps.named_tensors(drawn.model), dict[str, float]()
+        tensors, lengths = tensor_maps.named_tensors(drawn.model), dict[str, float]()
         for part, spec in self.manifest.layout.items():
             if not spec.weight_shape:
                 named = {key: tensors[key].detach() for key in spec.shapes if key in tensors}
                 scale = 1.0 if part == "delta" else max(1.0, 1.0 / self.manifest.train.lr)
-                found |= {block: scale * norm for block, norm in norms(part, named).items()}
-        return found
+                lengths |= {block: scale * norm for block, norm in norms(part, named).items()}
+        return lengths
 
     def initial_state(self) -> State:
         """Make the server state of round 0; equal manifests give equal bytes."""

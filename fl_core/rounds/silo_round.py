@@ -63,22 +63,22 @@ class Masking:
         `UpdateCheck.check`, RefusedError (E-RUN-44) as `require_direction`: nothing leaves then. What leaves of an
         error names no number of the update; the log does.
         """
-        layout, own = self.layouts[kind], "this hospital"
+        layout, here = self.layouts[kind], "this hospital"
         sizes, coarse = dict[str, DeclaredSize](), frozenset[str]()
         if self.check.sizes:
             name, size = list(self.check.sizes.items())[context.silo]
-            sizes, coarse = {own: size}, frozenset({own} if name in self.check.coarse else ())
+            sizes, coarse = {here: size}, frozenset({here} if name in self.check.coarse else ())
         check = replace(self.check, layout=layout.layout, sizes=sizes, coarse=coarse)
         update = _finite_or_zero(update) if self.private else update
         try:
-            measured = check.check(update, own)
+            measured = check.check(update, here)
         except ProtocolError as error:
-            log.warning("the update stays here: %s", error)
+            log.warning("update withheld: %s", error)
             raise ProtocolError(
-                error.code, f"{own} refuses its own update, which is not what the run allows: see the log there"
+                error.code, f"{here} refuses its own update, which is not what the run allows: see the log there"
             ) from None
         if self.signs:
-            require_direction(measured, own, msg.get("w", {}).get("head.bias"))
+            require_direction(measured, here, msg.get("w", {}).get("head.bias"))
         encoder = FixedPoint(layout.grid)
         units = encoder.outgoing(update, context.silo, context.round)
         if encoder.clipped:
@@ -91,14 +91,14 @@ def _finite_or_zero(update: Bundle) -> Bundle:
     trained = [part for name, part in update.items() if name not in METRIC_PARTS]
     if all(tensor_maps.all_finite({**part.total, "": part.weight}) for part in trained):
         return update
-    found = {}
+    finite = {}
     for name, part in update.items():
         if name in METRIC_PARTS:
-            found[name] = part
+            finite[name] = part
             continue
         total = {key: torch.zeros_like(value) for key, value in part.total.items()}
-        found[name] = Part(total, part.weight.nan_to_num(0.0, 0.0, 0.0))
-    return found
+        finite[name] = Part(total, part.weight.nan_to_num(0.0, 0.0, 0.0))
+    return finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +164,15 @@ def run_silo_round(
     measured = measure_global(method, runtime.reset_model(), msg, data, context.n_classes, runtime.layout)
     bundle = dict(measured)
     layout = round_layout(method, runtime.layout, kind)
-    model, own = runtime.model, state
+    model, new_state = runtime.model, state
     if kind.trains:
-        local, own = method.local(runtime.reset_model(), msg, state, data, context)
+        local, new_state = method.local(runtime.reset_model(), msg, state, data, context)
         bundle |= local
-        state = own if own is state or _finite(local, own) else state
+        state = new_state if new_state is state or _finite(local, new_state) else state
     elif PERSONAL in layout:
         model = runtime.reset_model()
     if PERSONAL in layout:
-        bundle |= evaluate_personal(method.personal(model, msg, own, data, context), data, context.n_classes)
+        bundle |= evaluate_personal(method.personal(model, msg, new_state, data, context), data, context.n_classes)
     if OWN in layout:
         received = method.global_model(runtime.reset_model(), msg)
         bundle |= evaluate_own(received, runtime.own, data, context.n_classes, PAIRED in layout)
@@ -190,11 +190,11 @@ def run_silo_round(
 
 def require_expected(method: Method, update: Bundle, round: int) -> None:
     """Raise ProtocolError (E-RUN-47) where a round takes out what was added before, and this is something else."""
-    if (wanted := method.expects(round)) and (found := method.fingerprint(update)) != wanted:
+    if (expected := method.expects(round)) and (fingerprint := method.fingerprint(update)) != expected:
         raise ProtocolError(
             "E-RUN-47",
-            f"expected the sums that were added to the run, {wanted[:16]}, found others, {found[:16]}: serve the same "
-            "records as then, or train anew without this hospital",
+            f"expected the sums that were added to the run, {expected[:16]}, found others, {fingerprint[:16]}: serve "
+            "the same records as then, or train anew without this hospital",
         )
 
 
@@ -206,9 +206,9 @@ def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
     if kind.census:
         return census_layout(*layout[METRICS].weight_shape)
     train = kind.trains
-    left = {*GLOBAL_PARTS, *CLOSING_PARTS} if not train else set(layout) - {*PERSONAL_PARTS, *CLOSING_PARTS}
+    sent = {*GLOBAL_PARTS, *CLOSING_PARTS} if not train else set(layout) - {*PERSONAL_PARTS, *CLOSING_PARTS}
     measured = set(PERSONAL_PARTS) if train != method.personal_at_end else set[str]()
-    return {name: spec for name, spec in layout.items() if name in left | measured}
+    return {name: spec for name, spec in layout.items() if name in sent | measured}
 
 
 def class_rows(layout: FlatLayout) -> frozenset[str]:
@@ -220,8 +220,8 @@ def measure_global(
     method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int, parts: Collection[str]
 ) -> dict[str, Part]:
     """Evaluate the federation's own model, as far as a run has parts for it; without one they have weight 0."""
-    found = method.global_model(model, msg) if method.has_global_model else None
-    return evaluate_global(found, data, n_classes, CLINICAL_PART in parts)
+    classifier = method.global_model(model, msg) if method.has_global_model else None
+    return evaluate_global(classifier, data, n_classes, CLINICAL_PART in parts)
 
 
 def _finite(bundle: Bundle, state: State) -> bool:

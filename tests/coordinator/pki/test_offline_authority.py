@@ -88,7 +88,7 @@ def test_hospitals_join_by_files_and_the_service_never_holds_the_key(machines: M
     client = LeadClient.open(machines.world.home)  # with the lead's certificate that `ca service` wrote
     assert {s.name for s in client.silos().silos} == {"north", "south"}
     client.close()
-    told = Membership(machines.world.home, machines.world.server.store).roster(known=1)  # what a welcome brings
+    told = Membership(machines.world.home, machines.world.server.store).roster(seen=1)  # what a welcome brings
     assert north.update_roster(SignedRoster.unpack(told)).added == ("south",)
 
 
@@ -185,4 +185,4 @@ def test_the_services_certificate_is_replaced_while_it_runs(machines: Machines) 
     (machines.folder / "next/server.pem").replace(machines.world.home / "pki/server.pem")
     assert (machines.world.home / "pki/server.pem").read_bytes() != before
     until(lambda: machines.call(north) == "", "a handshake with the new certificate")
-    assert not Membership(machines.world.home, machines.world.server.store).roster(known=99)
+    assert not Membership(machines.world.home, machines.world.server.store).roster(seen=99)
