@@ -114,7 +114,7 @@ def judged(result: Result) -> dict[str, object]:
     return {"aggregator": result.aggregator, **update_outcomes(result.records), "clipped": clipped}
 
 
-def judged_text(rows: Mapping[str, Sequence[Run]]) -> str:
+def outcomes_text(rows: Mapping[str, Sequence[Run]]) -> str:
     """Say by which rule the updates of a table's runs became one, and in which rows it refused or changed any.
 
     rows: the runs by row. A run that ended without a model counts nothing, and one of an older store says nothing.

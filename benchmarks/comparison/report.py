@@ -65,7 +65,7 @@ def markdown(asked: Comparison, found: Mapping[str, Tuned], command: str = "") -
     if any(failed.values()):
         said = ", ".join(f"{m} {n}" for m, n in failed.items() if n)
         lines += [f"Runs that ended without a model and count as 0 %: {said} of {len(asked.seeds)}.", ""]
-    judged = run_store.judged_text({method: list(tuned.runs.values()) for method, tuned in found.items()})
+    judged = run_store.outcomes_text({method: list(tuned.runs.values()) for method, tuned in found.items()})
     return "\n".join([*lines, judged, "", *_how(asked, found, command or f"benchmarks.comparison {asked.name}")])
 
 

@@ -230,7 +230,7 @@ def section(found: Found) -> str:
         by_label.setdefault(label, []).extend(runs.values())
     picture = f"![{figure.paper}, {figure.shows}](../benchmarks/paper/results/figures/{figure.name}.png)"
     command = f"{figure.title}: `python -m benchmarks.paper figure={figure.name}`"
-    said = run_store.judged_text(by_label)
+    said = run_store.outcomes_text(by_label)
     return "\n".join([f"## {figure.name}", "", command, "", picture, "", *numbers(found), "", said, ""])
 
 

@@ -88,7 +88,7 @@ def markdown(results: Results) -> str:
     if table.own in table.methods and len(methods) > 1 and any(MEASURES[m].better for m in table.measures):
         lines += ["", *_gains(results, settings)]
     if table.measures != ("numbers",):
-        lines += ["", run_store.judged_text(_by_method(results))]
+        lines += ["", run_store.outcomes_text(_by_method(results))]
     lines += ["", f"`python -m benchmarks.paper table={table.name} scale={table.scale}`; {run_store.machine()}.", ""]
     return "\n".join(lines)
 

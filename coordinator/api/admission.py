@@ -74,7 +74,7 @@ class UploadSlots:
         if self._slots and self.room + room > self._budget:
             self._wanted = now
             raise UnavailableError(
-                "E-NET-12", f"found {len(self._slots)} uploads under way, as many as there is room for: try again"
+                "E-NET-12", f"found {len(self._slots)} uploads under way, the most that there is room for: try again"
             )
         self._slots[contribution] = Slot(silo, room, left, now)
 
@@ -102,7 +102,7 @@ class UploadSlots:
         """Raise UnavailableError (E-NET-12) when a slot was lent for long enough and another upload waits."""
         now = self._clock()
         if now - slot.since > LEASE_S and now - self._wanted < LEASE_S:
-            raise UnavailableError("E-NET-12", "others wait for this room: go on in a moment from what is here")
+            raise UnavailableError("E-NET-12", "others wait for this room: continue in a moment")
 
 
 class DownloadTurns:
@@ -150,4 +150,4 @@ class DownloadTurns:
 
     def _yield_to_others(self, since: float) -> None:
         if self.waiting and self._clock() - since > LEASE_S:
-            raise UnavailableError("E-NET-12", "others wait for this turn: go on in a moment from what is here")
+            raise UnavailableError("E-NET-12", "others wait for their turn: continue in a moment")

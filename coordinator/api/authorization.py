@@ -99,9 +99,9 @@ def authorize(
         return RefusedError(
             "E-ID-28",
             f"expected the newest certificate of {who}, found {peer.serial}: it was renewed, and its successor is in "
-            f"use since {datetime.fromtimestamp(status.renewed_at, UTC):%Y-%m-%d %H:%M} UTC. If that was not you, "
+            f"use since {datetime.fromtimestamp(status.renewed_at, UTC):%Y-%m-%d %H:%M} UTC. If this was not you, "
             f"somebody else has the key: tell the lead at once; `coordinator invite {who.name} --again` and "
-            "`silo join --again` shut the other one out (of a lead: coordinator leads revoke, leads add)",
+            "`silo join --again` lock the other one out (of a lead: coordinator leads revoke, leads add)",
         )
     if not status.member:
         what = "an open invitation" if who.kind is CertificateRole.INVITE else "a member of the consortium"

@@ -117,9 +117,7 @@ class ControlService(rpc.ControlServicer):
                 await wait_for(changed, due - time.monotonic())
             else:
                 if (silent := time.monotonic() - session.last_heard) > MISSED_PULSES * pulse:
-                    raise UnavailableError(
-                        "E-NET-12", f"no pulse for {silent:.0f} s: the session is dropped, connect again"
-                    )
+                    raise UnavailableError("E-NET-12", f"no pulse for {silent:.0f} s: session closed, connect again")
                 await self._write(pb.CoordinatorMessage(pulse=pb.Pulse()), context)
                 due = time.monotonic() + pulse
         if session.error is not None:
@@ -131,7 +129,7 @@ class ControlService(rpc.ControlServicer):
             async with asyncio.timeout(self._limits.hello_s if seconds is None else seconds):
                 await context.write(message)
         except TimeoutError:
-            raise UnavailableError("E-NET-12", "nothing of this session is read: connect again") from None
+            raise UnavailableError("E-NET-12", "nobody reads this session any more: connect again") from None
 
     def _welcome(self, session: SiloSession, hello: pb.Hello) -> pb.CoordinatorMessage:
         """Check the first message, attach the session and queue what the silo missed behind the welcome."""

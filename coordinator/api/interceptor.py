@@ -73,7 +73,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     context = CountingContext(context, self._on_sent(context))
                 async with (
                     self._answering(method, context, request),
-                    self._while_let_in(method, context),
+                    self._while_authorized(method, context),
                 ):
                     await self._run_stream(inner, method, request, context)
 
@@ -90,7 +90,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 context = CountingContext(context, on_received=self._metrics.received)
             async with self._answering(method, context, request) as workers:
                 if handler.request_streaming:
-                    async with self._while_let_in(method, context):
+                    async with self._while_authorized(method, context):
                         return await inner(request, context)
                 if inspect.iscoroutinefunction(inner):
                     reply = await inner(request, context)
@@ -130,7 +130,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             raise UnavailableError("E-NET-12", f"this stream is ended after {seconds:g} s: open another") from None
 
     @asynccontextmanager
-    async def _while_let_in(self, method: str, context: Context) -> AsyncIterator[None]:
+    async def _while_authorized(self, method: str, context: Context) -> AsyncIterator[None]:
         """End the block with what its caller is refused with now; a session does that itself, and says why."""
         if method.endswith("/Session"):
             yield
@@ -171,6 +171,4 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 raise  # the other side has gone: there is nobody to answer
             log.exception("unexpected error in %s", method)
             self._metrics.refused("E-RUN-99")
-            await context.abort(
-                grpc.StatusCode.INTERNAL, "E-RUN-99: the coordinator met an unexpected error; its log has the details"
-            )
+            await context.abort(grpc.StatusCode.INTERNAL, "E-RUN-99: unexpected error at the coordinator; see its log")

@@ -148,7 +148,7 @@ class LeadService(rpc.LeadServicer):
         for update in self._store.contributions.arrivals(run.id):
             came[update.round].append(update)
         return pb.RunDetail(
-            info=self._detailed(run),
+            info=self._with_arrivals(self._info(run)),
             manifest_json=run.manifest,
             rounds=[
                 messages.round_info(row, noise, came[row.round], exchanges) for row in self._store.runs.rounds(run.id)
@@ -240,9 +240,6 @@ class LeadService(rpc.LeadServicer):
 
     def _info(self, run: StoredRun) -> pb.RunInfo:
         return messages.run_info(run, self._store, self._runs.waiting(run.id))
-
-    def _detailed(self, run: StoredRun) -> pb.RunInfo:
-        return self._with_arrivals(self._info(run))
 
     def _with_arrivals(self, info: pb.RunInfo) -> pb.RunInfo:
         """Add the updates that are there in the open round."""

@@ -80,14 +80,14 @@ class OpenStreams:
             except FederationError as error:
                 refused.append((stream, error))
             except Exception:  # the next attempt may succeed; if this task ended, nobody would be asked for again
-                log.exception("whether %s is still let in could not be looked up", stream.peer.identity)
+                log.exception("cannot look up whether %s is still admitted", stream.peer.identity)
         return refused
 
     def _silos_in_force(self) -> Callable[[PeerCertificate], bool]:
         try:
             return self._authorizer.silos_in_force()
         except Exception:  # asked one by one, each stream gets an error of its own
-            log.exception("the members could not be looked up")
+            log.exception("cannot look up the members")
             return lambda _: False
 
 

@@ -156,7 +156,7 @@ class CoordinatorServer:
         try:
             self.dispatcher.store_last_seen()
         except FederationError as error:
-            log.error("until when hospitals were connected cannot be stored: %s", error)
+            log.error("cannot store when hospitals were last connected: %s", error)
         finally:
             self.store.close()
             if self._lock is not None:
@@ -289,7 +289,7 @@ def _raise_descriptor_limit() -> int:
             f"limit (LimitNOFILE in its unit, or ulimit -n {_LEAST_DESCRIPTORS}), then start the service again",
         )
     if soft != resource.RLIM_INFINITY and soft < _FEW_DESCRIPTORS:
-        log.warning("this process may have %d files and connections open at once: raise its LimitNOFILE", soft)
+        log.warning("this process may open only %d files and connections: raise its LimitNOFILE", soft)
     return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft
 
 

@@ -120,7 +120,7 @@ class TransferService(rpc.TransferServicer):
         first = await stream.next()
         if first is None or not first.object:
             raise ProtocolError("E-WIRE-06", "expected a first chunk that names its contribution, found none")
-        c = await self._workers.run(self._mine, first.object, silo)
+        c = await self._workers.run(self._contribution_of, first.object, silo)
         if c.received is not None:
             return pb.PutReply(have=c.size)
         with self._slots.using(c.id, silo) as slot:
@@ -147,7 +147,7 @@ class TransferService(rpc.TransferServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Receipt:  # noqa: N802
         """Verify an upload, take it and sign for it; object and record are on disk before the receipt leaves."""
         silo = self._authorizer.caller(context).identity.name
-        c = await self._workers.run(self._mine, request.contribution_id, silo)
+        c = await self._workers.run(self._contribution_of, request.contribution_id, silo)
         if c.received is not None:
             return self._receipt(c)
         async with self._uploads.writing(c.id) as upload:
@@ -158,7 +158,7 @@ class TransferService(rpc.TransferServicer):
         return receipt
 
     def _commit(self, contribution_id: str, silo: str, upload: OpenUpload) -> tuple[pb.Receipt, bool]:
-        c = self._mine(contribution_id, silo)
+        c = self._contribution_of(contribution_id, silo)
         if c.received is not None:  # a second Commit came before us
             return self._receipt(c), False
         try:
@@ -240,7 +240,7 @@ class TransferService(rpc.TransferServicer):
         run_id = self._store.contributions.readable(request.digest, silo)
         if run_id is None:
             raise ProtocolError(
-                "E-WIRE-12", f"there is no object {request.digest[:16]!r} for {peer.identity}: ask for the task anew"
+                "E-WIRE-12", f"no object {request.digest[:16]!r} for {peer.identity}: ask for the task anew"
             )
         file = self._objects.verified(request.digest)
         size = file.stat().st_size
@@ -257,7 +257,7 @@ class TransferService(rpc.TransferServicer):
         if silo is not None and sent:
             self._store.runs.add_traffic(run_id, sent)
 
-    def _mine(self, contribution_id: str, silo: str) -> Contribution:
+    def _contribution_of(self, contribution_id: str, silo: str) -> Contribution:
         c = self._store.contributions.contribution(contribution_id)
         if c is None or c.silo != silo:
             raise StateError(
@@ -282,7 +282,7 @@ async def _write(chunk: pb.Chunk, context: Context, idle_s: float) -> None:
         async with asyncio.timeout(idle_s):
             await context.write(chunk)
     except TimeoutError:
-        raise UnavailableError("E-NET-12", f"nothing was read for {idle_s:g} s: go on from what is there") from None
+        raise UnavailableError("E-NET-12", f"nothing was read for {idle_s:g} s: continue from there") from None
 
 
 def _forgotten(c: Contribution) -> StateError:

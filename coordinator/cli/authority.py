@@ -29,7 +29,7 @@ from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import Roster
 from service_core.storage import private_files
 
-Out = Annotated[Path | None, typer.Option(help="Where to write; default NAME.admission or roster.admission here.")]
+Out = Annotated[Path | None, typer.Option(help="Output file; default NAME.admission or roster.admission here.")]
 
 ca = typer.Typer(
     no_args_is_help=True,
@@ -68,7 +68,7 @@ def service(
 @command
 def sign(
     request: Annotated[Path, typer.Argument(help="The file that `silo request` wrote.")],
-    name: Annotated[str, typer.Argument(help="The hospital's name in the consortium: the request claims none.")],
+    name: Annotated[str, typer.Argument(help="The hospital's name in the consortium; the request has none.")],
     out: Out = None,
     *,
     home: SigningPlace,
@@ -127,10 +127,10 @@ def admit(
 ) -> Reply:
     """Let the service on this machine take over what its authority has signed; also while it runs."""
     with _authority(home) as (_, _, store):
-        found: Roster = import_roster(home, store, Admission.from_json(_read(file)))
-    names = [member.name for member in found.members]
-    shown = f"members by roster {found.version}: {', '.join(names) or 'none'}"
-    return Reply({"version": found.version, "members": names}, [shown])
+        admitted: Roster = import_roster(home, store, Admission.from_json(_read(file)))
+    names = [member.name for member in admitted.members]
+    shown = f"members by roster {admitted.version}: {', '.join(names) or 'none'}"
+    return Reply({"version": admitted.version, "members": names}, [shown])
 
 
 # ---- leads -----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,9 @@ def renew(name: Name, home: SigningPlace) -> Reply:
 @command
 def revoke(
     name: Name,
-    reason: Annotated[str, typer.Option(help="Why; who uses the certificate is told.")] = "revoked by the consortium",
+    reason: Annotated[
+        str, typer.Option(help="Reason, shown to whoever uses the certificate.")
+    ] = "revoked by the consortium",
     *,
     home: Place,
 ) -> Reply:

@@ -78,14 +78,14 @@ def invite(
     hours: Annotated[float, typer.Option(help="How long the invitation may be used.", min=0.01)] = 72,
     again: Annotated[
         bool,
-        typer.Option("--again", help="For a member that joins again, for instance with an expired certificate."),
+        typer.Option("--again", help="For a member that joins again, for example after its certificate expired."),
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the token to this file, for its owner alone, and do not print it.")
     ] = None,
     validation_only: Annotated[
         bool,
-        typer.Option("--validation-only", help="It evaluates models and is never asked to train; its silo refuses to."),
+        typer.Option("--validation-only", help="It only evaluates models; its silo refuses to train."),
     ] = False,
     *,
     home: SigningPlace,
@@ -119,7 +119,7 @@ def invite(
         [made.token] if out is None else [],
         [
             f"for {name}, once, until {local_time(expires)}{alone}: {how}",
-            f"tell them the authority's fingerprint by another way: {colons(fingerprint)}",
+            f"tell the hospital the authority's fingerprint over another channel: {colons(fingerprint)}",
         ],
     )
 
@@ -127,7 +127,9 @@ def invite(
 @command
 def revoke(
     name: Annotated[str, typer.Argument(help="The hospital to exclude.")],
-    reason: Annotated[str, typer.Option(help="Why; the hospital and the roster will say it.")] = "revoked by the lead",
+    reason: Annotated[
+        str, typer.Option(help="Reason, shown to the hospital and in the roster.")
+    ] = "revoked by the lead",
     *,
     home: Place,
 ) -> Reply:

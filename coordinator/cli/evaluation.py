@@ -33,14 +33,14 @@ OWN = ("folder", "manifest", "table")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run's id or name, `latest`, or a file of weights (./FILE).")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Of a file what it does not say: data=folder model=resnet18 ...")
+        list[str] | None, typer.Argument(help="For a file: what its metadata lack (data=folder model=resnet18 ...).")
     ] = None,
     on: Annotated[str, typer.Option("--on", metavar="all|NAMES", help="Hospitals, by name and with commas.")] = ALL,
     by_hospital: Annotated[
         bool,
         typer.Option(
             "--by-hospital",
-            help="Ask each hospital to show its own part of the results; such a run has no masks.",
+            help="Ask each hospital to show its own results; needs a run without masks.",
         ),
     ] = False,
     beside: Annotated[
@@ -82,7 +82,7 @@ def evaluate(
         other = "" if beside is None else client.show(beside).info.run_id
         require_no_path(spec)
         spec = replace(spec, silos=silos, by_hospital=by_hospital, own=other)
-        if by_hospital and not _sets("secagg", overrides):  # else what was asked for is refused, with both
+        if by_hospital and not _sets_group("secagg", overrides):  # else what was asked for is refused, with both
             spec = replace(spec, secagg=SecaggSpec())
         if taken is not None:
             with weights.written(taken) as file:
@@ -163,10 +163,10 @@ def of_run(parent: pb.RunDetail, words: Sequence[str]) -> RunSpec:
     )
     spec = compose_from(as_run, [*words, "rounds=0"])
     spec = replace(spec, prototype_share=1.0)
-    return spec if _sets("privacy", words) else replace(spec, privacy={"name": "none"})
+    return spec if _sets_group("privacy", words) else replace(spec, privacy={"name": "none"})
 
 
-def _sets(group: str, words: Sequence[str] | None) -> bool:
+def _sets_group(group: str, words: Sequence[str] | None) -> bool:
     return any(word.lstrip("+").partition("=")[0].partition(".")[0] == group for word in words or [])
 
 
@@ -198,12 +198,12 @@ def _stated(facts: Mapping[str, object], keys: Collection[str]) -> dict[str, obj
 
     keys: of words beside it: who names another model has its options as well.
     """
-    found: dict[str, object] = {key: name for key in ("data", "model") if isinstance(name := facts.get(key), str)}
+    stated: dict[str, object] = {key: name for key in ("data", "model") if isinstance(name := facts.get(key), str)}
     if isinstance(options := facts.get("model_options"), Mapping) and "model" not in keys:
-        found |= {f"model.{key}": value for key, value in options.items()}
+        stated |= {f"model.{key}": value for key, value in options.items()}
     if facts.get("data") in OWN and isinstance(classes := facts.get("classes"), list):
-        found["data.classes"] = classes
+        stated["data.classes"] = classes
         shape = facts.get("shape")
         if isinstance(shape, list) and len(shape) == 3 and isinstance(shape[-1], int):
-            found["data.image_size"] = shape[-1]
-    return found
+            stated["data.image_size"] = shape[-1]
+    return stated

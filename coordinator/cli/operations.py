@@ -118,7 +118,7 @@ def restore(
         ]
     notes += [f"{run.id}: {run.reason}" for run in ended]
     if not (home / AUTHORITY_KEY).exists():
-        notes.append(f"put {AUTHORITY_KEY} back to admit hospitals and renew certificates")
+        notes.append(f"restore {AUTHORITY_KEY} to admit hospitals and renew certificates")
     return Reply(facts, [f"{home} goes on with its {facts['runs']} runs{when}; next: coordinator serve"], notes)
 
 
@@ -154,18 +154,18 @@ class _Coordinator:
     bind: str
 
     def checks(self) -> dict[str, Check]:
-        found: dict[str, Check] = {
+        listed: dict[str, Check] = {
             "version": checks.versions,
             "clock": self._clock,
             "disk": lambda: checks.disk(self.home),
             "home": lambda: checks.finished(self.home),
         }
         if not (self.home / "pki").exists():
-            none = checks.warning("consortium", f"there is none in {self.home}", "coordinator init NAME --address ...")
-            return found | {"consortium": lambda: [none], "port": lambda: checks.port(self.bind)}
+            none = checks.warning("consortium", f"none in {self.home}", "coordinator init NAME --address ...")
+            return listed | {"consortium": lambda: [none], "port": lambda: checks.port(self.bind)}
         database, pki = self.home / FILE, self.home / "pki"
         beside = [database, *(database.with_name(f"{database.name}-{end}") for end in ("wal", "shm"))]
-        return found | {
+        return listed | {
             "modes": lambda: checks.closed_to_others(self.home, beside, [pki, pki / "ca.key", *self._pems()]),
             "database": lambda: checks.database(database, self._rehearse),
             "certificate": self._certificates,
@@ -199,13 +199,13 @@ class _Coordinator:
         yield make("certificate", text, remedy) if validity.days < 180 else checks.ok("certificate", text)
         for path in self._pems():
             own = certificates.read_bundle(path, authority.ca_pem)
-            by_itself = "a running service renews it by itself: coordinator serve"
-            renewed = by_itself if path.stem == "server" else "have a new one made before it ends"
+            by_itself = "a running service renews it: coordinator serve"
+            renewed = by_itself if path.stem == "server" else "have it renewed before it expires"
             yield from checks.certificate(path.stem, own, renewed)
 
     def _service(self) -> Iterator[Finding]:
         if not FolderLock.is_held(self.home, LOCK_FILE):
-            yield checks.warning("service", "it does not run", "coordinator serve")
+            yield checks.warning("service", "not running", "coordinator serve")
             yield from checks.port(self.bind)
             return
         try:
@@ -216,7 +216,7 @@ class _Coordinator:
                 yield from checks.reachable(client.address, self._lead())
                 yield from checks.other_side(client.health(), str(client.address))
         except UnavailableError as error:
-            yield checks.problem("service", f"it runs and does not answer ({error})", "look at its log, restart it")
+            yield checks.problem("service", f"it runs but does not answer ({error})", "look at its log, restart it")
 
     def _lead(self) -> Credentials:
         path = min((self.home / "pki").glob("lead-*.pem"))

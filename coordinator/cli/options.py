@@ -25,7 +25,7 @@ MetricsOption = Annotated[
     typer.Option(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="Serve metrics for Prometheus there, on loopback alone; for instance 9464. Default: nowhere.",
+        help="Port for Prometheus metrics, on loopback only (for example 9464). Default: none.",
     ),
 ]
 Extensions = Annotated[
@@ -41,12 +41,12 @@ CaPassphraseFile = Annotated[
     typer.Option(
         "--ca-passphrase-file",
         envvar="CONSILIUM_CA_PASSPHRASE_FILE",
-        help="The file with the passphrase of the authority's key, where it has one and no terminal asks for it.",
+        help="File with the passphrase of the authority's key, if no terminal can ask for it.",
     ),
 ]
 CaPassphraseEnv = Annotated[
     str | None,
-    typer.Option("--ca-passphrase-env", help="The name of the environment variable that holds that passphrase."),
+    typer.Option("--ca-passphrase-env", help="Environment variable with the passphrase."),
 ]
 
 

@@ -169,10 +169,10 @@ def _follow(client: LeadClient, run: str, as_json: bool, tracking: RunReader | N
 
 
 def _reply(info: pb.RunInfo, status: int = 0) -> Reply:
-    return Reply(run_json(info), _shown(info), status=status)
+    return Reply(run_json(info), _run_lines(info), status=status)
 
 
-def _shown(info: pb.RunInfo) -> list[str | Table]:
+def _run_lines(info: pb.RunInfo) -> list[str | Table]:
     notes = (*accuracy.coverage(info).lines(), *info.reason.splitlines(), *tables.waiting_lines(info))
     return [tables.runs_table([info]), *filter(None, notes)]
 
@@ -203,7 +203,7 @@ def show(run: Run = "latest", *, client: Client) -> Reply:
 
 
 def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
-    yield from _shown(detail.info)
+    yield from _run_lines(detail.info)
     form, made = tables.private_form(detail.manifest_json), tables.software_text(detail.software)
     read = tables.unmasked(detail.manifest_json)
     yield from filter(None, (tables.started_from(detail.manifest_json), form, read, made and f"software: {made}"))
@@ -230,8 +230,10 @@ def abort(run: Run, client: Client) -> Reply:
 @command
 def resume(
     run: Run,
-    quorum: Annotated[int, typer.Option(help="Updates that close a round from now on; 0 leaves what it is.")] = 0,
-    detach: Annotated[bool, typer.Option(help="Let it go on and return; follow it later with `watch`.")] = False,
+    quorum: Annotated[
+        int, typer.Option(help="Number of updates that close a round from now on; 0 keeps the current one.")
+    ] = 0,
+    detach: Annotated[bool, typer.Option(help="Resume and return; follow it later with `watch`.")] = False,
     as_json: Json = False,
     *,
     home: Place,
@@ -253,7 +255,7 @@ def resume(
 def exclude(
     run: Run,
     silo: Annotated[str, typer.Argument(help="The hospital's name.")],
-    readmit: Annotated[bool, typer.Option("--readmit", help="Ask it again, from the next round on.")] = False,
+    readmit: Annotated[bool, typer.Option("--readmit", help="Include it again from the next round on.")] = False,
     *,
     client: Client,
 ) -> Reply:
@@ -264,7 +266,7 @@ def exclude(
 @command
 def withdraw(
     silo: Annotated[str, typer.Argument(help="The hospital's name.")],
-    preview: Annotated[bool, typer.Option("--preview", help="Say what would be done, and do nothing.")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="Show what would be done without doing it.")] = False,
     *,
     client: Client,
 ) -> Reply:

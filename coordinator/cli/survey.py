@@ -33,11 +33,14 @@ Words = Annotated[
 def survey(
     words: Words = None,
     of: Annotated[
-        str | None, typer.Option("--of", metavar="RUN", help="Show what was answered to an earlier survey.")
+        str | None, typer.Option("--of", metavar="RUN", help="Show the answers of an earlier survey.")
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw the answers: a .png or a .svg file.")] = None,
     by_hospital: Annotated[
-        bool, typer.Option("--by-hospital", help="Keep answers apart, where policies allow it; not under masks.")
+        bool,
+        typer.Option(
+            "--by-hospital", help="Keep each hospital's answers separate, where policies allow it; not with masks."
+        ),
     ] = False,
     as_json: Json = False,
     *,

@@ -227,13 +227,13 @@ def _plain(value: object) -> Any:  # noqa: ANN401
 
 
 def _different(defaults: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
+    different: dict[str, object] = {}
     for key, value in wanted.items():
         if isinstance(value, Mapping) and isinstance(defaults.get(key), Mapping):
-            found |= _different(defaults[key], value, f"{where}{key}.")
+            different |= _different(defaults[key], value, f"{where}{key}.")
         elif key not in defaults or defaults[key] != value:
-            found[f"{where}{key}"] = value
-    return found
+            different[f"{where}{key}"] = value
+    return different
 
 
 def written(value: object) -> str:

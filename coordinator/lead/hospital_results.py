@@ -76,7 +76,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
     common = tuple(c for c in range(width) if all(of > 0 for f in enough.values() for _, of in _counts(f, c)))
     if not common:
         return ComparableHospitals(
-            {}, (), cannot_rank="no class has test images at all of them, so they tell of different diseases"
+            {}, (), cannot_rank="no class has test images at every one, so they cover different diseases"
         )
     scores = {name: _balanced(result, common) for name, result in enough.items()}
     lowest, highest = (choose(scores, key=lambda name: scores[name]) for choose in (min, max))

@@ -61,8 +61,8 @@ class SurveyAnswers:
     def parts(self) -> Iterator[str | AnswerTable]:
         """Yield what people read, in order: sentences and tables."""
         yield (
-            f"{counted(self.hospitals, 'hospital')} answered; questions {self.document[:16]}. Numbers are of those who "
-            "told theirs: what is held back is not 0."
+            f"{counted(self.hospitals, 'hospital')} answered; questions {self.document[:16]}. Suppressed counts are "
+            "missing, not zero."
         )
         if self.epsilon is not None:
             yield (
@@ -71,7 +71,7 @@ class SurveyAnswers:
             )
         if unnamed := max((cell.unnamed for answer in self.answers for cell in answer.cells), default=0):
             whose = "No hospital names" if unnamed == self.hospitals else f"{unnamed} of {self.hospitals} do not name"
-            yield f"{whose} patients: there each record counts as one, also for the least number that is told."
+            yield f"{whose} patients: there each record counts as one, also for the smallest number that is shown."
         yield from self._tables(self.answers, self.hospitals, "")
         for name, answers in sorted(self.by_hospital.items()):
             yield from self._tables(answers, 1, f", {name}")

@@ -67,12 +67,12 @@ def waiting_lines(info: pb.RunInfo) -> list[str]:
     lines = [f"excluded by the lead: {', '.join(info.excluded)}"] if info.excluded else []
     if info.waiting.silos:
         now = info.waiting
-        lines.append(f"round {now.round + 1}: {there_text(now)}; waits for")
+        lines.append(f"round {now.round + 1}: {received_text(now)}; waits for")
         lines += [f"  {silo.name} ({awaited(silo)})" for silo in now.silos]
     return lines
 
 
-def there_text(now: pb.Waiting) -> str:
+def received_text(now: pb.Waiting) -> str:
     """Say how many updates an open round has and needs or, where its set is fixed, answers."""
     if now.sealed:
         return f"all updates received; {now.there} of {now.needed} confirmations"
@@ -84,11 +84,11 @@ def there_text(now: pb.Waiting) -> str:
 def awaited(silo: pb.AwaitedSilo) -> str:
     """Say where an awaited silo is, how much longer it is awaited, and which classes depend on it."""
     where = "connected" if silo.online else f"offline {span(silo.offline_s)}"
-    alone = f"; nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
+    alone = f"; no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
     return f"{where}, for at most {span(silo.left_s)} more{alone}"
 
 
-def judged_text(counts: Mapping[str, int]) -> str:
+def outcomes_text(counts: Mapping[str, int]) -> str:
     """Say what became of the updates of some rounds, as `update_outcomes` counts it; empty where nothing did."""
     parts = [
         (counts["updates_refused"], "update", " refused"),
@@ -101,11 +101,11 @@ def judged_text(counts: Mapping[str, int]) -> str:
 
 def aggregator_text(aggregator: str, counts: Mapping[str, int]) -> str:
     """Say what the rule that combines a run's updates did to them; empty where it did nothing."""
-    said = judged_text(counts)
+    said = outcomes_text(counts)
     return said and f"aggregator={aggregator or 'unknown to this service'}: {said}"
 
 
-def judged_updates(info: pb.RoundInfo) -> list[tuple[str, str]]:
+def outcome_rows(info: pb.RoundInfo) -> list[tuple[str, str]]:
     """List what there is to say of a round's updates: (hospital, why) of those missing and cut; "all" is of all."""
     of_all = [("all", NO_BOUND)] if info.unbounded else []
     return [*of_all, *sorted(info.missing.items()), *sorted(info.cut.items())]
@@ -301,7 +301,7 @@ def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Ta
             kind_word(r.kind),
             *(measure.short(values[k]) for measure, values in columns),
             ", ".join(r.included),
-            "; ".join(f"{name}: {why}" for name, why in judged_updates(r)) or "-",
+            "; ".join(f"{name}: {why}" for name, why in outcome_rows(r)) or "-",
             str(r.clipped),
         )
         for k, r in enumerate(listed)
@@ -313,7 +313,7 @@ def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Ta
 
 def changed_parts(rounds: Iterable[JudgedUpdates]) -> list[str]:
     """Say what became of the updates of rounds, where any was refused or cut, or nothing bounded them."""
-    said = judged_text(update_outcomes(rounds))
+    said = outcomes_text(update_outcomes(rounds))
     return [f"({said})"] if said else []
 
 

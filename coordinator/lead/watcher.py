@@ -183,8 +183,8 @@ def _columns(shares: Sequence[float | None], width: int) -> list[float | None]:
     if len(shares) <= width:
         return [share for share in shares for _ in range(width // len(shares))]
     ends = [len(shares) * k // width for k in range(width + 1)]
-    found: list[float | None] = []
+    means: list[float | None] = []
     for begin, end in pairwise(ends):
         measured = [v for v in shares[begin:end] if v is not None]
-        found.append(sum(measured) / len(measured) if measured else None)
-    return found
+        means.append(sum(measured) / len(measured) if measured else None)
+    return means

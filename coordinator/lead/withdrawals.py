@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from protos.consilium.v1 import federation_pb2 as pb
 
-COPIES = "What was exported or copied is outside of the coordinator's hands: ask those who have it."
+COPIES = "The coordinator cannot delete exported or copied models: ask whoever has them."
 
 
 def withdrawal_json(withdrawal: pb.Withdrawal) -> Mapping[str, object]:
@@ -54,10 +54,10 @@ def outcome(withdrawal: pb.Withdrawal) -> str:
         )
         return f"cannot be taken out: {withdrawal.reason}. Nobody goes on from this model{gone}"
     if not withdrawal.by:
-        return "can be taken out exactly: the hospital is asked for its sums once more"
+        return "can be taken out exactly: the hospital will be asked for its sums again"
     if withdrawal.by_state == "finished":
         return f"taken out exactly by {withdrawal.by}, whose model is that of a run which never had {withdrawal.silo}"
     halted = withdrawal.by_state in ("paused", "failed")
     again = f"; resume it, or abort it and say coordinator withdraw {withdrawal.silo} again" if halted else ""
     by = f"{withdrawal.by} ({withdrawal.by_state})"
-    return f"being taken out by {by}: this model has them until that has finished{again}"
+    return f"being taken out by {by}: this model contains them until it finishes{again}"

@@ -25,7 +25,7 @@ _STANDARD = "/grpc."
 Count = Callable[[int], None]
 
 
-def _nothing(_: int) -> None:
+def _ignore(_: int) -> None:
     pass
 
 
@@ -35,7 +35,7 @@ class CountingContext:
     on_sent, on_received: called with the bytes of each chunk.
     """
 
-    def __init__(self, context: Any, on_sent: Count = _nothing, on_received: Count = _nothing) -> None:  # noqa: ANN401
+    def __init__(self, context: Any, on_sent: Count = _ignore, on_received: Count = _ignore) -> None:  # noqa: ANN401
         self._context = context
         self._on_sent = on_sent
         self._on_received = on_received

@@ -42,7 +42,7 @@ class Readiness:
         self._scheduler_lives = scheduler_lives
         self._patience_s = max(_MIN_PATIENCE_S, 3 * every_s)
         self._clock = clock
-        self._found: tuple[str, ...] = ()
+        self._problems: tuple[str, ...] = ()
         self._looked = clock()
         self._stopping = threading.Event()
 
@@ -53,7 +53,7 @@ class Readiness:
             "disk": lambda: disk.available(self._database.parent) > 0,
             "scheduler": self._scheduler_lives,
         }
-        self._found = tuple(word for word, check in checks.items() if not _holds(check))
+        self._problems = tuple(word for word, check in checks.items() if not _holds(check))
         self._looked = self._clock()
         return self.problems()
 
@@ -69,8 +69,8 @@ class Readiness:
         if self._stopping.is_set():
             return ("stopping",)
         if self._clock() - self._looked > self._patience_s:
-            return (*self._found, "maintenance")
-        return self._found
+            return (*self._problems, "maintenance")
+        return self._problems
 
 
 class HealthService(health_pb2_grpc.HealthServicer):

@@ -136,7 +136,7 @@ class Membership:
                 f"expected a renewal of the newest key of {name!r}, found one of an older key: somebody renewed this "
                 f"identity on {datetime.fromtimestamp(newest.issued, UTC):%Y-%m-%d %H:%M} UTC. If that was not this "
                 f"hospital, somebody else has its key: tell the lead at once; `coordinator invite {name} --again` and "
-                "`silo join --again` shut the other one out",
+                "`silo join --again` lock the other one out",
             )
             self.store.members.raise_alarm(name, str(error))
             raise error

@@ -67,7 +67,7 @@ class ServerCertificate:
                 now = self.current()
                 return None if identity_of(now.cert_pem).serial == self._in_use else self._configuration(now)
             except (FederationError, OSError) as error:
-                self._log_once(f"the service's certificate cannot be read or renewed, the last one stays: {error}")
+                self._log_once(f"cannot read or renew the service's certificate; keeping the last one: {error}")
                 return None
 
     def _configuration(self, now: Credentials) -> grpc.ServerCertificateConfiguration:

@@ -330,7 +330,7 @@ class Dispatcher:
         """Say of a silo without a session that it went in the middle of training; empty where it did not."""
         with self._lock:
             gone = name in self._left_training and name not in self._sessions
-        return "gone in the middle of training: the hospital's service or machine may have been ended" if gone else ""
+        return "connection lost during training: the hospital's service or machine may have stopped" if gone else ""
 
     def note_refusal(self, peer: PeerCertificate, error: FederationError) -> None:
         """Show a refused call of a silo in the runs that wait for it, once per reason."""

@@ -52,7 +52,7 @@ class RunLineage:
                 updates = {}  # sums begin with nothing, whatever the model was
             summed = adds(one)
             rows = [row.record for row in self.runs.rounds(one.id) if row.record.kind.trains]
-            if taken_out(one):
+            if removes_sums(one):
                 if is_complete(one):
                     for name in one.members:
                         updates.pop(name, None)
@@ -65,11 +65,11 @@ class RunLineage:
 
     def withdrawn(self, run: StoredRun) -> dict[str, list[str]]:
         """Return who has withdrawn from a run or those before it, with the runs."""
-        found: dict[str, list[str]] = {}
+        ids: dict[str, list[str]] = {}
         for one in (run, *self.before(run)):
             for event in self.runs.events_of(one.id, WITHDRAWN):
-                found.setdefault(event.silo, []).append(one.id)
-        return found
+                ids.setdefault(event.silo, []).append(one.id)
+        return ids
 
     def not_asked(self, parent: StoredRun, adds_up: bool) -> dict[str, str]:
         """Return who may not be a member of a run that goes on from another, and why."""
@@ -152,7 +152,7 @@ def adds(run: StoredRun) -> bool:
     return name == Analytic.name and options.get("covariance", "moments") == "moments"
 
 
-def taken_out(run: StoredRun) -> bool:
+def removes_sums(run: StoredRun) -> bool:
     """Tell whether a run takes the sums of its one member out."""
     return bool(_digests(method_of(run)[1]))
 

@@ -167,7 +167,7 @@ class MaskedRounds:
             return server, None
         counted = self._census(loop, observer)
         if counted is None:
-            return server, self.compiled.coverage((), why="not all hospitals were there when it was counted")
+            return server, self.compiled.coverage((), why="not all hospitals were counted")
         if self._floor:
             server = {**server, HOSPITALS: {HOSPITALS: counted}}
         return server, self.compiled.coverage(counted.int().tolist())
@@ -384,11 +384,11 @@ class SetOpening:
                 self._take(silo, message)
                 self._changed.notify_all()
         except FederationError as error:
-            self._note(silo, error, f"what it said of the sealed set is not taken: {error}")
+            self._note(silo, error, f"its answer about the aggregation set is invalid: {error}")
         else:
             if isinstance(message, pb.SecaggRefusal):
                 why = stated(message.code, message.reason)
-                self._note(silo, why, f"it does not open the sealed set{self._because(message)}: {why}")
+                self._note(silo, why, f"it does not open the aggregation set{self._blamed_text(message)}: {why}")
         self.tasks.notify()
 
     def interrupt(self) -> None:
@@ -409,7 +409,7 @@ class SetOpening:
             self.state.answer(member, RevealedShares(*about, shares))
             self._refused.pop(silo, None)
         elif message.seal_hash in (b"", self.state.hash) and member in self.state.unanswered:
-            self._refused[silo] = stated(message.code, "").code + self._because(message)
+            self._refused[silo] = stated(message.code, "").code + self._blamed_text(message)
 
     def _member(self, silo: str) -> int | None:
         members = self.round.run.members
@@ -427,7 +427,7 @@ class SetOpening:
             packages=[pb.SealedPackage(index=u, salt=salt, package=p) for u, salt, p in opening.packages],
         )
 
-    def _because(self, refusal: pb.SecaggRefusal) -> str:
+    def _blamed_text(self, refusal: pb.SecaggRefusal) -> str:
         members = self.round.run.members
         blamed = [members[u] for u in refusal.blamed[:1] if u < len(members)]
         return f", because of {blamed[0]}" if blamed else ""
@@ -465,7 +465,7 @@ class SetOpening:
         for answerer, dealer in wrong:
             mine, whose = self.round.run.members[answerer], self.round.run.members[dealer]
             text = f"its share of a seed of {whose} did not fit, by its own doing or that of {whose}"
-            self._note(mine, SecaggError("E-RUN-48", text), f"E-RUN-48: {text}; the sum is exact all the same")
+            self._note(mine, SecaggError("E-RUN-48", text), f"E-RUN-48: {text}; the sum is still exact")
 
     def _join(self) -> Sequence[tuple[int, int]] | None:
         """Take the masks off with the answers that are there; None where one is wrong, and one more tells which."""
@@ -516,9 +516,9 @@ class SetOpening:
         listed = [f"{name} (refused: {self._refused[name]})" if name in self._refused else name for name in silent]
         return UnavailableError(
             "E-RUN-45",
-            f"round {self.round.number + 1}: expected {self.round.t} of {self.round.n} hospitals to {what} its sealed "
-            f"set, found {self.round.n - len(silent)}; without an answer: {', '.join(listed)}: nothing was opened, and "
-            "`coordinator resume` asks for the same set again",
+            f"round {self.round.number + 1}: expected {self.round.t} of {self.round.n} hospitals to {what} the "
+            f"aggregation set, found {self.round.n - len(silent)}; no answer from {', '.join(listed)}: nothing was "
+            "opened, and `coordinator resume` asks for the same set again",
         )
 
     def waiting(self) -> Waiting:
@@ -544,13 +544,13 @@ def end_masked_runs(store: CoordinatorStore, remove: Callable[[str], None]) -> l
     """
     open_runs = [run for run in store.runs.all() if run.state in RunState.ABORTED.comes_from]
     begun = [run for run in open_runs if store.secagg.keys(run.id) is not None]
-    ended = [store.runs.end(run.id, RunState.ABORTED, _why(run)) for run in begun]
+    ended = [store.runs.end(run.id, RunState.ABORTED, _end_reason(run)) for run in begun]
     for run in ended:
         store.contributions.delete_unreferenced(run.id, remove)
     return ended
 
 
-def _why(run: StoredRun) -> str:
+def _end_reason(run: StoredRun) -> str:
     rounds = f"{run.closed} of {run.rounds} rounds" if run.rounds else "the evaluation"
     if run.closed == 0:
         remedy = "No round was closed: submit it again"

@@ -148,7 +148,7 @@ class OpenRound:
             self._show(decision, now)
             return
         for lost in decision.lost:
-            self._tasks.event("forgetting", self.number, lost.name, self._loss(lost))
+            self._tasks.event("forgetting", self.number, lost.name, self._loss_warning(lost))
         self._tasks.give_up({s.name: self._given_up(s, decision) for s in silos if s.is_open})
 
     def _attendance(self, steering: Steering) -> list[Attendance]:
@@ -186,25 +186,26 @@ class OpenRound:
         self._tasks.event("waiting", self.number, text=text)
 
     def _state(self, silo: PendingSilo) -> str:
-        alone = f"; nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
-        return self._where(silo.name) + alone
+        alone = f"; no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
+        return self._connection_text(silo.name) + alone
 
-    def _where(self, name: str) -> str:
+    def _connection_text(self, name: str) -> str:
         offline = self._dispatcher.offline_for(name)
         if offline is None:
             return "connected"
         said = self._dispatcher.last_word(name)
         return f"offline {span(offline)}" + (f", {said}" if said else "")
 
-    def _loss(self, lost: PendingSilo) -> str:
+    def _loss_warning(self, lost: PendingSilo) -> str:
         return (
-            f"closed without {lost.name} ({self._where(lost.name)}). Nobody else holds {', '.join(lost.classes)}: the "
-            "model is forgetting it. Wait (coordinator extend RUN --hours H), or go on without it?"
+            f"closed without {lost.name} ({self._connection_text(lost.name)}). No other hospital has "
+            f"{', '.join(lost.classes)}: the model is forgetting it. Wait (coordinator extend RUN --hours H), or go on "
+            "without it?"
         )
 
     def _given_up(self, silo: Attendance, decision: Decision) -> FederationError:
         why = "the quorum was missed" if decision.verdict is ClosingVerdict.PAUSE else "the round closed without it"
-        return UnavailableError("E-RUN-13", f"no update ({self._where(silo.name)}): {why}")
+        return UnavailableError("E-RUN-13", f"no update ({self._connection_text(silo.name)}): {why}")
 
 
 def excluded_error() -> FederationError:

@@ -14,6 +14,7 @@ from coordinator.storage.records import StoredRun
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import counted
 
 GRACE_S = 30.0
 """After the first refusal the others have this long to answer, so that the lead sees all refusals at once."""
@@ -50,7 +51,7 @@ def ask_preflight(
     away = [name for name in names if dispatcher.activity_of(name) is None]
     if not all_answer:
         names = [name for name in names if name not in away]
-    text = f"{len(names)} silos are asked whether they are ready" + (f"; away: {', '.join(away)}" if away else "")
+    text = f"preflight of {counted(len(names), 'silo')}" + (f"; away: {', '.join(away)}" if away else "")
     tasks.event("preflight", text=text)
     with ExitStack() as stack:
         pending_tasks = {
@@ -117,14 +118,14 @@ def _combined_error(failures: Mapping[str, FederationError], silos: int, run_id:
     silent = sorted(name for name, error in failures.items() if error.code == _NO_ANSWER)
     unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
     refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]
-    remedy = f"no round was begun and nothing charged; have it put right, then: coordinator resume {run_id}"
+    remedy = f"no round began and nothing was charged; have it fixed, then: coordinator resume {run_id}"
     if not refused:
         return UnavailableError(
             "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unanswered}: {remedy}"
         )
     lines = [f"expected all {silos} silos to be ready, found {len(refused)} not", *sorted(refused)]
     lines += [unanswered] if unanswered else []
-    explained = "what a hospital does about its code says `coordinator explain CODE`"
+    explained = "`coordinator explain CODE` says what the hospital can do"
     return RefusedError("E-RUN-36", "\n  ".join([*lines, f"{explained}; {remedy}"]))
 
 

@@ -100,7 +100,7 @@ class ActiveRun(Observer):
         self._keep_coverage(coverage)
         self._warn_of_few()
         server = self._begin()
-        self.replaces = run.parent if lineage.taken_out(run) else ""
+        self.replaces = run.parent if lineage.removes_sums(run) else ""
         self.loop = self._round_loop()
         over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(over,), name=f"watch-{run.id}", daemon=True)
@@ -158,7 +158,7 @@ class ActiveRun(Observer):
         run, store = self.row, self.services.store
         if not run.kind.trains or len(run.members) >= MIN_UPDATES_FOR_MEDIAN or store.runs.round(run.id, 0) is not None:
             return
-        may = "nothing bounds what one of them does to the model"
+        may = "nothing limits how far one of them can move the model"
         if isinstance(self.compiled.aggregator, NormClipped):
             may = "one of them may move the model by several times the length of its initial weights in a round"
         text = f"fewer than {MIN_UPDATES_FOR_MEDIAN} silos: {may}, and one update that is refused pauses the run"
@@ -192,7 +192,7 @@ class ActiveRun(Observer):
                 if (now := self.round) is not None:
                     now.look()
             except Exception:  # a database that does not answer: the round must close all the same
-                log.exception("the open round of %s could not be looked at", self.id)
+                log.exception("cannot check the open round of %s", self.id)
 
     # ---- the rounds ------------------------------------------------------------------------------------------------
 
@@ -302,11 +302,11 @@ class HospitalPort:
         task = run.task(self.name, msg, context, kind)
         fixed = run.rounds.fixed_set(context.round, kind)
         if fixed is not None and self.name not in fixed:
-            raise UnavailableError("E-RUN-13", "no update: the round's set was fixed without it")
+            raise UnavailableError("E-RUN-13", "no update: the aggregation set was fixed without it")
         # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,
         # and pays for, what is here.
         with run.tasks.pending_task(task) as pending:
-            digest = self._taken(task)
+            digest = self._received_digest(task)
             if digest is None:
                 if fixed is None and self.name in store.steering.of(run.id).excluded:
                     raise excluded_error()
@@ -326,12 +326,12 @@ class HospitalPort:
         try:
             return pending.wait()
         except UnavailableError as error:
-            digest = self._taken(task) if error.code == "E-RUN-13" else None
+            digest = self._received_digest(task) if error.code == "E-RUN-13" else None
             if digest is None:
                 raise
             return digest
 
-    def _taken(self, task: RoundTask) -> str | None:
+    def _received_digest(self, task: RoundTask) -> str | None:
         """Return the digest of the update that was taken before; one that the disk has lost is asked for again."""
         services = self.run.services
         contribution = services.store.contributions.contribution(task.contribution_id)
@@ -341,5 +341,5 @@ class HospitalPort:
             if services.objects.holds(contribution.object_digest):
                 return contribution.object_digest
             services.store.contributions.reopen(contribution)
-        log.warning("the update of %s is damaged or missing here: it is asked for again", self.name)
+        log.warning("the update of %s is damaged or missing: requested again", self.name)
         return None

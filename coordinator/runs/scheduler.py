@@ -81,7 +81,7 @@ class RunScheduler:
         offers = {silo.name: silo.data for silo in self.store.members.silos()}
         sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
         sizes = dict(CompiledRun.of(manifest).updates.known_sizes(sizes))
-        beside = self._beside(manifest) if manifest.evaluation.beside else None
+        beside = self._compared_run(manifest) if manifest.evaluation.beside else None
         parent = self.store.runs.get(start_from) if start_from else None
         RunLineage(self.store.runs).require_fits(parent, manifest)
         state: State | None = None
@@ -96,7 +96,7 @@ class RunScheduler:
                 kept, sent = beside
                 other = StoredObject.stored(sent, self.objects)
                 named = OtherModel(kept.method, kept.model, kept.seed, *other)
-                CompiledRun.of(manifest).beside(named)
+                CompiledRun.of(manifest).for_comparison(named)
                 manifest = replace(manifest, evaluation=replace(manifest.evaluation, other=named))
             text = manifest.to_json().encode()
             filled = None if weights is None else StoredObject(weights.object, weights.size)
@@ -110,10 +110,11 @@ class RunScheduler:
         self._enqueue(run)
         return run
 
-    def _beside(self, manifest: RunManifest) -> tuple[RunManifest, State] | None:
+    def _compared_run(self, manifest: RunManifest) -> tuple[RunManifest, State] | None:
         """Return the run that `own` names and what is sent of its last model; None where hospitals keep its models.
 
-        Raises ConfigError: E-RUN-10 on no such run, E-CFG-23 on one without such models; as `start_point.beside`.
+        Raises ConfigError: E-RUN-10 on no such run, E-CFG-23 on one without such models; as
+        `start_point.last_broadcast`.
         """
         run = self.store.runs.get(manifest.evaluation.beside)
         other = RunManifest.from_json(run.manifest)
@@ -128,7 +129,7 @@ class RunScheduler:
         if other.method.name == LocalOnly.name:
             return None
         with self.services.model_lock:
-            return other, start_point.beside(run, self.objects)
+            return other, start_point.last_broadcast(run, self.objects)
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> StoredRun:
         """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
@@ -181,7 +182,7 @@ class RunScheduler:
                 f"{len(remaining)} without {silo!r}: abort the run instead",
             )
         if self.store.steering.exclude(run.id, silo, readmit):
-            kind, text = ("readmitted", "asked again") if readmit else ("excluded", "by the lead: it is asked no more")
+            kind, text = ("readmitted", "asked again") if readmit else ("excluded", "excluded by the lead")
             self.store.runs.event(run.id, kind, run.closed, silo, text)
         self.dispatcher.changes.notify()
         return run
@@ -230,7 +231,7 @@ class RunScheduler:
         with self.objects.lock:
             for run in self.store.runs.all():
                 if run.state.ended and (
-                    run.state_object is None or lineage.taken_out(run)
+                    run.state_object is None or lineage.removes_sums(run)
                 ):  # and then the process ended
                     self.store.contributions.delete_unreferenced(run.id, self.objects.remove)
             self.objects.sweep(self.store.contributions.referenced_digests())
@@ -281,8 +282,8 @@ class RunScheduler:
         except FederationError as error:
             self._end(run.id, RunState.PAUSED if error.code in _FOR_THE_LEAD else RunState.FAILED, str(error))
         except Exception as error:
-            log.exception("run %s met an unforeseen error", run.id)
-            reason = f"E-RUN-99: unforeseen error ({type(error).__name__}); the coordinator's log has it"
+            log.exception("unexpected error in run %s", run.id)
+            reason = f"E-RUN-99: unexpected error ({type(error).__name__}); see the coordinator's log"
             self._end(run.id, RunState.FAILED, reason)
         finally:
             run.interrupt()  # tasks may be open where a round ended before its time
@@ -305,10 +306,10 @@ class RunScheduler:
         try:
             self.store.runs.end(run_id, state, reason)
         except UnavailableError as error:  # a full disk, which has no room for this either
-            log.error("run %s ended, and that cannot be noted: %s", run_id, error)
+            log.error("run %s ended, but its end cannot be stored: %s", run_id, error)
             time.sleep(_NOT_NOTED_S)
         except StateError as error:
-            log.info("run %s had ended already: %s", run_id, error)
+            log.info("run %s has already ended: %s", run_id, error)
         self.dispatcher.changes.notify()
 
     def schedule_cleanup(self, run_id: str) -> None:
@@ -321,7 +322,7 @@ class RunScheduler:
                 self.store.contributions.delete_unreferenced(run_id, self.objects.remove)
             self._drop_uploads()
         except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
-            log.exception("what run %s no longer needs could not be deleted", run_id)
+            log.exception("cannot delete what run %s no longer needs", run_id)
 
     def _drop_uploads(self) -> None:
         for silo, contribution in self.uploads.all():

@@ -60,7 +60,7 @@ def resolve(parent: StoredRun | None, manifest: RunManifest, objects: ObjectStor
     return replace(manifest, start=compiled.pinned_start(state, start)), state
 
 
-def beside(other: StoredRun, objects: ObjectStore) -> State:
+def last_broadcast(other: StoredRun, objects: ObjectStore) -> State:
     """Return what is sent of a run's last model, for it to be measured beside another one.
 
     Raises StateError as `require_over`, E-STATE-22, E-STATE-63 on a model that is missing or damaged; ConfigError

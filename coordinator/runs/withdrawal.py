@@ -119,7 +119,7 @@ class Withdrawals:
             return affected
         for one in affected:
             self.store.runs.withdraw(one.run.id, silo, f"{silo} has withdrawn, as {lead} ordered")
-        self._drop_halves(silo)
+        self._drop_incomplete(silo)
         for one in affected:
             if not one.reason and one.by is None:
                 self._begin(one, lead)
@@ -134,17 +134,17 @@ class Withdrawals:
             for event in self.store.runs.events_of(one.id, WITHDRAWN)
         ]
 
-    def _drop_halves(self, silo: str) -> None:
+    def _drop_incomplete(self, silo: str) -> None:
         """Delete sums that nobody goes on from, since their run was aborted before they were whole."""
         for run in self.store.runs.all():
-            if _is_half(run) and run.state_object is not None and silo in self._line.updates_in(run):
-                self.store.runs.drop_state(run.id, silo, "the run was aborted before its sums were whole: deleted here")
+            if _is_incomplete(run) and run.state_object is not None and silo in self._line.updates_in(run):
+                self.store.runs.drop_state(run.id, silo, "the run was aborted before its sums were complete: deleted")
                 self.delete_unused(run.id)
 
     def _affected(self, silo: str) -> list[AffectedRun]:
         line, affected = self._line, list[AffectedRun]()
         for run in reversed(self.store.runs.all()):
-            if _is_half(run) or (lineage.taken_out(run) and silo in run.members):
+            if _is_incomplete(run) or (lineage.removes_sums(run) and silo in run.members):
                 continue
             updates = line.updates_in(run).get(silo, [])
             if updates or (silo in run.members and not run.state.ended):
@@ -155,40 +155,40 @@ class Withdrawals:
         read = self.store.runs.events_of(run.id, FETCHED)
         noted = next((e for e in self.store.runs.events_of(run.id, WITHDRAWN) if e.silo == silo), None)
         others = sorted(set(self._line.updates_in(run)) - {silo})
-        by = self._taking_out(run, silo)
+        by = self._removal_run(run, silo)
         reason = "" if by is not None else self._obstacle(run, silo, updates, others)
         fetched = [f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(e.at))} UTC {e.text}" for e in read]
         return AffectedRun(silo, run, 0.0 if noted is None else noted.at, updates, by, reason, others, fetched)
 
-    def _taking_out(self, run: StoredRun, silo: str = "") -> StoredRun | None:
+    def _removal_run(self, run: StoredRun, silo: str = "") -> StoredRun | None:
         """Return the run that takes a hospital's sums, or any one's, out of those of a run, unless it was aborted."""
-        others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.taken_out(o))
+        others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.removes_sums(o))
         return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
 
     def _obstacle(self, run: StoredRun, silo: str, updates: Sequence[GivenModel], others: Sequence[str]) -> str:
         """Say why a hospital's updates cannot be taken out of a model exactly; empty where they can."""
         if not lineage.adds(run):
-            return "trained by gradients, or of class means alone: one hospital's part cannot be told from the rest"
+            return "trained by gradients or on class means only: one hospital's share cannot be separated"
         manifest = RunManifest.from_json(run.manifest)
         if manifest.secagg is not None:
             return (
                 "its sums were added under masks, so that nobody knows what the hospital added: train anew without it"
             )
         if manifest.privacy.name != "none" or manifest.method.options.get("release", "exact") != "exact":
-            return "its sums have noise inside, which the hospital cannot send again"
+            return "its sums contain noise, which the hospital cannot send again"
         if manifest.method.options.get("class_weights", "none") != "none":
-            return "its sums have the weights of all hospitals' class counts inside"
+            return "its sums depend on the class counts of all hospitals"
         if run.state_object is None and run.closed:
-            return "its model is deleted here: another hospital's sums were taken out of it"
+            return "its model was deleted when another hospital's sums were taken out"
         if run.state not in _OVER or not lineage.is_complete(run):
             return f"it is {run.state.value} after {run.closed} of {run.rounds} rounds: abort it or let it end"
         if not all(g.fingerprint for g in updates):
-            return "nothing was noted of what the hospital added: a part was cut, or the version was an earlier one"
+            return "the hospital's contribution was not recorded: it was clipped, or an older version ran"
         if not others:
-            return "nobody else is in its sums: there is no model without the hospital"
+            return "no other hospital is in its sums, so no model remains without it"
         if silo not in self.store.members.member_names():
-            return "the hospital is no member any more, so that it cannot send its sums once more"
-        if (other := self._taking_out(run)) is not None:
+            return "the hospital is no longer a member and cannot send its sums again"
+        if (other := self._removal_run(run)) is not None:
             return f"{other.id} is taking out another hospital's sums: once it has ended, ask again"
         return ""
 
@@ -231,5 +231,5 @@ class Withdrawals:
         )
 
 
-def _is_half(run: StoredRun) -> bool:
+def _is_incomplete(run: StoredRun) -> bool:
     return run.state is RunState.ABORTED and lineage.adds(run) and not lineage.is_complete(run)

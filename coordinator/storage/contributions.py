@@ -88,7 +88,7 @@ class ContributionStore:
         with self._db.write() as db:
             _change(db, c.id, received=None)
             db.execute(delete(objects).where(objects.c.digest == c.object_digest, objects.c.run_id == c.run_id))
-            add_event(db, self._clock(), c.run_id, "lost", c.round, c.silo, "its update is damaged: asked for again")
+            add_event(db, self._clock(), c.run_id, "lost", c.round, c.silo, "its update is damaged: requested again")
 
     def arrivals(self, run_id: str, round: int | None = None) -> list[Contribution]:
         """Return the committed updates of a run in the order in which they came, of one round or of all."""
@@ -200,7 +200,7 @@ def _expect_open(db: Connection, c: Contribution) -> None:
     elif c.silo not in row.cohort:
         what = "one that did not ask this silo"
     elif (inside := sealed_updates(db, c.run_id, c.round, c.kind)) and inside.get(c.silo) != c.object_digest:
-        what = "one whose set is fixed, without this update"
+        what = "one whose aggregation set was fixed without this update"
     if row is None or what is not None:
         raise StateError(
             "E-RUN-06", f"expected an open round, found {what} ({c.run_id}, round {c.round + 1}): discard this update"

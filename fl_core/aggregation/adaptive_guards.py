@@ -31,7 +31,7 @@ def current_settings(guards: Sequence[Guard], server: State, round: int) -> Stat
 
     Raises StateError (E-STATE-22) when a later round's state has lost one: it never starts over.
     """
-    found: dict[str, Tensors] = {}
+    settings: dict[str, Tensors] = {}
     for guard in guards:
         if not (first := guard.initial_setting()):
             continue
@@ -39,8 +39,8 @@ def current_settings(guards: Sequence[Guard], server: State, round: int) -> Stat
             raise StateError(
                 "E-STATE-22", f"expected the setting {guard.group!r} of round {round} in the state, found {[*server]}"
             )
-        found[guard.group] = server.get(guard.group, first)
-    return found
+        settings[guard.group] = server.get(guard.group, first)
+    return settings
 
 
 def next_settings(guards: Sequence[Guard], now: State, total: Bundle) -> State:

@@ -96,8 +96,8 @@ class CoordinatewiseSum(RoundSum):
             left_out = min(max(1, math.floor(self._options.trim * n)), (n - 1) // 2)
             kept: Values = np.sort(values, axis=0)[left_out : n - left_out].mean(axis=0)
             return kept
-        found: Values = np.median(values, axis=0)
-        return found
+        medians: Values = np.median(values, axis=0)
+        return medians
 
     def _shares(self, name: str, updates: Sequence[Bundle], weights: Values) -> Values | None:
         """Return what each update counts in the geometric median, by Weiszfeld's steps from the mean."""

@@ -84,7 +84,7 @@ class _Bounds:
     def _weight(self, part: str, spec: PartSpec) -> tuple[float, float]:
         """Return the most that a weight is, and that noise adds to it."""
         if part in (*GLOBAL_PARTS, OWN):
-            each = math.prod(self._check.layout[METRICS].weight_shape) if self._answers_add_up(part) else 1
+            each = math.prod(self._check.layout[METRICS].weight_shape) if self._counts_each_label(part) else 1
             return each * self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
         rule, size = self._check.rule(part, bool(spec.weight_shape)), self._train
         weight = {Weighing.ONCE: 1.0, Weighing.QUALITY: max(size, math.e), Weighing.EXAMPLES: size}[rule.weight]
@@ -92,7 +92,7 @@ class _Bounds:
         noisy = rows is not None and spec.weight_shape and rule.weight is not Weighing.ONCE
         return weight, NOISE_STDS * rows.count if rows is not None and noisy else 0.0
 
-    def _answers_add_up(self, part: str) -> bool:
+    def _counts_each_label(self, part: str) -> bool:
         """Tell whether a part counts an example once for each of its labels, in one number."""
         return part == CLINICAL_PART and self._check.multi_label
 

@@ -84,7 +84,7 @@ class MaskedSum(RoundSum):
             raise RefusedError(
                 "E-RUN-48",
                 f"expected a sum that updates of {len(self._added)} hospitals add up to, found another "
-                f"({error.message}): nothing is merged, and who is to blame cannot be told",
+                f"({error.message}): nothing is merged, and the sum does not show who is to blame",
             ) from error
         return AggregationDecision()
 

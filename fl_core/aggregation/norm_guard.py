@@ -43,7 +43,7 @@ Blocks = Mapping[str, tuple[tuple[str, str], ...]]
 
 def blocks_of(layout: Layout, rules: Mapping[str, PartRule]) -> Blocks:
     """Name the blocks of an update as `Measured.norms` has them; without levels, which are no differences."""
-    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    blocks: dict[str, tuple[tuple[str, str], ...]] = {}
     for part, spec in sorted(layout.items()):
         rule = rules.get(part, PartRule())
         if spec.weight_shape or rule.level or part in METRIC_PARTS or part == NORMS:
@@ -51,8 +51,8 @@ def blocks_of(layout: Layout, rules: Mapping[str, PartRule]) -> Blocks:
         for key in sorted(spec.shapes):
             if key not in (rule.counts, rule.steps):
                 block = f"{part}.buffers" if key.endswith(BUFFERS) else part
-                found[block] = (*found.get(block, ()), (part, key))
-    return found
+                blocks[block] = (*blocks.get(block, ()), (part, key))
+    return blocks
 
 
 def norms_layout(blocks: Iterable[str]) -> Layout:
@@ -120,7 +120,7 @@ class NormGuard(Guard):
                 raise RefusedError(
                     "E-RUN-44",
                     f"this hospital's update is more than {self.options.refuse_above:g} times as long as is usual in "
-                    "the run: it stays here; look for another scale of the images, or training that diverged",
+                    "the run: withheld; look for another scale of the images, or training that diverged",
                 )
             for part, key in keys:
                 parts[part][key] = bundle[part].total[key].double() * (self.options.clip_at * reference / norm)
@@ -180,6 +180,6 @@ def _lower_median(histogram: Tensor) -> float:
 def _impossible(found: str) -> RefusedError:
     return RefusedError(
         "E-RUN-48",
-        f"expected a sum of updates that each hospital bounded, found {found}: nothing is merged, and who is to blame "
-        "cannot be told",
+        f"expected a sum of updates that each hospital bounded, found {found}: nothing is merged, and the sum does "
+        "not show who is to blame",
     )

@@ -189,16 +189,16 @@ class NormClippedSum(RoundSum):
 
     def _references(self) -> dict[str, float]:
         """Return R_t by block: of earlier rounds, else this round's median of at least three, else the manifest's."""
-        found: dict[str, float] = {}
+        references: dict[str, float] = {}
         for block, norms in self._by_block().items():
             reference, initial = self._history.reference(block, self._options.ceiling), self._history.initial.get(block)
             if reference is not None:
-                found[block] = reference
+                references[block] = reference
             elif len(norms) >= MIN_UPDATES_FOR_MEDIAN:
-                found[block] = lower_median(norms) or initial or 0.0
+                references[block] = lower_median(norms) or initial or 0.0
             elif initial:
-                found[block] = initial
-        return found
+                references[block] = initial
+        return references
 
     def _has_no_comparison(self) -> bool:
         """Tell whether a median is missing that something of this round's updates would be held against."""
@@ -223,12 +223,12 @@ class NormClippedSum(RoundSum):
         return norm > explained and _ratio(norm, references.get(block)) > self._options.refuse_above
 
     def _by_block(self, without: Mapping[str, str] | None = None) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
+        by_block: dict[str, list[float]] = {}
         for name in sorted(self._norms):
             if name not in (without or {}):
                 for block, norm in self._differences(name).items():
-                    found.setdefault(block, []).append(norm)
-        return found
+                    by_block.setdefault(block, []).append(norm)
+        return by_block
 
     def _medians(self, refused: Mapping[str, str]) -> dict[str, float]:
         accepted = self._by_block(refused)

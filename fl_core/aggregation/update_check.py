@@ -443,7 +443,7 @@ def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor,
         return "values of weight 0, expected 0" if any(bool(v.any()) for v in total.values()) else ""
     for name, v in counts.items():
         if bool((v < 0).any()) or not torch.equal(v, v.round()):
-            return f"{name!r} holds what is no count, expected whole numbers of 0 or more"
+            return f"{name!r} has a value that is no count, expected whole numbers of 0 or more"
     every, confusion = examples.sum(), counts["confusion"]
     right, of = answers(confusion)
     positive, negative = (confusion.sum(2)[:, (1, 0)].T) if confusion.dim() == 3 else (examples, every - examples)
@@ -457,21 +457,21 @@ def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor,
         ("sum of 'correct'", counts["correct"].sum(), correct.sum()),
     )
     for what, found, expected in sums:
-        if bool(((found - expected).abs() > _room(expected)).any()):
-            return f"{what} {_shown(found)}, expected {_shown(expected)} as in 'metrics'"
+        if bool(((found - expected).abs() > _rounding_margin(expected)).any()):
+            return f"{what} {_number_list(found)}, expected {_number_list(expected)} as in 'metrics'"
     if bool((counts["correct"] > counts["examples"]).any()):
         return "more correct answers than examples in a bin, expected at most as many"
     edges = torch.arange(len(counts["examples"]) + 1, dtype=torch.float64) / len(counts["examples"])
     low, high = edges[:-1] * counts["examples"], edges[1:] * counts["examples"]
     confidence = total["confidence"]
-    if bool(((confidence < low - _room(low)) | (confidence > high + _room(high))).any()):
+    if bool(((confidence < low - _rounding_margin(low)) | (confidence > high + _rounding_margin(high))).any()):
         return "a sum of confidences outside its bin, expected between its edges times its examples"
     return ""
 
 
-def _room(expected: Tensor) -> Tensor:
+def _rounding_margin(expected: Tensor) -> Tensor:
     return _COUNT_ROUNDING * expected.abs().clamp(min=1.0)
 
 
-def _shown(values: Tensor) -> str:
+def _number_list(values: Tensor) -> str:
     return ", ".join(f"{v:g}" for v in values.reshape(-1)[:10].tolist()) + (" ..." if values.numel() > 10 else "")

@@ -44,5 +44,5 @@ class SurveyRun(RunKind):
             )
 
     def question(self, method: Any, n_classes: int) -> SurveySums:  # noqa: ANN401
-        found: SurveySums = method.query(n_classes)
-        return found
+        query: SurveySums = method.query(n_classes)
+        return query

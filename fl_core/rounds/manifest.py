@@ -225,7 +225,7 @@ class EvaluationTerms:
             )
         if self.other is not None:
             if not self.beside:
-                raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name the run of that model")
+                raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name that model's run")
             self.other.require_possible()
         if self.by_hospital and run.privacy.name != "none":
             raise ConfigError(

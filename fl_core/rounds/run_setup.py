@@ -114,7 +114,7 @@ class RunSetup:
             )
         return run
 
-    def beside(self, other: OtherModel) -> Self:
+    def for_comparison(self, other: OtherModel) -> Self:
         """Return a run on the same data with another one's method and model, neither trained nor sent.
 
         Raises as `of`.

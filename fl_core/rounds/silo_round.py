@@ -75,14 +75,14 @@ class Masking:
         except ProtocolError as error:
             log.warning("update withheld: %s", error)
             raise ProtocolError(
-                error.code, f"{here} refuses its own update, which is not what the run allows: see the log there"
+                error.code, f"{here} refuses its own update, which exceeds what the run allows: see its log"
             ) from None
         if self.signs:
             require_direction(measured, here, msg.get("w", {}).get("head.bias"))
         encoder = FixedPoint(layout.grid)
         units = encoder.outgoing(update, context.silo, context.round)
         if encoder.clipped:
-            log.warning("%d numbers of the update are beyond the run's bounds and were cut to them", encoder.clipped)
+            log.warning("%d numbers of the update exceeded the run's bounds and were clipped", encoder.clipped)
         return layout.flatten(units)
 
 

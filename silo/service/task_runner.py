@@ -403,7 +403,7 @@ class TaskRunner:
         if terms.other is not None:
             other, progress = terms.other, self._progress(task, pb.FETCHING)
             file = self.transfer.fetch(other.object, other.size, task.stop, progress, MAX_WEIGHTS_BYTES)
-            return prepared.run.beside(other).sent_model(codec.read_state(file))
+            return prepared.run.for_comparison(other).sent_model(codec.read_state(file))
         try:
             digest, state = self.outbox.store.manifest_of(terms.beside), self.outbox.state(terms.beside)
             if digest is None or state is None:

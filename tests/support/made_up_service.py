@@ -259,7 +259,7 @@ def consortium(now: float | None = None, study: Study = SKIN) -> MadeUpService:
             at_unix=now - 20,
             kind="waiting",
             round=12,
-            text=f"4 of 5 updates received; waiting for ghent (offline 5 min; nobody else holds {study.alone})",
+            text=f"4 of 5 updates received; waiting for ghent (offline 5 min; no other hospital has {study.alone})",
         ),
     ]
     details = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from consilium.pages.lead.service_watch import ServiceSnapshot
 from consilium.pages.web.rendering import moment
-from coordinator.lead.tables import there_text
+from coordinator.lead.tables import received_text
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import span
 
@@ -115,7 +115,7 @@ def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
     under_way = [r for r in found.runs if r.state in ("waiting", "running")]
     if (held := next((r for r in under_way if away(r)), None)) is not None:
         text = f"Round {held.waiting.round + 1} of {held.run_id} waits for {away(held)}"
-        return text, f"{there_text(held.waiting).capitalize()}. {present}"
+        return text, f"{received_text(held.waiting).capitalize()}. {present}"
     if halted := next((r for r in found.runs[:1] if r.state in ("paused", "failed")), None):
         return f"{halted.run_id} is {run_state(halted.state).word}", halted.reason or "No reason was given."
     if under_way:

@@ -121,7 +121,7 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
         return after, f"{info.reason or 'No reason was given.'} {reached}"
     if away(info):
-        closes = _sentence(tables.there_text(info.waiting))
+        closes = _sentence(tables.received_text(info.waiting))
         return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
     if info.state == "running":
         done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being measured"
@@ -240,7 +240,7 @@ def open_round(
     waiting = info.waiting
     passed = _bounded(now - waiting.opened_unix) if waiting.opened_unix else 0.0
     bars = list(_bars(info, members, events, max(passed, 1.0)))
-    rule = tables.there_text(waiting)
+    rule = tables.received_text(waiting)
     shown = tuple(bars[:MAX_BARS])
     return OpenRoundFacts(waiting.round + 1, waiting.opened_unix, rule, shown, len(bars) - len(shown))
 
@@ -264,7 +264,7 @@ def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], 
 
 
 def _awaited(silo: pb.AwaitedSilo) -> Bar:
-    alone = f"nobody else holds {', '.join(silo.classes)}" if silo.classes else ""
+    alone = f"no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
     left = f"{span(_bounded(silo.left_s))} more"
     if silo.online:
         return Bar(silo.name, State("wait", "awaited"), left, 100.0, alone=alone)

@@ -166,7 +166,7 @@ def _round(info: pb.RoundInfo, columns: Sequence[Measure]) -> ClosedRound:
         number=tables.round_text(info.round, info.kind),
         measured=tuple(measure.text(measure.estimate(result)) for measure in columns),
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
-        judged=tuple(tables.judged_updates(info)[:_MAX_NAMES]),
+        judged=tuple(tables.outcome_rows(info)[:_MAX_NAMES]),
         bytes_up=sum(a.bytes for a in info.arrivals),
         seconds=span(took) if info.closed_unix and took >= 0 else "",
     )

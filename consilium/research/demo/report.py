@@ -159,7 +159,7 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
             tables.size(d.info.bytes_up),
             tables.size(d.info.bytes_down),
             span(d.info.ended_unix - d.info.created_unix),
-            tables.judged_text(update_outcomes(d.rounds)) or "-",
+            tables.outcomes_text(update_outcomes(d.rounds)) or "-",
         )
         for m, d in details.items()
     ]

@@ -89,8 +89,8 @@ def test_a_closed_round_says_which_updates_were_refused_and_cut_and_that_nothing
     said = round_json(JUDGED)
     assert said["refused"] == {"west": "E-RUN-44: west: too long"}
     assert (set(said["cut"]), said["cut_rows"], said["unbounded"]) == ({"north", "east"}, 2, True)  # type: ignore[call-overload]
-    assert tables.judged_updates(JUDGED)[0] == ("all", NO_BOUND)
-    assert [name for name, _ in tables.judged_updates(JUDGED)] == ["all", "late", "west", "east", "north"]
+    assert tables.outcome_rows(JUDGED)[0] == ("all", NO_BOUND)
+    assert [name for name, _ in tables.outcome_rows(JUDGED)] == ["all", "late", "west", "east", "north"]
 
 
 def test_watch_counts_refusals_and_cuts_on_the_line_of_a_round_and_over_the_run_in_the_title() -> None:
@@ -139,7 +139,7 @@ WAITING = pb.RunInfo(
 
 
 def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on_it() -> None:
-    line = "south (offline 40 min, for at most 12 min more; nobody else holds keratosis)"
+    line = "south (offline 40 min, for at most 12 min more; no other hospital has keratosis)"
     assert tables.waiting_lines(WAITING) == [
         "round 7: 5 updates received, 4 needed; waits for",
         f"  {line}",
@@ -161,7 +161,9 @@ def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on
     out = io.StringIO()
     with Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
         watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))
-    assert "offline; awaited (offline 40 min, for at most 12 min more; nobody else holds keratosis)" in out.getvalue()
+    assert (
+        "offline; awaited (offline 40 min, for at most 12 min more; no other hospital has keratosis)" in out.getvalue()
+    )
 
 
 def closed(number: int, correct: float) -> pb.Event:

@@ -166,7 +166,7 @@ def test_a_run_without_privacy_is_begun_without_the_word_of_silos_that_are_away(
     dispatcher.hear(session(), said())
     assert asking.over() is None
     (event,) = [e for e in dispatcher.store.runs.events("run-1", 0) if e.kind == "preflight"]
-    assert event.text.startswith("1 silos are asked")
+    assert event.text.startswith("preflight of 1 silo;")
     assert "away: " in event.text
 
 

@@ -161,7 +161,7 @@ def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp
         lost = events(world, run_id, "forgetting")
         assert {silo for silo, _ in lost} == {"south"}
         assert "closed without south (offline" in lost[0][1]
-        assert "Nobody else holds d: the model is forgetting it" in lost[0][1]
+        assert "No other hospital has d: the model is forgetting it" in lost[0][1]
 
 
 def test_whoever_watches_reads_who_is_awaited_until_when_and_for_which_classes(tmp_path: Path) -> None:

@@ -188,11 +188,11 @@ def test_a_withdrawal_again_changes_nothing_and_nothing_is_taken_out_twice(
             with pytest.raises(FederationError, match=r"E-CFG-08.*leave it out|E-RUN-11"):
                 world.server.runs.submit(lied, agreed.spec, f"by hand {parent}", parent)
         twice = withdraw(world, "south")
-        assert "deleted here" in twice[run.id].reason
+        assert "was deleted when" in twice[run.id].reason
         last = world.finished(twice[once].by)
         alone = ran(world, [*ANALYTIC, "silos=[north]"], capsys)
         equal(world.model(last.id), world.model(alone.id))
-        assert "nobody else is in its sums" in withdraw(world, "north", preview=True)[last.id].reason
+        assert "no other hospital is in its sums" in withdraw(world, "north", preview=True)[last.id].reason
 
 
 def test_other_sums_than_were_added_are_taken_out_of_nothing_whoever_looks(

@@ -158,7 +158,7 @@ def test_honest_updates_are_inside_the_bounds_and_the_model_is_that_of_the_wide_
     assert run.grid.ring == "ring32"
     assert [r.missing for r in found.records] == [{}] * 3
     assert all(r.clipped == 0 for r in found.records)
-    assert "beyond the run's bounds" not in caplog.text
+    assert "exceeded the run's bounds" not in caplog.text
     for name, value in wide["w"].items():
         assert torch.allclose(narrow["w"][name], value, atol=2e-5), name
 
@@ -170,7 +170,7 @@ def test_what_bounds_cut_off_is_counted_in_the_silos_own_log_and_not_at_the_coor
     tight = replace(run, grid=replace(run.grid, bounds={**run.grid.bounds, "delta": 1e-6}))
     _, history = go(tight)
     assert [r.clipped for r in history.records] == [0, 0]
-    assert caplog.text.count("numbers of the update are beyond the run's bounds") == 3
+    assert caplog.text.count("numbers of the update exceeded the run's bounds") == 3
 
 
 def test_a_part_that_is_a_weight_alone_has_no_bound_for_values() -> None:

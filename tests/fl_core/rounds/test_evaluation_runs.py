@@ -229,7 +229,7 @@ def test_a_second_model_answers_as_its_own_run_has_it_whatever_this_run_trains()
     theirs = RunSetup.of(manifest("fedgela", model="digits_linear", seed=7))
     state = theirs.initial_state()
     state = {**state, "w": {name: v + 0.1 for name, v in state["w"].items()}}
-    found = RunSetup.of(manifest("fedavg")).beside(second())
+    found = RunSetup.of(manifest("fedavg")).for_comparison(second())
     x = torch.rand(4, *SCHEMA.shape)
     mine, its = found.sent_model(theirs.method.broadcast(state)).eval(), theirs.classifier(state).eval()
     torch.testing.assert_close(mine(x), its(x), rtol=0, atol=0)
@@ -246,7 +246,7 @@ def test_a_second_model_answers_as_its_own_run_has_it_whatever_this_run_trains()
     ],
 )
 def test_a_second_model_that_is_another_than_the_manifest_says_is_refused(wrong: object, expected: str) -> None:
-    run = RunSetup.of(manifest("fedavg")).beside(second("fedavg"))
+    run = RunSetup.of(manifest("fedavg")).for_comparison(second("fedavg"))
     msg = run.method.broadcast(run.initial_state())
     with pytest.raises(ProtocolError, match=expected):
         run.sent_model({**msg, "w": wrong(msg["w"])})

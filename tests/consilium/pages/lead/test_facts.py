@@ -102,7 +102,7 @@ def test_the_open_round_says_of_each_hospital_where_it_stands() -> None:
     east, south, north, west, _ = found.bars
     assert east.when == "60 s more"
     assert south.when == "60 s more, away 2 min"
-    assert south.alone == "nobody else holds keratosis"
+    assert south.alone == "no other hospital has keratosis"
     assert (north.when, north.width, north.size) == ("after 30 s", 50.0, 5)
     assert west.when == "E-X: no"
     assert open_round(RUNNING, ["north"], [], 160.0) is None
